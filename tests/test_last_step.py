@@ -551,7 +551,7 @@ def test_offloaded_steps(lines):
     record = streambp.last_step(model)
     inputs, attended = 2 * 2 * LENGTH * 64, 2 * 2 * LENGTH * (64 + 4)
     assert record.host.out > attended - inputs > 0
-    assert record.host.out == pytest.approx(model._streambp.state.offloader.moved["out"] / 2)
+    assert record.host.out == pytest.approx(model._streambp.state.offloader.transfers.bytes["out"] / 2)
     assert record.saved == (Saved("attn_out", 2),)
     assert str(record) == f"46 tokens (2 rows) in 5 chunks of 5 a row, streamed: moved {sized(record.host.out)} to the host"
     assert len(lines()) == 1

@@ -403,7 +403,7 @@ MUTANTS = {
         cached.OwnMask, "values", lambda self, v, chunk: v, lambda: uneven(test_padding.check_zero),
     ),
     # The planner's, in one block.
-    "workspaces left out": (count, "_workspace", lambda *_: 0, test_estimates.check_workspaces),
+    "workspaces left out": (count, "workspace", lambda *_: 0, test_estimates.check_workspaces),
     "gradients that were there are left out": (
         profile, "static",
         lambda p, s, real=profile.static: dataclasses.replace(real(p, s), gradients=0.0), test_estimates.check_peak_by_hand,

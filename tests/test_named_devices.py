@@ -37,7 +37,7 @@ PLACES = {
         head/triton_fold.py:on_device
         head/triton_fold.py:serves
         model/describe.py:_describe_attention
-        offload/engines.py:PinnedMemory.buffer
+        offload/engines.py:AcceleratorEngine.host_buffer
         offload/engines.py:pin
         planner/auto.py:rates_here
         planner/measure.py:compare_step

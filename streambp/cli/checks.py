@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -56,26 +57,29 @@ def check_model(name: str, file: bool) -> None:
     if is_folder:
         if (path / CONFIG).is_file():
             return
-        base = _base_of_adapter(path / ADAPTER)
-        hint = f" It holds an adapter of {shown(base)}: pass that one." if base else ""
+        hint = ""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            base = str(json.loads((path / ADAPTER).read_text("utf-8"))["base_model_name_or_path"])
+            hint = f" It holds an adapter of {shown(base)}: pass that one." if base else ""
         raise ConfigError(f"The model {shown(name)} is a folder without {CONFIG}; it must be {expected}.{hint}")
     if not HUB_ID.fullmatch(name) or len(name) > LONGEST_ID or name.endswith(".json"):
         there = " There is no such file or folder." if name else ""
         raise ConfigError(f"The model is {shown(name)}; it must be {expected}.{there}")
 
 
-def _base_of_adapter(file: Path) -> str | None:
-    try:
-        found = json.loads(file.read_text("utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(found)
-
-
 def _check_plan(arguments: Any) -> None:
     for option, file in (("--html", arguments.html), ("--measure-device", arguments.measure_device)):
-        if file is not None:
-            _check_writable(option, file)
+        if file is None:
+            continue
+        try:  # before minutes of counting rather than after; the file is as it was
+            new = not file.exists()
+            with file.open("a"):
+                pass
+            if new:
+                file.unlink()
+        except (OSError, ValueError) as error:  # ValueError: a NUL byte
+            why = getattr(error, "strerror", None) or error
+            raise StreamBPError(f"{option} {file} cannot be written ({why}). Pass another file.") from error
     if arguments.device is not None:
         if arguments.measure_device is not None:
             raise ConfigError("--device names rates and --measure-device measures them: pass one of the two.")
@@ -157,16 +161,3 @@ def _check_step(arguments: Any) -> None:
         arguments.config = StreamConfig(chunk_size, saves)
         return
     arguments.config = StreamConfig(arguments.chunk_size or "auto", saves, offload=arguments.offload)
-
-
-def _check_writable(option: str, file: Path) -> None:
-    """Raise before minutes of counting rather than after; the file is as it was."""
-    try:
-        new = not file.exists()
-        with file.open("a"):
-            pass
-        if new:
-            file.unlink()
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte
-        why = getattr(error, "strerror", None) or error
-        raise StreamBPError(f"{option} {file} cannot be written ({why}). Pass another file.") from error

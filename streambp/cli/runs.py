@@ -26,15 +26,14 @@ from streambp.planner.measure import compare_default, compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
-from streambp.planner.profile import Profile, Setting
+from streambp.planner.profile import Setting
 from streambp.planner.remedies import Remedy, Training, remedies, with_options
 from streambp.planner.report import (
-    Progress,
     as_json,
     comparison_table,
     default_table,
     plan_table,
-    rates_table,
+    progress,
     remedies_table,
 )
 from streambp.rates import DEFAULT, Rates, device_of, rates_of, write_rates
@@ -75,7 +74,7 @@ def _device(asked: str) -> str:
 def run_verify(arguments: Any) -> int:
     """Print how far the streamed gradients are from the unpatched model's."""
     device = _device(arguments.device)
-    with Progress(sys.stderr, "running") as said:
+    with progress(sys.stderr, "running") as said:
         said("nothing yet: weights are loaded", 0.0)
         model = _load(arguments).to(device)
         config = arguments.config
@@ -102,27 +101,26 @@ def run_plan(arguments: Any) -> int:
         accumulate=arguments.accumulate,
         weights=arguments.weights,
     )
-    batches, said = _batches(arguments), Progress(sys.stderr, "counting")
-    counted = functools.partial(
-        plan,
-        read_config(arguments.model, arguments.trust_remote_code),
-        arguments.seq_len,
-        gpu_memory=arguments.gpu_memory,
-        host_memory=arguments.host_memory,
-        setting=setting,
-        reserve=arguments.reserve,
-        batch_size=arguments.batch_size if arguments.lengths is None and arguments.mean_length is None else 1,
-        dtype=getattr(torch, arguments.dtype),
-        attention=arguments.attention,
-        kernels=arguments.kernels,
-        mixers=arguments.mixers,
-        rates=rates,
-        cache=not arguments.no_cache,
-        said=said,
-        every_split=arguments.html is not None and setting.ranks > 1,
-    )
-    training = Training(arguments.lora, arguments.bits)
-    with said:
+    batches, training = _batches(arguments), Training(arguments.lora, arguments.bits)
+    with progress(sys.stderr, "counting") as said:
+        counted = functools.partial(
+            plan,
+            read_config(arguments.model, arguments.trust_remote_code),
+            arguments.seq_len,
+            gpu_memory=arguments.gpu_memory,
+            host_memory=arguments.host_memory,
+            setting=setting,
+            reserve=arguments.reserve,
+            batch_size=arguments.batch_size if arguments.lengths is None and arguments.mean_length is None else 1,
+            dtype=getattr(torch, arguments.dtype),
+            attention=arguments.attention,
+            kernels=arguments.kernels,
+            mixers=arguments.mixers,
+            rates=rates,
+            cache=not arguments.no_cache,
+            said=said,
+            every_split=arguments.html is not None and setting.ranks > 1,
+        )
         found = counted(lora=training.lora, bits=training.bits)
         if arguments.html is not None:
             _write_page(arguments, found, training, counted)
@@ -133,19 +131,17 @@ def run_plan(arguments: Any) -> int:
     if arguments.json:
         print(as_json(found), file=arguments.out)
     else:
-        print(plan_table(found, arguments.modules, _columns(arguments)), file=arguments.out)
+        width = shutil.get_terminal_size().columns if arguments.out.isatty() else None
+        print(plan_table(found, arguments.modules, width), file=arguments.out)
         _print_what_fits(arguments, found, training, counted)
     return FITS if found.choice is not None else DOES_NOT_FIT
 
 
 def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]) -> None:
     """Commands with which a plan fits that does not; beside one that does, LoRA where no training was named."""
-
-    def count(how: Training) -> Profile:
-        return counted(lora=how.lora, bits=how.bits).profile
-
     if found.choice is None:
-        others = list(remedies(found, arguments.seq_len, training, count))
+        anew = remedies(found, arguments.seq_len, training, lambda how: counted(lora=how.lora, bits=how.bits).profile)
+        others = list(anew)
     elif training == Training() and not arguments.full:
         how = next(training.smaller())
         adapters = counted(lora=how.lora, bits=how.bits)
@@ -156,11 +152,6 @@ def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: C
     print("\n".join(remedies_table(found, others, commands)), file=arguments.out)
 
 
-def _columns(arguments: Any) -> int | None:
-    """Of the terminal that is printed to; None: it is a file or another program."""
-    return shutil.get_terminal_size().columns if arguments.out.isatty() else None
-
-
 def _batches(arguments: Any) -> list[Batch]:
     """Micro-batches that are planned as rows and packed: a group's, with the usual completions or those that --seq-len
     leaves; one of a data set's rows, which --seq-len cuts."""
@@ -168,7 +159,7 @@ def _batches(arguments: Any) -> list[Batch]:
     if arguments.group is not None:
         prompt = arguments.prompt
         completions = COMPLETIONS if row == "max" else (row - prompt,)
-        return [Batch.of_group(prompt, completion, arguments.group) for completion in completions]
+        return [Batch((prompt + completion,) * arguments.group, prompt) for completion in completions]
     if arguments.mean_length is not None:
         return [Batch.of_mean(row, arguments.mean_length, rows)]
     if arguments.lengths is not None:
@@ -184,7 +175,12 @@ def _rates(arguments: Any) -> Rates:
         return rates_of(arguments.device or usual or DEFAULT)
     rates = measure_device(_accelerator() or "cpu")
     write_rates(rates, arguments.measure_device)
-    print(rates_table(rates, arguments.measure_device), file=sys.stderr)
+    print(
+        f"{rates.name}: {rates.products / 1e12:.3g} TFLOP/s in matrix products, {rates.forward / 1e12:.3g} and "
+        f"{rates.backward / 1e12:.3g} in attention forward and backward, {rates.bandwidth / 1e12:.3g} TB/s in other "
+        f"kernels, {rates.link / 1e9:.3g} GB/s to and from the host; written to {arguments.measure_device}",
+        file=sys.stderr,
+    )
     return rates
 
 
@@ -208,7 +204,7 @@ def run_profile(arguments: Any) -> int:
     length, config = arguments.seq_len, arguments.config
     chunk = plan_chunks(length, 1, config.chunk_size).size
     device = _device(arguments.device)
-    with Progress(sys.stderr, "running") as said:
+    with progress(sys.stderr, "running") as said:
         said("nothing yet: weights are loaded", 0.0)
         model = _load(arguments).to(device).train()
         said("a step", 0.5)

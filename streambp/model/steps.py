@@ -165,7 +165,7 @@ class Steps:
         self.unpatched += step.unpatched
         self.short += step.let_go is not None
         if self.offloader is not None:
-            moved = self.offloader.moved
+            moved = dict(self.offloader.transfers.bytes)
             step.moved = {way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved.items()}
             self._moved = moved
         if self.tell is None or not logger.isEnabledFor(logging.INFO):

@@ -28,9 +28,6 @@ class Product:
     bytes: float
     flops: float
 
-    def __add__(self, other: Product) -> Product:
-        return Product(self.bytes + other.bytes, self.flops + other.flops)
-
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
@@ -46,8 +43,9 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         products = dict(self.products)
-        for name, product in other.products.items():
-            products[name] = products[name] + product if name in products else product
+        for name, new in other.products.items():
+            old = products.get(name)
+            products[name] = new if old is None else Product(old.bytes + new.bytes, old.flops + new.flops)
         return Cost(
             self.x + other.x,
             self.attn_out + other.attn_out,
@@ -56,12 +54,6 @@ class Cost:
             products,
             self.overwritten | other.overwritten,
         )
-
-    def times(self, scale: float) -> Cost:
-        """Of as many times the tokens, attention to as many keys."""
-        products = {name: Product(scale * p.bytes, scale * p.flops) for name, p in self.products.items()}
-        x, attn_out, kv, flops = (scale * size for size in (self.x, self.attn_out, self.kv, self.attention_flops))
-        return Cost(x, attn_out, kv, flops, products, self.overwritten)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +79,13 @@ class LayerCost(NamedTuple):
 
     def scaled_to(self, tokens: int) -> Cost:
         """Of a call of so many tokens, in rows as long."""
-        return self.cost if tokens == self.tokens else self.cost.times(tokens / self.tokens)
+        cost = self.cost
+        if tokens == self.tokens:
+            return cost
+        scale = tokens / self.tokens
+        products = {name: Product(scale * p.bytes, scale * p.flops) for name, p in cost.products.items()}
+        x, attn_out, kv, flops = (scale * size for size in (cost.x, cost.attn_out, cost.kv, cost.attention_flops))
+        return Cost(x, attn_out, kv, flops, products, cost.overwritten)
 
     def candidates(self, index: int, tokens: int, length: int, whole: bool = False) -> Iterator[Candidate]:
         """What layer `index` may save of a call of `tokens` tokens in rows of `length`. whole: in one chunk, whose backward
@@ -184,11 +182,6 @@ class Measured:
     link: float
     attention: float
     host: float
-
-    @property
-    def room(self) -> float:
-        """Bytes that may leave in a forward: as many as hide behind its compute, and the host has room for."""
-        return min(self.seconds * self.link, self.host)
 
 
 @dataclasses.dataclass

@@ -12,10 +12,8 @@ the same operations in the same modes: autograd's own backward of a product roun
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 
 from streambp.known_names import BITSANDBYTES, QUANT_STATE
 
-FORWARD = "forward"
+FORWARD = "forward"  # a module's attribute, and a layer's direction
 
 
 class Multiplied(torch.autograd.Function):
@@ -85,15 +83,3 @@ def packed_linears(layer: nn.Module) -> list[nn.Module]:
         return []
     own = library.nn.Linear4bit
     return [module for module in layer.modules() if type(module).forward is own.forward and FORWARD not in vars(module)]
-
-
-@contextlib.contextmanager
-def decoded_once(linears: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, each of these Linears decodes its weight at most once. [Note: decode on arrival]"""
-    try:
-        for linear in linears:
-            vars(linear)[FORWARD] = DecodedLinear(linear)
-        yield
-    finally:
-        for linear in linears:
-            vars(linear).pop(FORWARD, None)

@@ -134,45 +134,20 @@ def pin(buffer: Tensor) -> int:
     return error
 
 
-@dataclasses.dataclass
-class PinnedMemory:
-    """Host memory that accelerators copy from and to by themselves. pinned: all of it is; otherwise no more is tried."""
-
-    pinned: bool = True
-
-    def buffer(self, size: int, device: torch.device) -> Tensor:
-        """`size` bytes [size], uint8, for `device` and others; one warning the first time that they cannot be pinned."""
-        error = ""
-        if self.pinned and device.type != "cuda":
-            try:
-                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as refused:
-                error = str(refused).partition("\n")[0]
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # [size]
-        if self.pinned and device.type == "cuda":  # in place: torch's own pinned memory has sizes that are powers of two
-            code = pin(buffer)
-            error = f"CUDA error {code}" if code else ""
-        if error:
-            self.pinned = False
-            forget_error(device)
-            warnings.warn(
-                "Raise the limit on locked memory (ulimit -l) or lower host_memory: "
-                f"{size / 2**30:.1f} GiB of host memory could not be pinned ({error}), so that copies are "
-                "synchronous, and slow, from now on.",
-                stacklevel=2,
-            )
-        return buffer
-
-
 class AcceleratorEngine(Engine):
     """Two side streams and events; the compute queue is whatever stream is current.
 
     Where host memory cannot be pinned, copies are synchronous, and one warning says so.
+
+    Args:
+        beside: the engine whose host memory this one uses; None: its own.
+
+    pinned: all of its host memory is; otherwise no more is tried.
     """
 
-    def __init__(self, device: torch.device, host: PinnedMemory | None = None) -> None:
+    def __init__(self, device: torch.device, beside: AcceleratorEngine | None = None) -> None:
         super().__init__(device)
-        self.host = host or PinnedMemory()
+        self.pinned, self._first = True, beside
         self._streams = {OUT: torch.Stream(device), BACK: torch.Stream(device)}
         self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
 
@@ -180,12 +155,31 @@ class AcceleratorEngine(Engine):
         return self._streams[queue] if queue in self._streams else torch.accelerator.current_stream(self.device)
 
     def beside(self, device: torch.device) -> Engine:
-        """Streams of its own, and the same `PinnedMemory`."""
-        return AcceleratorEngine(device, self.host)
+        """Streams of its own, and the same host memory."""
+        return AcceleratorEngine(device, self._first or self)
 
     def host_buffer(self, size: int) -> Tensor:
-        """`size` bytes [size], uint8, pinned unless that was refused once."""
-        return self.host.buffer(size, self.device)
+        """`size` bytes [size], uint8, for all devices; one warning the first time that they cannot be pinned."""
+        host, on_cuda, error = self._first or self, self.device.type == "cuda", ""
+        if host.pinned and not on_cuda:
+            try:
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as refused:
+                error = str(refused).partition("\n")[0]
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # [size]
+        if host.pinned and on_cuda:  # in place: torch's own pinned memory has sizes that are powers of two
+            code = pin(buffer)
+            error = f"CUDA error {code}" if code else ""
+        if error:
+            host.pinned = False
+            forget_error(self.device)
+            warnings.warn(
+                "Raise the limit on locked memory (ulimit -l) or lower host_memory: "
+                f"{size / 2**30:.1f} GiB of host memory could not be pinned ({error}), so that copies are "
+                "synchronous, and slow, from now on.",
+                stacklevel=2,
+            )
+        return buffer
 
     def record(self, queue: str) -> Any:
         """The queue's name, and an event in its stream."""
@@ -219,7 +213,7 @@ class AcceleratorEngine(Engine):
         """The copy to `target` [...], asynchronous if host memory is pinned; timed in the queue's stream."""
         with self._streams[queue]:
             before = self.clock(queue)
-            target.copy_(source, non_blocking=self.host.pinned)
+            target.copy_(source, non_blocking=(self._first or self).pinned)
             self._running.append((queue, before, self.clock(queue)))
         self._add_up()
 

@@ -33,19 +33,12 @@ from torch import Tensor
 from streambp.offload.engines import COMPUTE, HOST, OUT, Engine
 from streambp.offload.ranges import HostRanges, view_of
 
+Arrival = list[tuple[Engine, Any]]  # of a layer's call: the event after which its gradients are there; []: none has left
 Leave = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]]  # weights and their gradients [...]
 
 
-@dataclasses.dataclass
-class Arrival:
-    """Of the gradients of one call of a layer. event: after which they are there; None: none has left."""
-
-    engine: Engine | None = None
-    event: Any = None
-
-
 class Arriving(torch.autograd.Function):
-    """Weights [...] on the host -> themselves; their gradients wait for an `Arrival`. [Note: gradients on the host]"""
+    """Weights [...] on the host -> themselves; their gradients wait for an arrival. [Note: gradients on the host]"""
 
     @staticmethod
     def forward(ctx: Any, arrival: Arrival, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -57,8 +50,7 @@ class Arriving(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients [...] of the weights, which are complete from now on."""
-        engine, event = ctx.arrival.engine, ctx.arrival.event
-        if engine is not None:
+        for engine, event in ctx.arrival:
             engine.wait(HOST, event)  # 10
             for gradient in gradients:
                 if gradient is not None:
@@ -137,8 +129,9 @@ class HostGradients:
             # With a storage of its own, which tells when nobody has it any more.
             there[key] = view_of(buffer.memory, piece.offset, piece.home)
             buffer.given.append(weakref.ref(there[key].untyped_storage()))
-        arrival.engine, arrival.event = engine, engine.record(OUT)
-        self._leaving = engine, arrival.event, [gradient for _, gradient in going.values()]
+        event = engine.record(OUT)
+        arrival[:] = [(engine, event)]
+        self._leaving = engine, event, [gradient for _, gradient in going.values()]
         return [there.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
 
     def let_go(self) -> None:

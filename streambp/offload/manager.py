@@ -164,11 +164,6 @@ class OffloadManager:
         return None if optional and self.on_host_full == "recompute" else Entry(engine, tensor)
 
     @property
-    def moved(self) -> dict[str, float]:
-        """Bytes in each direction so far, without waiting for anything."""
-        return dict(self.transfers.bytes)
-
-    @property
     def host_bytes(self) -> int:
         """Bytes of host memory allocated."""
         return 0 if self.arena is None else self.arena.allocated

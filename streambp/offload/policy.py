@@ -176,7 +176,19 @@ class SavesPolicy:
         if index <= self._last:
             self._begin(kept, rows)
         elif self._plan and kept.device == self._device:
-            self._take_back(kept, tokens)
+            free = self._free_now()
+            short = 0.0 if free is None else self._expected - free
+            if short > self._slack:  # save less from here on; if that is not enough, let go of what is saved
+                self._expected -= short
+                if self._shortage is not None and not self._others_are_seen:
+                    self._shortage.missing = max(self._shortage.missing, short)
+                later = range(index, self.layers)
+                planned = sum(candidate.bytes for i in later for candidate in self._plan.get(i, []))
+                if short > planned:
+                    self._drop(None, "less memory was free than planned")
+                elif planned:
+                    rooms = [[math.inf, planned - short]]
+                    self._plan |= self._fill(rooms, later, self._device, tokens, length, len(kept.plan) == 1)
         self._last, watch = index, None
         cost, chosen = self.known.costs.get(index), self._plan.get(index, [])
         if self.link is not None:
@@ -242,12 +254,13 @@ class SavesPolicy:
         whole = functools.reduce(operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values()))
         attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
         why = {"attn_out": "attending again is faster than copying"} if attends and whole.attn_out else {}
-        room = measured.room - whole.x
+        hidden = measured.seconds * measured.link  # bytes whose copies hide behind the forward's compute
+        room = min(hidden, measured.host) - whole.x
         self._plan = self._fill([[math.inf, room]], costs, None, measured.tokens, measured.length, False, why)
         self.latest = Chosen(measured.tokens, measured.length, chunk, room, self._plan, measured, whole.x, why)
         for name in sorted(whole.overwritten):
             why.setdefault(name, "layers that overwrite it compute it again")
-        full = f"the {'host' if measured.host < measured.seconds * measured.link else 'link'} has no room"
+        full = f"the {'host' if measured.host < hidden else 'link'} has no room"
         for name in (*(name for name in ("attn_out", "kv") if getattr(whole, name)), *whole.products):
             if self.latest.layers.get(name, 0) < len(costs):
                 why.setdefault(name, full)
@@ -303,24 +316,6 @@ class SavesPolicy:
                 plan[index] = [candidate] if candidate is graph else [*plan[index], candidate]
                 taken[index] += size
         return plan
-
-    def _take_back(self, kept: Any, tokens: int) -> None:
-        """Save less from this call's layer on if the device has less free than it should; if that is not enough, let go of
-        what is saved."""
-        free = self._free_now()
-        short = 0.0 if free is None else self._expected - free
-        if short <= self._slack:
-            return
-        self._expected -= short
-        if self._shortage is not None and not self._others_are_seen:
-            self._shortage.missing = max(self._shortage.missing, short)
-        later = range(kept.site.index, self.layers)
-        planned = sum(candidate.bytes for i in later for candidate in self._plan.get(i, []))
-        if short > planned:
-            self._drop(None, "less memory was free than planned")
-        elif planned:
-            rooms = [[math.inf, planned - short]]
-            self._plan |= self._fill(rooms, later, self._device, tokens, kept.plan.length, len(kept.plan) == 1)
 
     def check_room(self, kept: Any) -> None:
         """Let go of all saves if the device has less free than a chunk takes."""

@@ -206,7 +206,14 @@ class HostRanges:
         tensors = self.sites[index].ask(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
-                self._check(tensor, index)
+                if type(tensor.data) is not Tensor or tensor.is_meta or hasattr(tensor, STATISTICS_8BIT):
+                    name = next((n for n, p in self.sites[index].layer.named_parameters() if p is tensor), "a tensor")
+                    kind = type(tensor if type(tensor.data) is Tensor else tensor.data).__name__
+                    raise UnsupportedModelError(
+                        f"{name} of layer {index} is a {kind} on {tensor.device}, which weights='cpu' cannot keep on the "
+                        "host: it holds plain tensors and bitsandbytes' 4-bit weights. Load the model so, on the CPU, or "
+                        "leave weights out."
+                    )
                 tensor.data = tensor.data if _dense(tensor) else tensor.data.contiguous()
             elif not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)  # adapters are made where their base is
@@ -247,16 +254,6 @@ class HostRanges:
                 "raise host_memory, load the model in 4 bits, or leave weights='cpu' out."
             )
         return stack.segments[0]
-
-    def _check(self, tensor: Tensor, index: int) -> None:
-        if type(tensor.data) is Tensor and not tensor.is_meta and not hasattr(tensor, STATISTICS_8BIT):
-            return
-        name = next((n for n, p in self.sites[index].layer.named_parameters() if p is tensor), "a tensor")
-        kind = type(tensor if type(tensor.data) is Tensor else tensor.data).__name__
-        raise UnsupportedModelError(
-            f"{name} of layer {index} is a {kind} on {tensor.device}, which weights='cpu' cannot keep on the host: it "
-            "holds plain tensors and bitsandbytes' 4-bit weights. Load the model so, on the CPU, or leave weights out."
-        )
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

@@ -38,12 +38,11 @@ from torch import Tensor, nn
 from torch.distributed import is_initialized
 
 from streambp.errors import UnsupportedModelError
-from streambp.offload.decoded import decoded_once, packed_linears
+from streambp.offload.decoded import FORWARD, DecodedLinear, packed_linears
 from streambp.offload.engines import BACK, COMPUTE, STALL, Engine, make_engine
 from streambp.offload.gradients import Arrival, Arriving, HostGradients, Leave
 from streambp.offload.ranges import HostRanges, LayerRange
 
-FORWARD = "forward"
 SLOTS = 2
 CPU = torch.device("cpu")
 Access = tuple[str, int]
@@ -161,7 +160,7 @@ class HostWeights:
         """Within, the weights of layer `index` are on the device, and those of the layer that comes next on their way.
 
         Args:
-            decodes: 4-bit weights are decoded at most once. [Note: decode on arrival]
+            decodes: 4-bit weights are decoded at most once.
 
         Raises:
             UnsupportedModelError: a weight cannot live on the host, or layers are on several devices.
@@ -186,7 +185,7 @@ class HostWeights:
         if self._before is not None:
             self._next[self._before] = access
         self._before = access
-        cached = torch.is_autocast_cache_enabled()
+        cached, linears = torch.is_autocast_cache_enabled(), list[nn.Module]()
         try:
             for piece in weights.pieces:
                 piece.tensor.data = piece.within(slot.memory)
@@ -195,9 +194,14 @@ class HostWeights:
             following = self._next.get(access)
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
-            with decoded_once(self.ranges.sites[index].ask(packed_linears) if decodes else ()):
-                yield
+            if decodes:  # [Note: decode on arrival]
+                linears = self.ranges.sites[index].ask(packed_linears)
+            for linear in linears:
+                vars(linear)[FORWARD] = DecodedLinear(linear)
+            yield
         finally:
+            for linear in linears:
+                vars(linear).pop(FORWARD, None)
             torch.set_autocast_cache_enabled(cached)
             for piece in weights.pieces:
                 piece.tensor.data = piece.home
@@ -234,7 +238,7 @@ class HostWeights:
         if not layer.trains:
             return None, weights
         held = {id(piece.tensor) for piece in layer.pieces}
-        arrival = Arrival()
+        arrival: Arrival = []
         on_host = [weight for weight in weights if id(weight) in held]
         found = dict(zip(map(id, on_host), Arriving.apply(arrival, *on_host), strict=True))  # type: ignore[no-untyped-call]
         return functools.partial(self._leave, index, arrival), [found.get(id(weight), weight) for weight in weights]

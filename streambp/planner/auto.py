@@ -23,7 +23,6 @@ from streambp.distributed.zero import is_partitioned
 from streambp.known_names import SHARD_HERE
 from streambp.model.last_step import record_of
 from streambp.model.unpatched import UnpatchedRuns
-from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.costs import Figures, LayerCost, Need
 from streambp.offload.link import LinkBudget
@@ -117,20 +116,19 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     installed: patching.Patch = model._streambp  # type: ignore[assignment]
     state = installed.state
     state.steps.name, state.steps.tell = type(model).__name__, functools.partial(record_of, state)
-    layers = [wrapper for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
     sizes, saves = state.config.chunk_size == "auto", state.config.saves == "auto"
     on_device = state.config.offload == "auto" and state.config.gpu_memory is None
     link = LinkBudget(state.offloader, on_device) if state.offloader is not None and (saves or on_device) else None
     states = ModelStates(model, state.config)
     if state.weights is not None and state.config.weights == "auto":
         state.weights.room = states.room_for_weights
-    if not layers or not (sizes or saves or link is not None):
+    if not state.steps.sites or not (sizes or saves or link is not None):
         return model
-    number = 1 + max(wrapper.site.index for wrapper in layers)
+    number = 1 + max(site.index for site in state.steps.sites)
     state.policy = policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link)
-    for wrapper in layers:
-        wrapper.site.chunk_rule = policy.chunk if sizes else None
-        wrapper.site.chooser = policy if saves or link is not None else None
+    for site in state.steps.sites:
+        site.chunk_rule = policy.chunk if sizes else None
+        site.chooser = policy if saves or link is not None else None
     if saves and state.offloader is None:
         state.pending.let_go = policy.let_go
         if state.config.unpatched_runs and state.config.rows != "packed" and state.config.weights != "cpu":
@@ -139,16 +137,6 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 
 
 patch.__doc__ = patching.patch.__doc__
-
-
-def look_at(model: nn.Module) -> tuple[tuple[Any, ...], float]:
-    """What decides what a model's steps take, and the part of its trainable bytes whose gradients are there: a tenth of a
-    millisecond for a hundred modules."""
-    parameters = contents_of(model)[1]
-    key = tuple(map(DECIDES, parameters))
-    trained = [(parameter, found[0]) for parameter, found in zip(parameters, key, strict=True) if found[1]]
-    present = sum(size for parameter, size in trained if parameter.is_leaf and parameter.grad is not None)
-    return key, present / (sum(size for _, size in trained) or 1)  # ZeRO-3 leaves nothing in place of a parameter
 
 
 class ModelStates:
@@ -168,7 +156,11 @@ class ModelStates:
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
         """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
-        look, present = look_at(self.model)
+        parameters = contents_of(self.model)[1]
+        look: tuple[Any, ...] = tuple(map(DECIDES, parameters))
+        trained = [(parameter, found[0]) for parameter, found in zip(parameters, look, strict=True) if found[1]]
+        born = sum(size for parameter, size in trained if parameter.is_leaf and parameter.grad is not None)
+        present = born / (sum(size for _, size in trained) or 1)  # ZeRO-3 leaves nothing in place of a parameter
         if self.config.weights != "device":  # counted as if they were there
             look = tuple(entry[:-1] for entry in look)
         key = device, autocast_dtype(device.type), look
@@ -181,8 +173,9 @@ class ModelStates:
     def _count(self, device: torch.device) -> Figures:
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
-        layers = [w for w in self.model._streambp.state.wrappers if isinstance(w, LayerForward)]  # type: ignore[union-attr]
-        most = bound(self.model, [wrapper.module for wrapper in layers])
+        installed: patching.Patch = self.model._streambp  # type: ignore[assignment]
+        sites = installed.state.steps.sites
+        most = bound(self.model, [site.layer for site in sites])
         if free_memory(device) is None or (self.config.chunk_size != "auto" and self.config.offload != "none"):
             return Figures(most)
         cast = autocast_dtype(device.type)
@@ -190,8 +183,8 @@ class ModelStates:
         law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
         if isinstance(law, str):
             return Figures(most, why=law)
-        moved = self.model._streambp.state.weights is not None  # type: ignore[union-attr]
-        first = {w.site.index: next(w.module.parameters(), None) for w in layers}
+        moved = installed.state.weights is not None
+        first = {site.index: next(site.layer.parameters(), None) for site in sites}
         places = {index: device if moved else getattr(p, "device", torch.device("cpu")) for index, p in first.items()}
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
         rates = rates_here(device)

@@ -51,11 +51,6 @@ class Batch:
             )
 
     @classmethod
-    def of_group(cls, prompt: int, completion: int, group: int) -> Batch:
-        """`group` rows, each of the same prompt and a completion of its own."""
-        return cls((prompt + completion,) * group, prompt)
-
-    @classmethod
     def of_data(cls, lengths: Sequence[int], rows: int) -> Batch:
         """`rows` of a data set, at equal steps through the sorted lengths of its rows; the longest is among them."""
         found = sorted(lengths)
@@ -129,30 +124,25 @@ def both_ways(
             f"batch_size is {profile.batch_size}, and {setting.ranks} ranks share a sequence; a batch of rows is "
             "planned from one row on one rank. Leave both at 1."
         )
-    rows, packed = (_way(profile, batch, packed, memory, setting, rates) for packed in (False, True))
-    return rows, packed
-
-
-def _way(profile: Profile, batch: Batch, packed: bool, memory: Memory, setting: Setting, rates: Rates) -> Way:
-    rows = 1 if packed else len(batch.lengths)
-    tokens = batch.tokens(packed)
     methods = [method for method in profile.methods if method.chunked]
     plain = min(methods, key=lambda method: (method.offload != "none", len(method.saves)))
-    found = []
-    for method in methods:
-        for size in dict.fromkeys(min(size, tokens // rows) for size in chunk_sizes(rows)):
-            at = peak(profile, method, tokens, rows * size, setting)
-            parts = work(method, batch, packed, size)
-            flops = sum(part.products + part.forward + part.backward for part in parts.values())
-            spent = seconds_of(parts, rates).total
-            kept = peak(profile, plain, tokens, rows * size, setting).total
-            found.append(Way(batch, packed, tokens, fits(at, memory), method.name, size, at, kept, flops, spent))
-    fitting = [way for way in found if way.fits]
-    if not fitting:
-        return min(found, key=lambda way: way.peak.total)
-    fastest = min(way.seconds for way in fitting)
-    near = [way for way in fitting if way.seconds <= NEAR * fastest]
-    return min(near, key=lambda way: (way.peak.host, -way.chunk_size))
+    ways = []
+    for packed in (False, True):
+        rows, tokens, found = 1 if packed else len(batch.lengths), batch.tokens(packed), []
+        for method in methods:
+            for size in dict.fromkeys(min(size, tokens // rows) for size in chunk_sizes(rows)):
+                at = peak(profile, method, tokens, rows * size, setting)
+                parts = work(method, batch, packed, size)
+                flops = sum(part.products + part.forward + part.backward for part in parts.values())
+                spent = seconds_of(parts, rates).total
+                kept = peak(profile, plain, tokens, rows * size, setting).total
+                found.append(Way(batch, packed, tokens, fits(at, memory), method.name, size, at, kept, flops, spent))
+        fitting = [way for way in found if way.fits]
+        fastest = min((way.seconds for way in fitting), default=0.0)
+        near = [way for way in fitting if way.seconds <= NEAR * fastest]
+        best = min(near, key=lambda way: (way.peak.host, -way.chunk_size), default=None)
+        ways.append(best or min(found, key=lambda way: way.peak.total))
+    return ways[0], ways[1]
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:

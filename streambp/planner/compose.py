@@ -31,17 +31,9 @@ class Counted:
     per_key: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Totals:
-    """Of a whole step at one point. work: by kind of phase. links: as in `splits.SplitCount`."""
-
-    host: float
-    work: Mapping[str, Work]
-    links: tuple[float, ...] = ()
-
-
-def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Totals]:
-    """The phases of a step of all layers, from a step of the kept ones."""
+def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
+    """The phases of a step of all layers, from a step of the kept ones; bytes of the host, work by kind of phase, and links
+    (`splits.SplitCount`) of the whole step."""
     depth = len(reduced.kinds)
     forward = {span.layer: span for span in spans if span.name == "forward"}
     backward = {span.layer: span for span in spans if span.name == "backward"}
@@ -69,26 +61,7 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], Tota
         kind = name if span.layer is None else span.name
         work[kind] = work.get(kind, Work()).plus(span.work)
     links = tuple(map(sum, zip(*(span.links for _, span in order), strict=True)))
-    return counted, Totals(host, work, links)
-
-
-def later(first: Sequence[Counted], more: Sequence[Counted]) -> list[Counted]:
-    """A step that adds to gradients, from a first one and from what it has more.
-
-    Raises:
-        ValueError: they do not have the same phases.
-    """
-    pairs = zip(first, more, strict=True)
-    return [
-        Counted(
-            one.name,
-            one.start + add.start,
-            one.peak + add.peak,
-            add.gradients,
-            {keys: others + add.peak for keys, others in one.most.items()},
-        )
-        for one, add in pairs
-    ]
+    return counted, host, work, links
 
 
 def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced) -> tuple[Phase, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,8 +88,9 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
         ) from error
 
 
-def _check_numbers(fields: Mapping[str, Any], name: str) -> None:
-    for field, value in _numbers(fields, ""):
+def _check_numbers(value: Any, name: str, field: str = "") -> None:
+    """The whole numbers in nested values, each by its field: "text_config.num_hidden_layers"."""
+    if isinstance(value, int) and not isinstance(value, bool):
         last = field.rpartition(".")[2]
         most = MOST_LAYERS if "layer" in last else MOST_PARTS if COUNTS.match(last) else MOST
         if abs(value) > most:
@@ -97,18 +98,12 @@ def _check_numbers(fields: Mapping[str, Any], name: str) -> None:
                 f"{field} of {name} is {shown(value)}; the planner takes numbers up to {most:,} there. Pass the "
                 "configuration of a model that can be built."
             )
-
-
-def _numbers(value: Any, field: str) -> Iterator[tuple[str, int]]:
-    """The whole numbers in nested values, each with its field: "text_config.num_hidden_layers"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield field, value
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _numbers(part, f"{field}.{key}" if field else str(key))
+            _check_numbers(part, name, f"{field}.{key}" if field else str(key))
     if isinstance(value, list | tuple):
         for part in value:
-            yield from _numbers(part, field)
+            _check_numbers(part, name, field)
 
 
 def _fields_of(error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> str:

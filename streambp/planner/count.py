@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from streambp.device import counted_bytes, has_data
 from streambp.planner.routing import LOOKED_AT, TOP_K, Routing
 from streambp.planner.work import BACKWARDS, Work, aten, tensors, work_of, workspace
-
-_workspace = workspace
 
 
 class LiveBytes(TorchDispatchMode):
@@ -57,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = self.call(func, args, kwargs)
+        result = func(*args, **kwargs)
         fresh = [s for s in (x.untyped_storage() for x in tensors(result)) if s._cdata not in self._alive]
         if fresh:
             before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
@@ -65,10 +63,6 @@ class LiveBytes(TorchDispatchMode):
                 if storage._cdata not in before and storage._cdata not in self._alive:
                     self._track(storage)
         return result
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation."""
-        return func(*args, **kwargs)
 
     def alive(self, first: int, stop: int) -> int:
         """Bytes that are still alive of the storages numbered [first, stop)."""
@@ -152,14 +146,19 @@ class Shapes:
 
     def make(self, known: Known) -> list[Any]:
         """Fresh outputs."""
-        return [self._make(*one) if type(one) is tuple else one for one in known.made]
-
-    def _make(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        if self.mode is None:
-            return torch.empty_strided(shape, stride, dtype=dtype, device=META)
-        with no_dispatch():
-            storage = torch.empty_strided(shape, stride, dtype=dtype, device=META)
-        return FakeTensor(self.mode, storage, torch.device("cpu"))
+        made: list[Any] = []
+        for one in known.made:
+            if type(one) is not tuple:
+                made.append(one)
+                continue
+            shape, stride, dtype = one
+            if self.mode is None:
+                made.append(torch.empty_strided(shape, stride, dtype=dtype, device=META))
+                continue
+            with no_dispatch():
+                storage = torch.empty_strided(shape, stride, dtype=dtype, device=META)
+            made.append(FakeTensor(self.mode, storage, torch.device("cpu")))
+        return made
 
     def _known_kind(self, tensor: Any) -> bool:
         if self.mode is None:
@@ -211,15 +210,13 @@ class Shapes:
         return work
 
 
-class AllocatedBytes(contextlib.AbstractContextManager["AllocatedBytes"]):
+class AllocatedBytes(contextlib.nullcontext[None]):
     """The bytes of an accelerator's allocator beyond those at the start, in place of tracked storages."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._start = counted_bytes(device, "allocated")
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     @property
     def live(self) -> int:
@@ -326,24 +323,27 @@ class StepCount(LiveBytes):
 
     def _workspace(self, func: Any, args: Any) -> None:
         if self.kernels is not None:
-            self.peak = max(self.peak, self.live + _workspace(func, args, self.kernels))
+            self.peak = max(self.peak, self.live + workspace(func, args, self.kernels))
 
 
-def running_counts() -> list[StepCount]:
-    """The counts that are running."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepCount)]
+Count = TypeVar("Count", bound=StepCount)
+
+
+def running_counts(kind: type[Count]) -> list[Count]:
+    """The counts of a kind that are running."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
 def add_flops(number: float, moved: float = 0.0) -> None:
     """Add FLOPs of products that no operation stands for, and bytes moved, to the counts that are running."""
-    for count in running_counts():
+    for count in running_counts(StepCount):
         count.add(Work(number, moved=moved))
 
 
 @contextlib.contextmanager
 def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
     """Operations within stand for one kernel, which moves these bytes and is one dispatch. [Note: one kernel]"""
-    counts = running_counts()
+    counts = running_counts(StepCount)
     for count in counts:
         count.add(Work(moved=moved, dispatches=1, out=out, back=back))
         count._kernel_depth += 1

@@ -77,8 +77,22 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
     Raises:
         StreamBPError: the model is unknown or cannot be counted.
     """
-    file = folder() / f"{_digest(asked, recipes)}.json" if cache and not isinstance(asked.source, nn.Module) else None
-    if file is not None:
+    file = None
+    if cache and not isinstance(asked.source, nn.Module):
+        config = read_config(asked.source)
+        fields = {name: value for name, value in config.to_dict().items() if name not in NO_PART_OF_A_STEP}
+        options = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name != "source"}
+        packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
+        versions = dict.fromkeys(VERSIONS, "")
+        for package in VERSIONS:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        parts: list[Any] = [
+            type(config).__name__, fields, options, [repr(recipe) for recipe in recipes],
+            list(versions.values()), [name for name in packages if is_installed(name)], _source(),
+        ]  # fmt: skip
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        file = folder() / f"{digest}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return from_json(json.loads(file.read_text("utf-8")))
     profile = survey(asked.skeleton(), recipes, asked.batch_size, None, asked.attention, said=said)
@@ -97,27 +111,6 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
 def folder() -> Path:
     """Where profiles are kept: `streambp/plans` in the user's cache, which XDG_CACHE_HOME moves."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streambp" / "plans"
-
-
-def _digest(asked: Asked, recipes: Sequence[SurveyRecipe]) -> str:
-    """Of all that a profile depends on. [Note: cached profiles]"""
-    assert not isinstance(asked.source, nn.Module)
-    config = read_config(asked.source)
-    fields = {name: value for name, value in config.to_dict().items() if name not in NO_PART_OF_A_STEP}
-    options = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name != "source"}
-    packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
-    parts: list[Any] = [
-        type(config).__name__, fields, options, [repr(recipe) for recipe in recipes],
-        [_version(name) for name in VERSIONS], [name for name in packages if is_installed(name)], _source(),
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _source() -> str:

@@ -83,11 +83,6 @@ class Blocks:
         add_flops(self.rows * self.tokens * self.value_heads * pairs)
 
 
-def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x at unit length, and one number a row for backward."""
-    return torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE)
-
-
 class DeltaRule(torch.autograd.Function):
     """fla's chunk_gated_delta_rule, or its chunk_kda where there is a decay for each channel: output [B, T, H_v, V], end
     state [B, H_v, K, V]; normalises: q and k to unit length."""
@@ -101,7 +96,9 @@ class DeltaRule(torch.autograd.Function):
         q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))  # copies of q and k last until the end
         q, k, q_length, k_length = q_in, k_in, None, None
         if normalises:
-            (q, q_length), (k, k_length) = _normalised(q_in), _normalised(k_in)
+            (q, q_length), (k, k_length) = (  # one number a row for backward
+                (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE)) for x in (q_in, k_in)
+            )
         sizes, by_channel = Blocks(k, v), g.dim() == 4
         decay = torch.empty_like(g, dtype=WIDE)
         scores = sizes.per_token(BLOCK) if by_channel else None

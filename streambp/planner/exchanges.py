@@ -9,42 +9,33 @@ than attention. Sums of keys' gradients are waited for. What puts keys in order 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from streambp.planner.profile import ULYSSES, Method, Setting, Split
 from streambp.rates import Rates
 
 
-class Exchanged(NamedTuple):
+def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, float, int, float]:
     """Bytes of a step's exchanges on a rank, its own part among them: all-to-alls or sums, which are waited for, and
-    gathers. groups: of heads in which keys are gathered. moved: bytes that putting keys in order moves on the device."""
-
-    waited: float
-    gathered: float
-    groups: int
-    moved: float
-
-
-def exchanged(split: Split, seq_len: int, setting: Setting) -> Exchanged:
-    """Of a step of `seq_len` positions a row."""
+    gathers; the number of groups of heads in which keys are gathered; bytes that putting keys in order moves on the device.
+    """
     ranks = setting.ranks
     if split.by == ULYSSES:
         tokens, repeats = seq_len / ranks, split.repeats(ranks)
-        return Exchanged((split.traded + split.traded_keys * repeats) * tokens, 0.0, 1, split.moved * repeats * tokens)
+        return (split.traded + split.traded_keys * repeats) * tokens, 0.0, 1, split.moved * repeats * tokens
     groups = 1
     for heads in split.heads:
         at_once = max(1, min(heads.keys, math.floor(setting.room / (heads.size * seq_len))))
         groups = max(groups, math.ceil(heads.keys / at_once))
     gathered = split.gathered if groups > 1 else split.gathered_at_once
-    return Exchanged(split.summed * seq_len, gathered * seq_len, groups, split.moved * seq_len)
+    return split.summed * seq_len, gathered * seq_len, groups, split.moved * seq_len
 
 
 def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
     """Bytes that a rank sends to others in a step of `seq_len` positions a row, and receives as many."""
     if method.split is None:
         return 0.0
-    found = exchanged(method.split, seq_len, setting)
-    return (found.waited + found.gathered) * (setting.ranks - 1) / setting.ranks
+    waited, gathered, _, _ = exchanged(method.split, seq_len, setting)
+    return (waited + gathered) * (setting.ranks - 1) / setting.ranks
 
 
 def exchange_seconds(method: Method, seq_len: int, setting: Setting | None, rates: Rates, attention: float) -> float:
@@ -55,13 +46,14 @@ def exchange_seconds(method: Method, seq_len: int, setting: Setting | None, rate
     """
     if method.split is None or setting is None:
         return 0.0
-    found, ranks = exchanged(method.split, seq_len, setting), setting.ranks
+    waited, gathered, groups, moved = exchanged(method.split, seq_len, setting)
+    ranks = setting.ranks
     near = min(ranks, rates.node)
-    order = found.moved / rates.bandwidth
+    order = moved / rates.bandwidth
     if method.split.by == ULYSSES:
-        inside, outside = (found.waited * part / ranks for part in (near - 1, ranks - near))
+        inside, outside = (waited * part / ranks for part in (near - 1, ranks - near))
         return max(inside / rates.peers, outside / rates.network) + order
     rate = rates.peers if ranks <= rates.node else min(rates.peers, rates.node * rates.network)
-    gathers, sums = (size * (ranks - 1) / ranks / rate for size in (found.gathered, found.waited))
-    others = 1 - 1 / found.groups  # of the groups
-    return sums + gathers / found.groups + others * max(0.0, gathers - attention) + order
+    gathers, sums = (size * (ranks - 1) / ranks / rate for size in (gathered, waited))
+    others = 1 - 1 / groups  # of the groups
+    return sums + gathers / groups + others * max(0.0, gathers - attention) + order

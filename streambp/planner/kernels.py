@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,25 +21,18 @@ from streambp.planner.count import one_kernel
 @contextlib.contextmanager
 def launched_kernels() -> Iterator[None]:
     """Within, steps count the head's two kernels and the merge by their bytes. [Note: one kernel]"""
-    fold, write, merged = triton_fold.fold_rows, triton_gradient.write_gradient, merge.merge_in_torch
 
-    def counted_fold(product: Tensor, *args: Any) -> Any:
-        with one_kernel(product.nbytes):
-            return fold(product, *args)
+    def launch(kernel: Callable[..., Any], moved: Callable[..., float], *args: Any, **kwargs: Any) -> Any:
+        with one_kernel(moved(*args)):
+            return kernel(*args, **kwargs)
 
-    def counted_write(product: Tensor, *args: Any, **kwargs: Any) -> None:
-        with one_kernel(2 * product.nbytes):
-            write(product, *args, **kwargs)
-
-    def counted_merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-        with one_kernel(o.nbytes + part_o.nbytes + out.nbytes):
-            merged(o, lse, part_o, part_lse, out)
-
-    with (
-        mock.patch.object(blocks, "fold_rows", counted_fold),
-        mock.patch.object(blocks, "write_gradient", counted_write),
-        mock.patch.object(merge, "merge_in_torch", counted_merge),
-    ):
+    with contextlib.ExitStack() as stack:
+        for module, name, kernel, moved in (
+            (blocks, "fold_rows", triton_fold.fold_rows, lambda product, *_: product.nbytes),
+            (blocks, "write_gradient", triton_gradient.write_gradient, lambda product, *_: 2 * product.nbytes),
+            (merge, "merge_in_torch", merge.merge_in_torch, lambda o, _, p, __, out: o.nbytes + p.nbytes + out.nbytes),
+        ):
+            stack.enter_context(mock.patch.object(module, name, functools.partial(launch, kernel, moved)))
         yield
 
 

@@ -28,8 +28,8 @@ Point = tuple[int, int]  # T, C
 LOOKED_AT = 2048  # chunks; of more, the blocks are those of the average chunk
 
 
-class Features(NamedTuple):
-    """Of a step: 1, T, C, N, keys, T N, T C, T^2, E and C E."""
+class Law(NamedTuple):
+    """A number for each of 1, T, C, N, keys, T N, T C, T^2, E and C E: a quantity's coefficient, or a step's `Features`."""
 
     one: float = 0.0
     tokens: float = 0.0
@@ -42,10 +42,6 @@ class Features(NamedTuple):
     blocks: float = 0.0
     queries_blocks: float = 0.0
 
-
-class Law(Features):
-    """A coefficient for each feature."""
-
     def at(self, step: Features, total: float = 0.0) -> float:
         """`total` and the quantity in a step with these features."""
         for coefficient, feature in zip(self, step, strict=True):
@@ -53,6 +49,7 @@ class Law(Features):
         return total
 
 
+Features = Law
 LAYERS = ("forward", "backward")  # the kinds of phases that run in chunks
 # The features of each quantity of `Work`, those that tell most apart first.
 IN_CHUNKS: Mapping[str, tuple[str, ...]] = {

@@ -12,7 +12,6 @@ import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
 from streambp.model.unpatched import is_plain
-from streambp.model.wrappers import LayerForward
 from streambp.offload.costs import Cost, Figures, LayerCost, Product
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import StepCount
@@ -32,15 +31,14 @@ def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) 
     sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
     known = Figures()
     installed: patching.Patch = skeleton.model._streambp  # type: ignore[assignment]
-    wrappers = [wrapper for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
-    for wrapper in wrappers:
-        wrapper.site.chooser = sees
+    for site in installed.state.steps.sites:
+        site.chooser = sees
     with skeleton.running(), StepCount(None):
         ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
         skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     found = sees.learn()
     costs = {index: found[place] for index in layers if (place := reduced.stand_in(index)) in found}
-    return costs, all(is_plain(wrapper.site) for wrapper in wrappers)
+    return costs, all(map(is_plain, installed.state.steps.sites))
 
 
 def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:

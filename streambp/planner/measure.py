@@ -16,7 +16,6 @@ from streambp.errors import StreamBPError
 from streambp.model.last_step import last_step
 from streambp.model.patching import Patch, patch, unpatch
 from streambp.model.record import StepRecord
-from streambp.model.wrappers import LayerForward
 from streambp.offload.manager import OffloadManager
 from streambp.planner import auto
 from streambp.planner.compose import unroll
@@ -60,7 +59,7 @@ def compare_step(
     skeleton = Skeleton(model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch")
     counter = Counter(skeleton, reduce_layers(skeleton.model), ids.shape[0], "cudnn" if target == "cuda" else None)
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
-    predicted, _ = unroll(steps, counter.reduced)
+    predicted, *_ = unroll(steps, counter.reduced)
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
     patch(model, recipe.config)
     if target == "cpu":
@@ -139,7 +138,7 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 def uncount_host(model: nn.Module) -> None:
     """Keep the host memory of a patched CPU model's offloading out of a count of its storages."""
     installed: Patch = model._streambp  # type: ignore[assignment]
-    sites = [wrapper.site for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
+    sites = installed.state.steps.sites
     if sites and sites[0].offloader is not None:
         budget = None if sites[0].config.gpu_memory is None else int(sites[0].config.gpu_memory)
         manager = OffloadManager(None, "raise", len(sites), budget, engine=UncountedHost(torch.device("cpu")))

@@ -66,14 +66,36 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
     dtype = torch.bfloat16 if gpu else torch.float32
     clock = Clock(device, sizes.times)
     with torch.no_grad():
-        products = _products(clock, sizes, device, dtype)
+        # Products with many rows and few, to the inner size and back; the first heats the device.
+        weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
+        flops = taken = 0.0
+        heated = time.perf_counter()
+        for rows in reversed(sizes.rows):
+            x = torch.randn(rows, sizes.hidden, device=device, dtype=dtype)  # [n, h]
+            while time.perf_counter() - heated < sizes.heat:
+                x @ weight
+                clock.wait()
+            taken += clock(lambda x=x, weight=weight: (x @ weight) @ weight.mT)  # type: ignore[misc]
+            flops += 4 * rows * sizes.hidden * sizes.inner
+        products = flops / taken
+        del weight, x
         forward, backward = _attention(clock, sizes, device, dtype)
         x = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)  # [n, h]
         weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
         with StepCount(None) as count:
             _norm(x.to("meta"), weight.to("meta"))
         bandwidth = count.work.moved / clock(lambda: _norm(x, weight))  # by what the planner counts. [Note: bytes moved]
-        link = _link(clock, sizes, device)
+        # Copies both ways at once.
+        there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
+        host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=gpu) for _ in range(2)]
+        streams = [torch.Stream(device) if gpu else contextlib.nullcontext() for _ in range(2)]
+
+        def copies() -> None:
+            for stream, target, source in zip(streams, (host[0], back), (there, host[1]), strict=True):
+                with stream:
+                    target.copy_(source, non_blocking=True)
+
+        link = sizes.copied / clock(copies)
     factor = SUSTAINED if gpu else dict.fromkeys(SUSTAINED, 1.0)
     name = torch.get_device_module(device).get_device_name(device) if gpu else f"this {kind.upper()}"
     source = f"measured with torch {torch.__version__}"
@@ -108,21 +130,6 @@ class Clock:
             torch.accelerator.synchronize(self._device)
 
 
-def _products(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s, over products with many rows and few, to the inner size and back; the first heats the device."""
-    weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
-    flops = taken = 0.0
-    heated = time.perf_counter()
-    for rows in reversed(sizes.rows):
-        x = torch.randn(rows, sizes.hidden, device=device, dtype=dtype)  # [n, h]
-        while time.perf_counter() - heated < sizes.heat:
-            x @ weight
-            clock.wait()
-        taken += clock(lambda x=x: (x @ weight) @ weight.mT)  # type: ignore[misc]
-        flops += 4 * rows * sizes.hidden * sizes.inner
-    return flops / taken
-
-
 def _attention(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s forward and backward of a causal block, in the kernel that streamed attention takes here."""
     shape = (sizes.length, sizes.head_size)
@@ -142,18 +149,3 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm in plain torch."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def _link(clock: Clock, sizes: MeasuredSizes, device: torch.device) -> float:
-    """Bytes/s each way, with copies both ways at once."""
-    pinned = is_accelerator(device)
-    there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
-    host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    streams = [torch.Stream(device) if pinned else contextlib.nullcontext() for _ in range(2)]
-
-    def copies() -> None:
-        for stream, target, source in zip(streams, (host[0], back), (there, host[1]), strict=True):
-            with stream:
-                target.copy_(source, non_blocking=True)
-
-    return sizes.copied / clock(copies)

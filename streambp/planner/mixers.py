@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -55,11 +55,6 @@ class MixerKernel:
     arguments: tuple[str, ...]
     asks_for_end: str = ""
     absent: frozenset[str] = frozenset()
-
-    def run(self, given: Mapping[str, Any]) -> Any:
-        """What the kernel returns for the function's arguments by name."""
-        found = self.allocate(*(given[name] for name in self.arguments))
-        return found[0] if self.asks_for_end and not given[self.asks_for_end] else found
 
 
 KERNELS = (
@@ -102,10 +97,13 @@ class MixerStandIn:
         self._signature = inspect.signature(_plain(function))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        first = next(iter(given.arguments.values()))
-        return self.function(*args, **kwargs) if has_data(first) else self.kernel.run(given.arguments)
+        bound, kernel = self._signature.bind(*args, **kwargs), self.kernel
+        bound.apply_defaults()
+        given = bound.arguments
+        if has_data(next(iter(given.values()))):
+            return self.function(*args, **kwargs)
+        found = kernel.allocate(*(given[name] for name in kernel.arguments))
+        return found[0] if kernel.asks_for_end and not given[kernel.asks_for_end] else found
 
 
 def _plain(function: Any) -> Callable[..., Any]:
@@ -120,7 +118,13 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
     found = []
     for space in (*globals_of(model), *(vars(module) for module in model.modules())):
         for name, value in space.items():
-            kernel = _kernel_of(value)
+            if isinstance(value, type) or not callable(value):
+                continue
+            try:
+                parameters = set(inspect.signature(_plain(value)).parameters)
+            except (TypeError, ValueError):
+                continue
+            kernel = next((one for one in KERNELS if one.parameters <= parameters and not one.absent & parameters), None)
             if kernel is not None:
                 found.append((space, name, kernel))
     return found
@@ -141,16 +145,6 @@ def out_of_reach(model: nn.Module) -> list[str]:
     known = {kernel.package for _, _, kernel in mixers_of(model)}
     imported = {package for space in globals_of(model) for name, package in KERNEL_IMPORTS.items() if name in space}
     return sorted(imported - known)
-
-
-def _kernel_of(value: Any) -> MixerKernel | None:
-    if isinstance(value, type) or not callable(value):
-        return None
-    try:
-        parameters = set(inspect.signature(_plain(value)).parameters)
-    except (TypeError, ValueError):
-        return None
-    return next((one for one in KERNELS if one.parameters <= parameters and not one.absent & parameters), None)
 
 
 @contextlib.contextmanager

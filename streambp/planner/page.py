@@ -64,13 +64,10 @@ def page(
         "slower": SLOWER,
         "usual": USUAL,
     }
-    text = part("page.html")
+    folder = resources.files("streambp.planner") / "web"
+    text = (folder / "page.html").read_text("utf-8")
     for place, files in PLACES.items():
-        text = text.replace(place, FOR_READERS.sub("", "\n".join(part(file) for file in files)))
+        parts = "\n".join((folder / file).read_text("utf-8") for file in files)
+        text = text.replace(place, FOR_READERS.sub("", parts))
     # "<" could end the script element or open a comment in it.
     return text.replace(DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
-
-
-def part(file: str) -> str:
-    """A file of the folder `web`."""
-    return (resources.files("streambp.planner") / "web" / file).read_text("utf-8")

@@ -26,7 +26,7 @@ from streambp.planner.points import CHUNKS
 from streambp.planner.profile import FIELDS, Method, Peak, Profile, Setting, available, flops, peak, static
 from streambp.planner.seconds import Seconds, hides_from, seconds, throughput
 from streambp.planner.skeleton import Device, Source
-from streambp.planner.survey import SPLIT, STREAMED, SurveyRecipe
+from streambp.planner.survey import SPLIT, STREAMED
 from streambp.rates import DEFAULT, DEVICES, Rates, rates_of
 from streambp.sharded.gathered import SHARE
 
@@ -191,15 +191,11 @@ def plan(
             )
     host = None if host_memory is None else parse_bytes("host_memory", host_memory) // setting.gpus
     memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
-    profile = counted(asked, recipes(setting, every_split), cache, said)
-    return plan_profile(profile, seq_len, memory, setting, known)
-
-
-def recipes(setting: Setting, every_split: bool = False) -> tuple[SurveyRecipe, ...]:
-    """What is counted for this setting, or for any."""
+    recipes = (*UNPATCHED, *(SPLIT[setting.split] if setting.split else STREAMED))
     if every_split:
-        return (*UNPATCHED, *STREAMED, *(recipe for some in SPLIT.values() for recipe in some))
-    return (*UNPATCHED, *(SPLIT[setting.split] if setting.split else STREAMED))
+        recipes = (*UNPATCHED, *STREAMED, *(recipe for some in SPLIT.values() for recipe in some))
+    profile = counted(asked, recipes, cache, said)
+    return plan_profile(profile, seq_len, memory, setting, known)
 
 
 def plan_profile(

@@ -361,7 +361,8 @@ def from_json(data: Mapping[str, Any]) -> Profile:
     def node(value: Mapping[str, Any]) -> Node:
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
-    def method(value: Mapping[str, Any]) -> Method:
+    methods = []
+    for value in data["methods"]:
         phases = {
             name: tuple(Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name])
             for name in ("first", "accumulating")
@@ -370,9 +371,7 @@ def from_json(data: Mapping[str, Any]) -> Profile:
         split = value.get("split")
         split = split and Split(**{**split, "heads": tuple(Heads(*heads) for heads in split["heads"])})
         given = {"saves": tuple(value["saves"]), "host": Law(*value["host"]), "work": parts, "split": split}
-        return Method(**{**value, **phases, **given})
-
+        methods.append(Method(**{**value, **phases, **given}))
     groups = tuple(Group(**group) for group in data["groups"])
-    methods = tuple(method(value) for value in data["methods"])
-    given = {name: tuple(data[name]) for name in ("left_out", "frozen", "trained")}
-    return Profile(**{**data, **given, "groups": groups, "methods": methods, "tree": node(data["tree"])})
+    lists = {name: tuple(data[name]) for name in ("left_out", "frozen", "trained")}
+    return Profile(**{**data, **lists, "groups": groups, "methods": tuple(methods), "tree": node(data["tree"])})

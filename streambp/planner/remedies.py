@@ -59,8 +59,23 @@ def remedies(
     Args:
         seq_len: the length that was asked for. count: profiles of the model by training; only those that are needed.
     """
+    same, wider, given = list[tuple[Training, Setting]](), list[tuple[Setting, Memory]](), found.setting
+    for how in (training, *training.smaller()):  # the least change of the training first
+        if how != training:
+            same.append((how, given))
+        if given.optimizer and not given.optimizer_on_host:
+            same.append((how, dataclasses.replace(given, optimizer_on_host=True)))
+        if given.weights == "device":
+            same.append((how, dataclasses.replace(given, weights="auto")))
+    gpus = given.gpus if given.gpus > 1 and given.zero < 3 else 2 * given.gpus
+    while gpus <= MOST_GPUS:  # each has a smaller part of the machine's memory
+        host = None if found.memory.host is None else found.memory.host * given.gpus // gpus
+        for on_host in dict.fromkeys((given.optimizer_on_host, True)):
+            more = dataclasses.replace(given, gpus=gpus, zero=3, optimizer_on_host=on_host)
+            wider.append((more, dataclasses.replace(found.memory, host=host)))
+        gpus *= 2
     on_device = True
-    for how, setting in _on_the_same_gpus(found.setting, training):
+    for how, setting in same:
         profile = found.profile if how == training else count(how)
         plan = plan_profile(profile, seq_len, found.memory, setting, found.rates)
         if plan.choice is not None and (on_device or plan.choice.on_host is None):
@@ -69,15 +84,16 @@ def remedies(
             parts = ([str(how)] if how != training else []) + (["the optimizer state on the host"] if on_host else [])
             parts += ["the layers' frozen weights on the host"] if plan.choice.on_host is not None else []
             moved = ("--weights", "auto") if setting.weights != found.setting.weights else ()
-            yield Remedy(" and ".join(parts), (*_options(how, training, on_host), *moved), plan)
+            there = ("--optimizer-on-host",) if on_host else ()
+            yield Remedy(" and ".join(parts), (*(how.options if how != training else ()), *there, *moved), plan)
             if on_device:
                 break
-    for setting, memory in _with_more_gpus(found.setting, found.memory):
+    for setting, memory in wider:
         plan = plan_profile(found.profile, seq_len, memory, setting, found.rates)
         if plan.choice is not None:
             on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
             change = f"{setting.gpus} GPUs with ZeRO-3" + (" and the optimizer state on the host" if on_host else "")
-            options = ("--gpus", str(setting.gpus), "--zero", "3", *_options(training, training, on_host))
+            options = ("--gpus", str(setting.gpus), "--zero", "3", *(("--optimizer-on-host",) if on_host else ()))
             yield Remedy(change, options, plan)
             break
     longest = max(row.seq_len for row in found.longest if found.profile.method(row.method).chunked)
@@ -109,30 +125,3 @@ def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:
         elif not value and name not in ("--full", "--optimizer-on-host"):
             next(values, None)
     return [*kept, *options]
-
-
-def _options(how: Training, asked: Training, on_host: bool) -> tuple[str, ...]:
-    return (*(how.options if how != asked else ()), *(("--optimizer-on-host",) if on_host else ()))
-
-
-def _on_the_same_gpus(setting: Setting, training: Training) -> Iterator[tuple[Training, Setting]]:
-    """The least change of the training first; of each, with the optimizer's state on the device and on the host, and with
-    the layers' frozen weights there."""
-    for how in (training, *training.smaller()):
-        if how != training:
-            yield how, setting
-        if setting.optimizer and not setting.optimizer_on_host:
-            yield how, dataclasses.replace(setting, optimizer_on_host=True)
-        if setting.weights == "device":
-            yield how, dataclasses.replace(setting, weights="auto")
-
-
-def _with_more_gpus(setting: Setting, memory: Memory) -> Iterator[tuple[Setting, Memory]]:
-    """ZeRO-3 over as many GPUs and over twice, four times as many; each has a smaller part of the machine's memory."""
-    gpus = setting.gpus if setting.gpus > 1 and setting.zero < 3 else 2 * setting.gpus
-    while gpus <= MOST_GPUS:
-        host = None if memory.host is None else memory.host * setting.gpus // gpus
-        for on_host in dict.fromkeys((setting.optimizer_on_host, True)):
-            wider = dataclasses.replace(setting, gpus=gpus, zero=3, optimizer_on_host=on_host)
-            yield wider, dataclasses.replace(memory, host=host)
-        gpus *= 2

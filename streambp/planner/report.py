@@ -7,8 +7,7 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from streambp.model.record import UNPATCHED
@@ -18,10 +17,9 @@ from streambp.planner.doors import doors, python
 from streambp.planner.host_weights import SLOTS
 from streambp.planner.measure import Compared
 from streambp.planner.plan import Choice, Plan
-from streambp.planner.profile import Node, Peak, Profile, Setting
+from streambp.planner.profile import Node, Profile, Setting
 from streambp.planner.remedies import Remedy, too_large
 from streambp.planner.seconds import throughput
-from streambp.rates import Rates
 
 GIB = 2**30
 BAR = 40
@@ -56,11 +54,30 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
     if plan.choice is not None:
         lines += ["", "The same settings elsewhere:"]
         lines += [f"  {door:<10}{text}" for door, text in doors(plan.choice, plan.setting).items()]
-    lines += ["", *_methods(plan, width), *folded([NAMES], width or LONG)]
+    rows = [("longest sequence", "tokens", f"{plan.seq_len:,} tokens: GiB", "seconds", "tokens/s")]
+    times = {timed.method: timed for timed in plan.times if timed.fits}
+    for row in plan.longest:
+        timed, cells = times.get(row.method), ("too large", "-", "-")
+        if timed is not None:
+            took = duration(timed.seconds).removesuffix(" s")
+            cells = (f"{timed.peak / GIB:.1f}", took, f"{timed.tokens_per_second:,.0f}")
+        rows.append((row.method, f"{row.seq_len:,}", *cells))
+    stopped = ["stopped by", *(phase_text(row.binds) for row in plan.longest)]
+    table = [f"{line}  {binds}" for line, binds in zip(columns(rows), stopped, strict=True)]
+    for pane in PANES:
+        if width is not None and max(map(len, table)) > width:
+            table = columns([row[:pane] for row in rows])
+    table += [f"not counted: {reason}" for reason in plan.profile.left_out]
+    lines += ["", *table, *folded([NAMES], width or LONG)]
     if plan.choice is not None:
         title = f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB on each GPU:"
         lines += ["", *folded([title], width)]
-        lines += bars(plan.choice.peak, plan.memory.usable, BAR if width is None else min(BAR, width - 40))
+        peak, long = plan.choice.peak, BAR if width is None else min(BAR, width - 40)
+        wide = max(len(phase_text(name)) for name in peak.phases)
+        for name, total in peak.phases.items():  # the limit is marked; beyond it the bar goes on in another shade
+            length = min(round(long * total / plan.memory.usable), 2 * long)
+            bar = "█" * min(length, long)
+            lines.append(f"{phase_text(name):<{wide}}  {total / GIB:>8.1f}  {bar:<{long}}│{'▒' * (length - long)}")
     if modules:
         lines += ["", "Modules: parameters, and bytes a token that an unpatched forward keeps for backward:"]
         lines += tree_lines(plan.profile.tree)
@@ -92,27 +109,22 @@ def _choice(plan: Plan) -> list[str]:
         ]
     else:
         lines = _chosen(plan, plan.choice)
-    lines += _by_default(plan)
+    if plan.by_default is not None:
+        found = plan.by_default
+        how = f"  {BY_DEFAULT}: chunks of {found.chunk_size:,}"
+        if found.fits:
+            kept = [f"{one.name} of {one.layers} layers" for one in found.saved if one.name in AT_ONCE]
+            linears = [one.layers for one in found.saved if one.name not in AT_ONCE]
+            kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
+            how += ", runs unpatched" if found.way == UNPATCHED else f", saves {', '.join(kept) or 'nothing'}"
+            lines.append(f"{how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step")
+        else:
+            lines.append(f"{how}, {found.peak / GIB:.1f} GiB: does not fit")
     where = plan.binds if plan.binds == "host memory" else f"GPU memory in {phase_text(plan.binds)}"
     who = "Longer sequences run" if any(row.seq_len for row in plan.longest) else "It runs"
     lines.append(f"{who} out of {where} first")
     lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
-
-
-def _by_default(plan: Plan) -> list[str]:
-    """What `streambp.patch(model)` alone does; nothing where that is not known."""
-    found = plan.by_default
-    if found is None:
-        return []
-    how = f"  {BY_DEFAULT}: chunks of {found.chunk_size:,}"
-    if not found.fits:
-        return [f"{how}, {found.peak / GIB:.1f} GiB: does not fit"]
-    kept = [f"{one.name} of {one.layers} layers" for one in found.saved if one.name in AT_ONCE]
-    linears = [one.layers for one in found.saved if one.name not in AT_ONCE]
-    kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
-    how += ", runs unpatched" if found.way == UNPATCHED else f", saves {', '.join(kept) or 'nothing'}"
-    return [f"{how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step"]
 
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
@@ -211,39 +223,6 @@ def folded(lines: Sequence[str], width: int | None) -> list[str]:
     return found
 
 
-def _methods(plan: Plan, width: int | None) -> list[str]:
-    """A row for each method; where a terminal is too narrow, without what stops them, then without the last columns."""
-    at = f"{plan.seq_len:,} tokens: GiB"
-    rows = [("longest sequence", "tokens", at, "seconds", "tokens/s")]
-    times = {timed.method: timed for timed in plan.times}
-    for row in plan.longest:
-        timed = times.get(row.method)
-        fitting = timed is not None and timed.fits
-        cells = (
-            (f"{timed.peak / GIB:.1f}", duration(timed.seconds).removesuffix(" s"), f"{timed.tokens_per_second:,.0f}")
-            if timed is not None and fitting
-            else ("too large", "-", "-")
-        )
-        rows.append((row.method, f"{row.seq_len:,}", *cells))
-    stopped = ["stopped by", *(phase_text(row.binds) for row in plan.longest)]
-    lines = [f"{line}  {binds}" for line, binds in zip(columns(rows), stopped, strict=True)]
-    for pane in PANES:
-        if width is not None and max(map(len, lines)) > width:
-            lines = columns([row[:pane] for row in rows])
-    return lines + [f"not counted: {reason}" for reason in plan.profile.left_out]
-
-
-def bars(peak: Peak, limit: float, long: int = BAR) -> list[str]:
-    """One bar for each phase, `long` at the limit, which is marked; beyond it the bar goes on in another shade."""
-    width = max(len(phase_text(name)) for name in peak.phases)
-    lines = []
-    for name, total in peak.phases.items():
-        length = min(round(long * total / limit), 2 * long)
-        bar = "█" * min(length, long)
-        lines.append(f"{phase_text(name):<{width}}  {total / GIB:>8.1f}  {bar:<{long}}│{'▒' * (length - long)}")
-    return lines
-
-
 def tree_lines(node: Node, depth: int = 0) -> list[str]:
     """One line for each module, the number of alike ones in front of its class."""
     times = f"{node.count} x " if node.count > 1 else ""
@@ -265,32 +244,22 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def rates_table(rates: Rates, file: Path) -> str:
-    """What was measured of a device, and where it was written."""
-    return (
-        f"{rates.name}: {rates.products / 1e12:.3g} TFLOP/s in matrix products, {rates.forward / 1e12:.3g} and "
-        f"{rates.backward / 1e12:.3g} in attention forward and backward, {rates.bandwidth / 1e12:.3g} TB/s in other "
-        f"kernels, {rates.link / 1e9:.3g} GB/s to and from the host; written to {file}"
-    )
+@contextlib.contextmanager
+def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None]]:
+    """Yields what draws a bar on a terminal, and nothing elsewhere, while something is counted; wipes it in the end."""
 
-
-class Progress(contextlib.AbstractContextManager["Progress"]):
-    """A bar on a terminal while something is counted or run; nothing elsewhere. Left as a context it wipes the bar."""
-
-    def __init__(self, stream: TextIO, doing: str) -> None:
-        self._doing = doing
-        self._stream = stream if stream.isatty() else None
-
-    def __call__(self, what: str, done: float) -> None:
-        if self._stream is not None:
+    def said(what: str, done: float) -> None:
+        if stream.isatty():
             full = round(BAR * done)
-            self._stream.write(f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % {self._doing} {what}")
-            self._stream.flush()
+            stream.write(f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % {doing} {what}")
+            stream.flush()
 
-    def __exit__(self, *_: object) -> None:
-        if self._stream is not None:
-            self._stream.write("\r\033[K")
-            self._stream.flush()
+    try:
+        yield said
+    finally:
+        if stream.isatty():
+            stream.write("\r\033[K")
+            stream.flush()
 
 
 def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) -> str:

@@ -12,6 +12,7 @@ Shares are whole; the first experts get what is left over.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ TOP_K = aten.topk.default
 LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
 
 
+@dataclasses.dataclass
 class Routing:
     """The routing that was seen last. rows: pairs of a token and an expert; experts: how many there are."""
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self.experts = 0
+    rows: int = 0
+    experts: int = 0
 
     def answer(self, func: Any, args: Any) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
         """What an operation on a tensor [...] without data gives: one with data, or the shape and dtype of one without;
@@ -36,15 +37,14 @@ class Routing:
         (asked,) = args[:1]
         if func is aten._to_copy.default:
             counts = asked.dim() == 1 and self.rows and not asked.is_floating_point() and asked.dtype != torch.bool
-            return self.shares(asked.shape[0]).to(asked.dtype) if counts else None
+            if not counts:
+                return None
+            each, more = divmod(self.rows, asked.shape[0])
+            shares = [each + (place < more) for place in range(asked.shape[0])]
+            return torch.tensor(shares, dtype=torch.long, device="cpu").to(asked.dtype)  # [experts]
         if asked.dtype == torch.bool and asked.dim() == 1:
             self.experts = asked.shape[0]
             return (self.experts, 1), torch.long
         if asked.dtype == torch.bool or not self.experts:
             return None
         return (-(-asked.numel() // self.experts), asked.dim()), torch.long
-
-    def shares(self, experts: int) -> Tensor:
-        """Tokens of each expert [experts]."""
-        each, more = divmod(self.rows, experts)
-        return torch.tensor([each + (place < more) for place in range(experts)], dtype=torch.long, device="cpu")

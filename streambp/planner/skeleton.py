@@ -158,18 +158,15 @@ class Skeleton:
                     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
-        for hook in (hook for table in _hook_tables(model) for hook in table.values()):
-            memo[id(hook)] = hook  # not what it holds
+        for table in (getattr(module, name) for module in model.modules() for name in MODULE_HOOKS):
+            memo.update({id(hook): hook for hook in table.values()})  # not what it holds
         copied = unpatch(copy.deepcopy(model, memo))
         for wrapper in [f for module in copied.modules() for f in forwards(module) if isinstance(f, InstanceForward)]:
             wrapper.remove()  # of the forward that is running
-        for table in _hook_tables(copied):  # a program's are not to see tensors without data; that there are some counts
+        # A program's hooks are not to see tensors without data; that there are some counts.
+        for table in (getattr(module, name) for module in copied.modules() for name in MODULE_HOOKS):
             table.update({key: hook if drops_masks(hook) else lambda *_, **__: None for key, hook in table.items()})
         return copied
-
-
-def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    return (getattr(module, name) for module in model.modules() for name in MODULE_HOOKS)
 
 
 def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **kwargs: Any) -> Any:
@@ -285,7 +282,17 @@ def reduce_layers(model: nn.Module) -> Reduced:
         {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
         for values in (vars(config), vars(stack.backbone), properties)
     )
-    signatures = [_signature(layer, index, fields) for index, layer in enumerate(stack.layers)]
+    signatures = []
+    for index, layer in enumerate(stack.layers):  # the same for layers that compute alike
+        parts: list[Any] = [repr(layer), *(values[index] for values in fields.values())]
+        parts += [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in layer.parameters()]
+        parts += [
+            (name, value)
+            for module in layer.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | None) and name not in ("layer_idx", "layer_id", "training")
+        ]
+        signatures.append(str(parts))
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
     alike = len(set(kinds)) == 1 and all(states_argument(layer) is None for layer in stack.layers)
     each = 1 if alike else INNER
@@ -305,16 +312,3 @@ def reduce_layers(model: nn.Module) -> Reduced:
         config.__class__ = type(kind.__name__, (kind,), constant)
     config.num_hidden_layers = len(kept)
     return Reduced(kept, kinds)
-
-
-def _signature(layer: nn.Module, index: int, fields: dict[str, Any]) -> str:
-    """The same for layers that compute alike."""
-    parts: list[Any] = [repr(layer), *(values[index] for values in fields.values())]
-    parts += [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in layer.parameters()]
-    parts += [
-        (name, value)
-        for module in layer.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | None) and name not in ("layer_idx", "layer_id", "training")
-    ]
-    return str(parts)

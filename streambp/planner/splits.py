@@ -56,19 +56,6 @@ class SplitCount(StepCount):
         super().reset_peak()
         self.most = {self._keys: self.live - self._keys}
 
-    def mark(self, value: Any) -> None:
-        """These tensors are keys."""
-        for x in tensors(value):
-            storage = x.untyped_storage()
-            if storage._cdata in self._alive and storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                self._keys += storage.nbytes()
-
-    def unmark(self, value: Any) -> None:
-        """These are not: they belong to this rank's tokens."""
-        for x in tensors(value):
-            self._keys -= self._sizes.pop(x.untyped_storage()._cdata, 0)
-
     def _track(self, storage: torch.UntypedStorage) -> None:
         if self._marking and storage.nbytes() > SMALL:
             self._sizes[storage._cdata] = storage.nbytes()
@@ -97,14 +84,10 @@ class SplitCount(StepCount):
         self.most[self._keys] = max(self.most.get(self._keys, 0), live - self._keys)
 
 
-def _counts() -> list[SplitCount]:
-    return [count for count in running_counts() if isinstance(count, SplitCount)]
-
-
 @contextlib.contextmanager
 def _keys_allocated() -> Iterator[None]:
     """What is allocated within, or by a function with this as its decorator, are keys."""
-    counts = _counts()
+    counts = running_counts(SplitCount)
     for count in counts:
         count._marking += 1
     try:
@@ -117,7 +100,7 @@ def _keys_allocated() -> Iterator[None]:
 def _exchange(shards: Shards, parts: Tensor) -> Tensor:
     """Stands for an all-to-all of parts [P, ...]."""
     sent = parts.contiguous()
-    for count in _counts():
+    for count in running_counts(SplitCount):
         count.links[TRADED_KEYS if count._marking else TRADED] += sent.nbytes
     with one_kernel(0):
         return torch.empty_like(sent)
@@ -127,10 +110,13 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
     """Stands for a gather, or for a sum over ranks."""
 
     def run(received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> SimpleNamespace:
-        for count in _counts():
+        storage = received.untyped_storage()
+        for count in running_counts(SplitCount):
             if names == GATHER:
                 count.links[GATHERED] += received.nbytes
-                count.mark(received)
+                if storage._cdata in count._alive and storage._cdata not in count._sizes:  # keys from now on
+                    count._sizes[storage._cdata] = storage.nbytes()
+                    count._keys += storage.nbytes()
             else:
                 count.links[SUMMED] += sent.nbytes
         return SimpleNamespace(wait=lambda: None)
@@ -159,8 +145,9 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
 
     def own_gradient(self: Any, *given: Any) -> list[Tensor]:
         found = own(self, *given)
-        for count in _counts():
-            count.unmark(found)
+        for count in running_counts(SplitCount):
+            for x in tensors(found):  # no keys: they belong to this rank's tokens
+                count._keys -= count._sizes.pop(x.untyped_storage()._cdata, 0)
         return found
 
     replaced = [
@@ -181,14 +168,6 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
         for owner, name, stand_in in replaced:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield
-
-
-def fewest_ranks(heads: Sequence[Heads]) -> int:
-    """The smallest number of ranks, beyond one, that can share all heads under Ulysses; 1 if there is none."""
-    for ranks in range(2, 1 + min(h.queries for h in heads)):
-        if all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads):
-            return ranks
-    return 1
 
 
 def split_of(

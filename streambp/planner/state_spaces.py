@@ -130,25 +130,18 @@ class Sizes:
     """Of one call of Mamba 2's scan, and empty tensors of its usual shapes, like `like`."""
 
     like: Tensor
+    block: int
     rows: int
     tokens: int
     heads: int
     width: int
     groups: int
     size: int
-    block: int
 
     @property
     def blocks(self) -> int:
         """NB, the number of blocks of Q tokens."""
         return -(-self.tokens // self.block)
-
-    @property
-    def splits(self) -> int:
-        """Over how many programs backward spreads the heads of a group."""
-        ratio = self.heads // self.groups
-        per_program = max(min(-(-self.rows * self.blocks * self.heads // PROCESSORS), ratio), 1)
-        return -(-ratio // per_program)
 
     def states(self, dtype: torch.dtype) -> Tensor:
         """[B, NB, H, P, N]"""
@@ -173,11 +166,6 @@ class Sizes:
         add_flops(times * self.rows * self.tokens * (scores + mixed))
 
 
-def _sizes(x: Tensor, b: Tensor, block: int) -> Sizes:
-    rows, tokens, heads, width = x.shape
-    return Sizes(x, rows, tokens, heads, width, b.shape[2], b.shape[3], block)
-
-
 def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, T, H, P], end state [B, H, P, N] and the decay that is kept for backward [B, H, NB, 1, Q]."""
     decay, steps = sizes.steps(), sizes.steps()
@@ -194,7 +182,9 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tuple[Tensor | None, ...]:
     """Gradients of x, dt, B, C and the start state; given: the caller has memory for the first four."""
-    like = sizes.like
+    like, ratio = sizes.like, sizes.heads // sizes.groups
+    per_program = max(min(-(-sizes.rows * sizes.blocks * sizes.heads // PROCESSORS), ratio), 1)
+    splits = -(-ratio // per_program)  # over so many programs the heads of a group are spread
     db, dc = (None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.groups, sizes.size) for _ in range(2))
     d_dt = None if given else torch.empty_like(dt)
     alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]  # dt once more, decay, steps, scores
@@ -213,10 +203,10 @@ def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tu
     del d_skip
     for _ in range(2):  # B's and C's, with the decay's
         alive.append(sizes.steps())
-        parts = sizes.inputs(sizes.splits)
+        parts = sizes.inputs(splits)
         alive.append(sizes.inputs())
         del parts
-    parts = sizes.scores(sizes.splits)
+    parts = sizes.scores(splits)
     d_scores = sizes.scores()
     del parts
     alive.append(sizes.steps())  # the decay's sum from behind
@@ -241,7 +231,7 @@ class Mamba2Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d and dt_bias [H] or None."""
         x, b, c = _rows(x), _rows(b), _rows(c)
-        sizes = _sizes(x, b, block)
+        sizes = Sizes(x, block, *x.shape, *b.shape[2:])
         out, end, decay = _scan_forward(sizes, x)
         ctx.block = block
         ctx.save_for_backward(out, x, dt, decay, a, b, c, d, dt_bias, start)
@@ -252,7 +242,7 @@ class Mamba2Scan(torch.autograd.Function):
         """grad [B, T, H, P] -> gradients of forward's tensors, in x's dtype or their own."""
         _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
         grad = _rows(grad)
-        sizes = _sizes(x, b, ctx.block)
+        sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
         dx, d_dt, db, dc, d_start = _scan_backward(sizes, dt, start is not None, given=False)
         return dx, d_dt, torch.empty_like(a), db, dc, _like(d), _like(dt_bias), d_start, None
 
@@ -289,7 +279,7 @@ class FusedMamba2(torch.autograd.Function):
         heads = d.shape[0]
         rows, tokens = zxbcdt.shape[:2]
         size = (conv.shape[0] - heads * width) // groups // 2
-        return Sizes(zxbcdt, rows, tokens, heads, width, groups, size, block)
+        return Sizes(zxbcdt, block, rows, tokens, heads, width, groups, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -86,9 +87,29 @@ def run_step(
             moment.
     """
     phases = Phases(count, list(model.parameters()), host)
-    handles = [
-        hook for place, layer in enumerate(layers) for hook in _watch(layer, place, place == len(layers) - 1, phases)
-    ]
+
+    def before(place: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if phases.backward:
+            return  # a recomputation
+        if place == 0:
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            if hidden_states.requires_grad:
+                hidden_states.register_hook(lambda grad: phases.enter(EMBEDDING_BACKWARD))
+        phases.enter("forward", place)
+
+    def after(place: int, module: nn.Module, args: Any, output: Any) -> None:
+        if phases.backward:
+            return
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        if hidden_states.requires_grad:
+            hidden_states.register_hook(lambda grad: phases.enter("backward", place))
+        if place == len(layers) - 1:
+            phases.enter(HEAD)
+
+    handles = []
+    for place, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(functools.partial(before, place), with_kwargs=True))
+        handles.append(layer.register_forward_hook(functools.partial(after, place)))
     try:
         with count:
             phases.enter(EMBEDDING)
@@ -102,33 +123,6 @@ def run_step(
         for handle in handles:
             handle.remove()
     return phases.spans
-
-
-def _watch(layer: nn.Module, place: int, last: bool, phases: Phases) -> list[Any]:
-    """Hooks that enter the phases which the layer's calls begin."""
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if phases.backward:
-            return  # a recomputation
-        if place == 0:
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            if hidden_states.requires_grad:
-                hidden_states.register_hook(lambda grad: phases.enter(EMBEDDING_BACKWARD))
-        phases.enter("forward", place)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if phases.backward:
-            return
-        hidden_states = output[0] if isinstance(output, tuple) else output
-        if hidden_states.requires_grad:
-            hidden_states.register_hook(lambda grad: phases.enter("backward", place))
-        if last:
-            phases.enter(HEAD)
-
-    return [
-        layer.register_forward_pre_hook(before, with_kwargs=True),
-        layer.register_forward_hook(after),
-    ]
 
 
 @contextlib.contextmanager
@@ -172,16 +166,11 @@ class CountedHead(torch.autograd.Function):
     TILE = (2048, 32768)
 
     @staticmethod
-    def _tiles(hidden: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows in hidden.split(CountedHead.TILE[0]):
-            for columns in weight.split(CountedHead.TILE[1]):
-                yield rows, columns
-
-    @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [N, h], weight [V, h] -> a number in float32; each tile of logits is let go at once."""
-        for rows, columns in CountedHead._tiles(hidden, weight):
-            add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads it
+        for rows in hidden.split(CountedHead.TILE[0]):
+            for columns in weight.split(CountedHead.TILE[1]):
+                add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads it
         statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
         ctx.save_for_backward(hidden, weight, statistics[0])
         return statistics[1].sum()
@@ -192,11 +181,12 @@ class CountedHead(torch.autograd.Function):
         hidden, weight, _ = ctx.saved_tensors
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows, columns in CountedHead._tiles(hidden, weight):
-            tile = rows @ columns.mT  # [rows, columns]
-            add_flops(0, 2 * tile.nbytes)  # one kernel writes the gradient over it
-            tile @ columns
-            if d_weight is not None:
-                tile.mT @ rows
-            del tile
+        for rows in hidden.split(CountedHead.TILE[0]):
+            for columns in weight.split(CountedHead.TILE[1]):
+                tile = rows @ columns.mT  # [rows, columns]
+                add_flops(0, 2 * tile.nbytes)  # one kernel writes the gradient over it
+                tile @ columns
+                if d_weight is not None:
+                    tile.mT @ rows
+                del tile
         return d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype)

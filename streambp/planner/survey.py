@@ -18,9 +18,8 @@ from streambp.config import LAST, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import Patch, patch, unpatch
-from streambp.model.wrappers import LayerForward
 from streambp.offload.arena import Arena
-from streambp.planner.compose import Counted, Totals, fit, later, unroll
+from streambp.planner.compose import Counted, fit, unroll
 from streambp.planner.count import Shapes, StepCount
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
@@ -37,7 +36,7 @@ from streambp.planner.profile import (
     Profile,
 )
 from streambp.planner.skeleton import Reduced, Skeleton, parameters_of, reduce_layers
-from streambp.planner.splits import SplitCount, fewest_ranks, lines_of_keys, split_of, split_over
+from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
 from streambp.planner.step import CountedHead, Span, fused_attention, run_step
 from streambp.planner.tree import module_tree
 from streambp.planner.work import Work
@@ -159,6 +158,14 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _gathered_at_once(skeleton: Skeleton) -> int:
+    """Bytes that ZeRO-3 holds whole: two layers, the running and the next, or the head."""
+    layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
+    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
+    head = sum(p.nbytes for p in skeleton.causal_lm.get_output_embeddings().parameters())
+    return max(2 * largest, head)
+
+
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     """Dense parameters and those of experts; each parameter once, tied or not."""
     groups = []
@@ -171,12 +178,7 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _gathered_at_once(skeleton: Skeleton) -> int:
-    """Bytes that ZeRO-3 holds whole: two layers, the running and the next, or the head."""
-    layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
-    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
-    head = sum(p.nbytes for p in skeleton.causal_lm.get_output_embeddings().parameters())
-    return max(2 * largest, head)
+Works = dict[Point, dict[str, Work]]  # of a whole step, by kind of phase
 
 
 @dataclasses.dataclass
@@ -192,19 +194,16 @@ class Counter:
         self.shapes = Shapes(self.skeleton.mode)
         self._fused: bool | None = None
         self._unread: list[dict[Any, Any]] = []  # what trials of each layer found
-        self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[dict[Point, Totals], dict[Point, Totals]]] = {}
+        self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[Works, Works]] = {}
         self._heads: dict[str, list[Heads]] = {}
         self.growth: list[Counted] = []  # of streamed steps that add to gradients
-
-    @property
-    def _layers(self) -> list[nn.Module]:
-        return [layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers]
 
     def fused(self, recipe: SurveyRecipe) -> bool:
         """Whether a fused kernel attends, as on a GPU in half precision without softcap and without picked keys."""
         if recipe.config is None:
             return True
-        if any(kind_of(layer).attention.picks_keys for layer in self._layers):  # of few tokens all are picked
+        layers = (layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers)
+        if any(kind_of(layer).attention.picks_keys for layer in layers):  # of few tokens all are picked
             return False
         if self._fused is None:  # what is saved and where it waits changes no kernel
             count = StepCount(None)
@@ -212,11 +211,11 @@ class Counter:
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
                 self.skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 if not recipe.split:
-                    self._unread = [site.unread for site in self._sites()]
+                    self._unread = [site.unread for site in self.skeleton.model._streambp.state.steps.sites]  # type: ignore[union-attr]
             self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
-    def more_points(self, recipe: SurveyRecipe, size: int, own: dict[Point, Totals]) -> dict[Point, Totals]:
+    def more_points(self, recipe: SurveyRecipe, size: int, own: Works) -> Works:
         """Points that tell the work's laws apart: two chunks of `size`, and three of twice that. Counted once for all
         methods that save the same: another differs in what goes to the host, as much as at a point that both counted. Of
         what tensors that leave for the host take more, each token has the same bytes and each chunk the same dispatches.
@@ -229,20 +228,19 @@ class Counter:
         if key not in self._more_points:
             points = (2 * size, size), ((8 if recipe.split else 6) * size, 2 * size)
             steps = {point: self.count(recipe, point, accumulate=False)[0] for point in points}
-            self._more_points[key] = own, {point: unroll(spans, self.reduced)[1] for point, spans in steps.items()}
+            self._more_points[key] = own, {point: unroll(spans, self.reduced)[2] for point, spans in steps.items()}
         first, found = self._more_points[key]
         shared = next(point for point in own if point in first)
-        totals = {}
-        for point, total in found.items():
+        works: Works = {}
+        for point, work in found.items():
             tokens = point[0] / shared[0]
             chunks = tokens * shared[1] / point[1]
-            work = {}
-            for name, one in total.work.items():
-                more = own[shared].work[name].plus(first[shared].work[name], -1)
+            works[point] = {}
+            for name, one in work.items():
+                more = own[shared][name].plus(first[shared][name], -1)
                 moved, dispatches = one.moved + tokens * more.moved, one.dispatches + chunks * more.dispatches
-                work[name] = one._replace(moved=moved, dispatches=dispatches)
-            totals[point] = dataclasses.replace(total, work=work)
-        return totals
+                works[point][name] = one._replace(moved=moved, dispatches=dispatches)
+        return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
         """Of all layers that attend.
@@ -260,8 +258,14 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """On how many a split is counted."""
-        return fewest_ranks(self.heads(recipe)) if recipe.split == ULYSSES else 2
+        """On how many a split is counted: as few as can share all heads under Ulysses, 1 if none can."""
+        if recipe.split != ULYSSES:
+            return 2
+        heads = self.heads(recipe)
+        for ranks in range(2, 1 + min(h.queries for h in heads)):
+            if all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads):
+                return ranks
+        return 1
 
     def count(self, recipe: SurveyRecipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
         """The spans of a first step and, if asked for, of a second that adds to its gradients."""
@@ -306,24 +310,21 @@ class Counter:
                 return
             patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
             stack.callback(unpatch, model)
+            installed: Patch = model._streambp  # type: ignore[assignment]
+            sites = installed.state.steps.sites
             if not recipe.split:
-                for site, unread in zip(self._sites(), self._unread, strict=False):
+                for site, unread in zip(sites, self._unread, strict=False):
                     site.unread.update(unread)
             if recipe.config.offload == "none":
                 yield CountingManager()
                 return
             engine = UncountedHost(torch.device("meta" if self.skeleton.mode is None else "cpu"), self.skeleton)
             budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
-            manager = CountingManager(len(self._sites()), budget, engine)
+            manager = CountingManager(len(sites), budget, engine)
             manager.arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
-            for site in self._sites():
+            for site in sites:
                 site.offloader = manager
             yield manager
-
-    def _sites(self) -> list[Any]:
-        """Of the patched model's layers."""
-        installed: Patch = self.skeleton.model._streambp  # type: ignore[assignment]
-        return [wrapper.site for wrapper in installed.state.wrappers if isinstance(wrapper, LayerForward)]
 
 
 def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
@@ -331,42 +332,47 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # or raise
-    states = any(states_argument(layer) is not None for layer in counter._layers)
+    layers = (layer for stack in find_stacks(counter.skeleton.model).stacks for layer in stack.layers)
+    states = any(states_argument(layer) is not None for layer in layers)
     points = points_for(at, chunked, fused, states, tiles)
     if recipe.split:  # a shard is two parts of whole chunks
         large = 4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
     first: list[list[Counted]] = []
     again: list[list[Counted]] = []
-    totals: list[Totals] = []
+    hosts, counted, links = list[list[float]](), Works(), tuple[float, ...]()
     more = counter.growth if chunked else []
     for point in points:
         steps = counter.count(recipe, point, accumulating and not more)
-        phases, total = unroll(steps[0], counter.reduced)
+        phases, on_host, counted[point], sent = unroll(steps[0], counter.reduced)
+        links = links or sent
         first.append(phases)
-        totals.append(total)
+        hosts.append([on_host])
         if accumulating:
             if not more:  # gradients that are there add the same at every point and in every streamed method
                 pairs = zip(phases, unroll(steps[1], counter.reduced)[0], strict=True)
                 more = [Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients) for one, two in pairs]
-            again.append(later(phases, more))
+            adding = []
+            for one, add in zip(phases, more, strict=True):
+                most = {keys: others + add.peak for keys, others in one.most.items()}
+                adding.append(Counted(one.name, one.start + add.start, one.peak + add.peak, add.gradients, most))
+            again.append(adding)
     counter.growth = more if chunked else counter.growth
     split = None
     if recipe.config is not None and recipe.split:
         heads, saves = counter.heads(recipe), recipe.config.named_saves
-        split = split_of(recipe.split, heads, totals[0].links, ranks, points[0][0], saves)
+        split = split_of(recipe.split, heads, links, ranks, points[0][0], saves)
         first, again = (lines_of_keys(phases, split, [t for t, _ in points], ranks) for phases in (first, again))
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
-    host = fit_bytes(points, [[total.host] for total in totals])[0]._replace(chunk=0.0)
-    counted = dict(zip(points, totals, strict=True))
+    host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
     more_points = counter.more_points(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
-    found = counted | {point: total for point, total in more_points.items() if point not in counted}
+    found = counted | {point: works for point, works in more_points.items() if point not in counted}
     # By the sequence's length, of all ranks that share it; copies to the host by the method's own points alone.
     lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
     work = tuple(
-        fit_work(name, lengths, [Work().plus(one.work[name], ranks) for one in found.values()], k_block, len(counted))
-        for name in totals[0].work
+        fit_work(name, lengths, [Work().plus(one[name], ranks) for one in found.values()], k_block, len(counted))
+        for name in counted[points[0]]
     )
     config = recipe.config or StreamConfig()
     how = (recipe.name, config.named_saves, config.offload, config.gpu_memory is not None, chunked)

@@ -29,7 +29,12 @@ def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
             for kind in dict.fromkeys(reduced.kinds):
                 indices = [index for index, other in enumerate(reduced.kinds) if other == kind]
                 inner = indices[len(indices) // 2]
-                children.append(node(_label(indices), layers[reduced.stand_in(inner)], len(indices)))
+                label = ",".join(map(str, indices))
+                if indices == list(range(indices[0], indices[-1] + 1)):
+                    label = str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+                elif len(indices) > 4:
+                    label = ",".join(map(str, indices[:3])) + f",..,{indices[-1]}"
+                children.append(node(label, layers[reduced.stand_in(inner)], len(indices)))
         else:
             alike: dict[str, list[tuple[str, nn.Module]]] = {}
             for child_name, child in module.named_children():
@@ -81,9 +86,3 @@ def _direct(module: nn.Module) -> list[nn.Module]:
     for child in module.children():
         direct += _direct(child) if isinstance(child, nn.ModuleList) else [child]
     return direct
-
-
-def _label(indices: list[int]) -> str:
-    if indices == list(range(indices[0], indices[-1] + 1)):
-        return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
-    return ",".join(map(str, indices[:3])) + f",..,{indices[-1]}" if len(indices) > 4 else ",".join(map(str, indices))

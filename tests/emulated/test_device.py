@@ -214,8 +214,9 @@ def test_its_rates_can_be_measured():
 
 
 def test_host_memory_that_it_uses_is_pinned_once_and_refused_with_a_warning(device, monkeypatch):
-    memory = engines.PinnedMemory()
-    assert memory.buffer(64, device).is_pinned()
+    engine = engines.AcceleratorEngine(device)
+    other = engine.beside(device)
+    assert other.host_buffer(64).is_pinned()
 
     def refuse(*args, pin_memory=False, real=torch.empty, **kwargs):
         if pin_memory:
@@ -224,8 +225,8 @@ def test_host_memory_that_it_uses_is_pinned_once_and_refused_with_a_warning(devi
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.warns(UserWarning, match=r"could not be pinned \(no more pages\)"):
-        assert not memory.buffer(64, device).is_pinned()
-    assert not memory.pinned
+        assert not other.host_buffer(64).is_pinned()
+    assert not engine.pinned  # all engines of a model share the memory
 
 
 def test_a_process_that_is_at_work_ends_quietly():

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.emulated
 @pytest.fixture
 def asynchronous(device, monkeypatch):
     """Whether the copies of the engine might be asynchronous. Its host memory is asked of CUDA's runtime."""
-    found, real, buffer = [], Tensor.copy_, engines.PinnedMemory.buffer
+    found, real, buffer = [], Tensor.copy_, engines.AcceleratorEngine.host_buffer
 
     def copy(self, source, non_blocking=None):
         if non_blocking is None:
@@ -31,8 +31,13 @@ def asynchronous(device, monkeypatch):
         found.append(non_blocking)
         return real(self, source, non_blocking)
 
+    def host_buffer(self, size):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self, "device", torch.device("cuda"))
+            return buffer(self, size)
+
     monkeypatch.setattr(Tensor, "copy_", copy)
-    monkeypatch.setattr(engines.PinnedMemory, "buffer", lambda self, size, _: buffer(self, size, torch.device("cuda")))
+    monkeypatch.setattr(engines.AcceleratorEngine, "host_buffer", host_buffer)
     monkeypatch.setattr(engines, "forget_error", lambda _: forget_error(device))
     return found
 

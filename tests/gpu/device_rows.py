@@ -35,7 +35,7 @@ from streambp.attention.spans import Block, Kind
 from streambp.device import is_accelerator, tells_memory
 from streambp.errors import StreamBPError
 from streambp.offload.arena import NO_LIMIT, host_limit
-from streambp.offload.engines import PinnedMemory
+from streambp.offload.engines import AcceleratorEngine
 from streambp.planner.auto import FreeMemory, free_memory
 from streambp.planner.measure_device import CPU, Clock, measure_device
 from streambp.planner.work import pairs
@@ -148,8 +148,8 @@ def pinning(args: argparse.Namespace) -> str:
     size = min(2**20 if args.tiny else 4 * 2**30, 2**30 if limit == NO_LIMIT else int(limit) // 8)
     if not is_accelerator(device):
         return "nothing is pinned for this device"
-    start = time.perf_counter()
-    buffer = PinnedMemory().buffer(size, device)
+    engine, start = AcceleratorEngine(device), time.perf_counter()
+    buffer = engine.host_buffer(size)
     seconds = time.perf_counter() - start
     return f"{size / GIB / seconds:.3g} GiB/s, {size / GIB:.3g} GiB {'pinned' if buffer.is_pinned() else 'NOT pinned'}"
 

@@ -35,7 +35,7 @@ def measured_step(family, lora, recipe, length, layers):
 
 def compare(family, lora, how, length, layers=LAYERS):
     """Relative difference of the activations' peaks, and the measured one over the weights, which grows with the length."""
-    phases, _ = predict(build(family, lora, layers), RECIPES[how], length, length // 4)
+    phases, *_ = predict(build(family, lora, layers), RECIPES[how], length, length // 4)
     spans, weights = measured_step(family, lora, RECIPES[how], length, layers)
     predicted, measured = max(p.peak - p.gradients for p in phases), max(_activations(spans))
     print(
@@ -110,7 +110,7 @@ def test_every_phase_is_predicted(monkeypatch):
     a chunk, which is much for this model and not for others."""
     monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
     model = build("llama", False)
-    phases, _ = predict(model, RECIPES["streambp"], 512, 128)
+    phases, *_ = predict(model, RECIPES["streambp"], 512, 128)
     spans = measure(model, RECIPES["streambp"], 512, 128)
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
     assert [phase.name for phase in phases] == names

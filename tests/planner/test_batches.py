@@ -32,7 +32,7 @@ from tests import zoo
 from tests.seeds import seeded
 
 ROWS, PROMPT = 16, 2**15
-GROUP = Batch.of_group(PROMPT, 2**10, ROWS)
+GROUP = Batch((PROMPT + 2**10,) * ROWS, PROMPT)
 CHUNKS = 6  # of the packed row, and of the rows
 LAYERS, HEAD = ("forward", "backward"), ("head", "head backward")
 
@@ -169,7 +169,7 @@ def test_a_groups_work_and_peak_are_those_counted(way):
 
 def test_pairs_of_a_group_are_those_of_its_tree():
     """Counted one by one, with each query's own key."""
-    asked = Batch.of_group(70, 9, 3)
+    asked = Batch((79,) * 3, 70)
     ids = torch.randint(3, 1000, (3, 79), generator=seeded(1))
     ids[:, :70] = ids[0, :70].clone()
     tree = find_tree(ids)
@@ -184,7 +184,7 @@ def test_a_group_of_one_row_is_a_row():
     (method,) = profile().methods
     alone = work_of_one_row(method, 2**16, 2**13)
     for shared in (False, True):
-        found = work(method, Batch.of_group(7 * 2**13, 2**13, 1), shared, 2**13)
+        found = work(method, Batch((2**16,), 7 * 2**13), shared, 2**13)
         for name in LAYERS:
             assert found[name] == pytest.approx(alone[name])
         assert found["head"].products == pytest.approx(alone["head"].products / 8)  # of which it scores an eighth

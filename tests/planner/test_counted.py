@@ -15,7 +15,7 @@ from streambp.planner import Setting
 from streambp.planner.count import StepCount, aten
 from streambp.planner.counted import Asked, counted, folder
 from streambp.planner.profile import peak, work
-from streambp.planner.report import Progress
+from streambp.planner.report import progress
 from streambp.planner.routing import Routing
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, streamed, survey
@@ -61,7 +61,7 @@ def test_another_plan_is_counted_anew(change, surveys, monkeypatch):
     if change == "source":
         monkeypatch.setattr(module, "_source", lambda: "changed")
     if change == "torch":
-        monkeypatch.setattr(module, "_version", lambda package: "0.0")
+        monkeypatch.setattr(module.importlib.metadata, "version", lambda package: "0.0")
     if change == "a broken file":
         for path in folder().iterdir():
             path.write_text("{")
@@ -88,11 +88,11 @@ def test_progress_is_told():
 
 def test_a_bar_is_for_terminals_alone():
     stream = io.StringIO()
-    with Progress(stream, "counting") as said:
+    with progress(stream, "counting") as said:
         said("streambp", 0.5)
     assert not stream.getvalue()
     stream.isatty = lambda: True
-    with Progress(stream, "counting") as said:
+    with progress(stream, "counting") as said:
         said("streambp", 0.5)
     assert "██░" in stream.getvalue()
     assert " 50 % counting streambp" in stream.getvalue()

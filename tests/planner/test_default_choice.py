@@ -449,7 +449,8 @@ def known_for_good(patch):
     real, first = auto.ModelStates.__call__, {}
 
     def known(self, device):
-        return first.setdefault("known", real(self, device)[0]), auto.look_at(self.model)[1]
+        figures, present = real(self, device)
+        return first.setdefault("known", figures), present
 
     patch.setattr(auto.ModelStates, "__call__", known)
 

@@ -51,9 +51,9 @@ def many(config, recipe):
     steps = [counter.count(recipe, point) for point in points]
     regimes = []
     for number in range(2):
-        phases, totals = zip(*(unroll(step[number], counter.reduced) for step in steps), strict=True)
+        phases, hosts, _, _ = zip(*(unroll(step[number], counter.reduced) for step in steps), strict=True)
         regimes.append(fit(points, phases, counter.reduced))
-    return regimes, fit_bytes(points, [[total.host] for total in totals])[0]
+    return regimes, fit_bytes(points, [[host] for host in hosts])[0]
 
 
 def check(name, recipes):
@@ -121,7 +121,7 @@ def test_what_leaves_for_the_host_moves_as_much_more_at_any_length(number):
     counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
     counter.fused(recipes[0])
     point = 2 * LENGTH, CHUNK
-    counted = [unroll(counter.count(recipe, point, accumulate=False)[0], counter.reduced)[1].work for recipe in recipes]
+    counted = [unroll(counter.count(recipe, point, accumulate=False)[0], counter.reduced)[2] for recipe in recipes]
     seen = 0.0
     for one, two in zip(kept.work, offloaded.work, strict=True):
         less, more = (part.at(features(*point, k_block=part.k_block)) for part in (one, two))
