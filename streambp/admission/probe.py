@@ -98,7 +98,7 @@ def can_stream(call: LayerCall) -> Verdict:
     if x.shape[-2] == 1:
         return Verdict(site.on_host)
     try:
-        call.arguments.check_lengths()
+        call.arguments.cut(Chunk(0, 0, call.arguments.length))
     except StreamBPError as error:
         return Verdict(False, str(error))
     if call.configs:
@@ -287,7 +287,9 @@ def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tupl
     prefix.overwritten = True  # whether the layer writes to its attention's output is not known yet
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
-        ((_, output),) = rehearsed(call, origin.of(leaf), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix)
+        ((_, output),) = rehearsed(
+            call, origin.behind(leaf, may_be_written=True), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix
+        )
     assert output is not None
     return leaf, output.hidden_states
 

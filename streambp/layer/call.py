@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers.utils import output_capturing
 
 from streambp.attention.indexers import indexers_of
 from streambp.attention.interface import routed
+from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
@@ -28,7 +30,7 @@ from streambp.foreign import compiled_inside
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
-from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recorded_keys, recording
+from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recording
 from streambp.layer.packing import ONE_DOCUMENT, OneDocument, Packing
 from streambp.layer.products import See, seen
 from streambp.layer.recompute import NOTHING, Autocast, checkpointable, checkpointing_off, parametrizations_computed
@@ -72,7 +74,8 @@ class LayerCall:
         self.plan = plan_chunks(length, batch_size, size)
         self.configs = site.of(site.kind.attention.configs)
         self.packing: OneDocument = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
-        self.recorded = recorded_keys()
+        collector = output_capturing._active_collector.get() or ()
+        self.recorded = tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
         self.collected: Collected = {}  # what the chunk at work records
         self.indexers = site.of(indexers_of)
         self.autocast = Autocast.capture(self.hidden_states.device)
@@ -96,6 +99,7 @@ class LayerCall:
             self.plan = self.plan.forked(arguments.forks, least)
         elif least > 1:
             self.plan = self.plan.with_least(least)
+        self.gradients_of_a_parameter = len(self.plan.ends)  # in a backward pass
         self.kept = self._keep()
         chooser = site.chooser
         self.attempt = (
@@ -116,10 +120,12 @@ class LayerCall:
         return CallReport(None, longest, self.packing.told, self.packing.rows, self.carried.layout.told, self.plan)
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
-        """Of what is carried no more is on the device than the offloader allows."""
+        """Of keys, values and their gradients no more is on the device than the offloader allows, if they come in tiles."""
         saved = self.kept.store if self.kept.moves_kv else None
         assert not isinstance(saved, InMemory)  # keys that move are on the host
-        self.carried.limit(self.plan, offloader, self.device, saved)
+        if self.carried.in_tiles:
+            scratch = functools.partial(offloader.scratch, self.device)
+            self.carried.prefix.memory = PrefixMemory(self.plan, offloader.prefix_memory, scratch, saved)
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
         """A chunk of so many tokens for a trial, if there are as many; for a layer with states a second one behind it, if
@@ -162,11 +168,6 @@ class LayerCall:
             return NOTHING
         self.witness.left_out = unread.recompute.difference(self.kept.products)
         return seen(linears, self.witness.left_out, self.witness.see)
-
-    @property
-    def gradients_of_a_parameter(self) -> int:
-        """How many a parameter gets in a backward pass."""
-        return len(self.plan.ends)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
@@ -277,8 +278,8 @@ class LayerCall:
         choosing = NOTHING if self.site.choices is None else self.site.choices.at(chunk, hidden_chunk.shape[-3])
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
-        if self.collected:
-            self._forget_recorded()
+        for tensors in self.collected.values():  # of a chunk that raised: its graph would live on
+            tensors.clear()
         with self.autocast.restored() if self.autocast.on else NOTHING, starting, picking, choosing:
             try:
                 result = self.forward(hidden_chunk, **named)
@@ -294,15 +295,10 @@ class LayerCall:
             )
         else:
             output = ChunkOutput(hidden_states, {})
-        if self.collected:
-            self._forget_recorded()
-        output.states = {} if cache is None else cache.after
-        return output
-
-    def _forget_recorded(self) -> None:
-        """Of the chunk before, or of one that raised: its graph would live on."""
         for tensors in self.collected.values():
             tensors.clear()
+        output.states = {} if cache is None else cache.after
+        return output
 
 
 def _switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:

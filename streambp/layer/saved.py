@@ -94,10 +94,6 @@ class Kept:
         if not isinstance(self.store, InMemory):
             self.store.seal(*self.accesses(), backward_bytes)
 
-    def snapshot(self) -> None:
-        """Remember the random state that the next chunk starts from."""
-        self.random.append(RandomState.capture(self.device))
-
     def keep_states(self, chunk: Chunk, states: States) -> None:
         """Save the states that a chunk starts from."""
         self._state_keys = list(states) or self._state_keys

@@ -178,7 +178,7 @@ class GradientSum:
     def __init__(self, count: int, parts: int) -> None:
         self._sums: list[Tensor | None] = [None] * count
         self.alone = parts == 1
-        self._places: dict[int, int] = {}
+        self.places: dict[int, int] = {}  # of shadows by their id, by which `adder` knows the sums
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # by id, dtype and whether with a graph
         self._done: dict[int, int] = {}  # by parameter, products of the chunk at work that were added
         self._left: dict[int, int] = {}  # and those of them that a second attempt has not come to yet
@@ -190,14 +190,10 @@ class GradientSum:
         if not again:
             self._done.clear()
 
-    def stand_for(self, shadows: list[Tensor]) -> None:
-        """Note the shadows [...], shaped like the parameters and in their order, by which `adder` knows the sums."""
-        self._places = {id(shadow): index for index, shadow in enumerate(shadows)}
-
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
         """Adds a product [out, n] @ [n, in] to the gradient that a shadow stands for; None: it is not one, or a sum of one
         part would only be wider. [Note: sums inside products]"""
-        index = self._places.get(id(weight))
+        index = self.places.get(id(weight))
         if index is None or self.alone:
             return None
 

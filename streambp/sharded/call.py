@@ -107,6 +107,7 @@ class ShardedCall(LayerCall):
     def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
         super().__init__(site, arguments)
+        self.gradients_of_a_parameter *= 2  # one from each half
         self.params: Params | None = None
         self.heads: tuple[int, int] = (0, 0)  # of queries, and of keys and values
         self.value_size = 0  # D_v
@@ -142,11 +143,6 @@ class ShardedCall(LayerCall):
         mask = attention_mask_of(named)
         shards, device = self.shards, self.hidden_states.device
         return resolve_whole(mask, shards.spans, shards.length, shards.positions, device, shards.everyones)
-
-    @property
-    def gradients_of_a_parameter(self) -> int:
-        """Two for each chunk of the shard."""
-        return 2 * len(self.plan)  # one from each half
 
     def look_into_halves(self) -> None:
         """Find out which products each half leaves out; traced once for each situation. Called while streaming.

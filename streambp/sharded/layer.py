@@ -113,7 +113,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
-                    call.kept.snapshot()
+                    call.kept.random.append(RandomState.capture(call.device))
                 see = call.seeing(chunk, again=False, half="after")
                 with call.kept.capturing(names, see) if keep else contextlib.nullcontext():
                     output = call.run(hidden_chunk, chunk, AfterAttention(o[_part(chunk)]))
@@ -122,9 +122,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                     call.witness.see_output(hidden_chunk, output.hidden_states)
                 if keep:
                     call.kept.keep(chunk, hidden_chunk, [])
-                whole.put(None, output.hidden_states, chunk)
-                for place, extra in output.extras.items():
-                    whole.put(place, extra, chunk)
+                whole.put(output, chunk)
                 del output
     if keep:
         call.kept.store.seal(*call.kept.accesses(), call.backward_bytes)
