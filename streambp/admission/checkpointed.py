@@ -71,7 +71,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         ) from error
 
 
-def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
     """A context in which the layer's gradients come together, and the arguments for it. [Note: order of gradients]"""
     holds = held(site.layer)
     if not torch.is_grad_enabled() or holds.weights or not holds.gradients:

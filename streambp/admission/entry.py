@@ -72,7 +72,8 @@ def stream_layer(
         site.last = call
         with site.weights_for_once(args, kwargs, call.because or "its only token cannot be tried in chunks"):
             return strategy.whole(site, args, kwargs, call)
-    site.last = call.report()
+    longest = call.plan.longest if call.plan.longest > call.plan.size else None
+    site.last = CallReport(None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan)
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
         return _streamed(call, strategy)
 
@@ -162,7 +163,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         if site.weights is not None:
             call.send_gradients, weights = site.weights.arriving(site.index, weights, call.device)
         if site.offloader is not None:
-            call.kept.save_to(site.offloader)
+            call.kept.store = site.offloader.open(site.index, call.device)
         reductions = site.of(reductions_of)
         hidden_states = reduced_after_backward(reductions, hidden_states) if reductions else hidden_states
         output, *extras = StreamedLayer.apply(strategy, call, parameters, hidden_states, *inputs, *weights)

@@ -89,7 +89,7 @@ def can_stream(call: LayerCall) -> Verdict:
     if findings.judged:  # what is known not to stream does not get here
         return Verdict(True) if site.knows(findings, call.plan) else _judged_at_length(call)
     if not has_data(x):
-        if not site.kind.shows_without_data:
+        if not (site.kind.states.carries or site.kind.attention.reads_a_mask):  # its structure alone does not tell
             return Verdict(False)
         because = _judged_without_data(call, x)
         if because is not None:
@@ -264,7 +264,8 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
 def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Origin) -> bool:
     """Whether anything but attention and states takes a gradient from before `cut` to behind it or back."""
     before, behind = slice(cut), slice(cut, x.shape[-2])
-    if not call.site.kind.can_be_parted:
+    kind = call.site.kind
+    if kind.states.carries or not kind.attention.readable_apart:
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
     layout = Spans.apart(x.shape[-3], x.shape[-2], cut)

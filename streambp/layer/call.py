@@ -31,12 +31,12 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
 from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recording
-from streambp.layer.packing import ONE_DOCUMENT, OneDocument, Packing
-from streambp.layer.products import See, seen
+from streambp.layer.packing import ONE_DOCUMENT, Packing
+from streambp.layer.products import See, captured
 from streambp.layer.recompute import NOTHING, Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.saved import Kept
 from streambp.layer.shadows import Parameters
-from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.site import LayerSite
 from streambp.layer.store import InMemory
 from streambp.layer.witness import Witness
 from streambp.offload.gradients import Leave
@@ -73,7 +73,7 @@ class LayerCall:
         size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
         self.plan = plan_chunks(length, batch_size, size)
         self.configs = site.of(site.kind.attention.configs)
-        self.packing: OneDocument = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
+        self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         collector = output_capturing._active_collector.get() or ()
         self.recorded = tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
         self.collected: Collected = {}  # what the chunk at work records
@@ -113,11 +113,6 @@ class LayerCall:
 
     def _keep(self) -> Kept:
         return Kept(self.site, self.plan, self.carried, self.device, self.autocast)
-
-    def report(self) -> CallReport:
-        """What `describe` says of this call, if it streams."""
-        longest = self.plan.longest if self.plan.longest > self.plan.size else None
-        return CallReport(None, longest, self.packing.told, self.packing.rows, self.carried.layout.told, self.plan)
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
         """Of keys, values and their gradients no more is on the device than the offloader allows, if they come in tiles."""
@@ -167,7 +162,7 @@ class LayerCall:
         if self.witness is None or unread is None or not unread.recompute:
             return NOTHING
         self.witness.left_out = unread.recompute.difference(self.kept.products)
-        return seen(linears, self.witness.left_out, self.witness.see)
+        return captured(linears, self.witness.left_out, None, self.witness.see)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
@@ -270,7 +265,7 @@ class LayerCall:
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
         cache, starting, shared = None, NOTHING, self.arguments.mappings
-        if isinstance(self.packing, Packing):
+        if self.packing is not ONE_DOCUMENT:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}

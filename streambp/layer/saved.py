@@ -32,7 +32,7 @@ from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
 from streambp.layer.store import InMemory, SavedTensors
 from streambp.offload.costs import Cost, LayerSeen, Product
-from streambp.offload.manager import Access, OffloadManager
+from streambp.offload.manager import Access
 from streambp.recurrent.states import Key, States
 
 
@@ -43,6 +43,7 @@ class Kept:
     """
 
     lends_attended = True  # the layer gets to work with the very output of attention that is kept
+    chosen_here = True  # what is saved, where the config does not name it
 
     def __init__(
         self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, autocast: Autocast
@@ -63,13 +64,9 @@ class Kept:
         self._indexers = 0
         self._captured: list[tuple[str, Tensor, int]] = []
 
-    def save_to(self, offloader: OffloadManager) -> None:
-        """Saved tensors go there."""
-        self.store = offloader.open(self.site.index, self.device)
-
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """What is saved is chosen for the memory that there is, if nothing else says it."""
-        if self.site.chooser is not None:
+        if self.site.chooser is not None and self.chosen_here:
             chosen = self.site.chooser.saves(self, rows, can_keep_graph)
             self.watch, self.keeps_graph = chosen.watch, chosen.graph
             if chosen.names is not None:

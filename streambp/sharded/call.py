@@ -27,7 +27,7 @@ from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
-from streambp.offload.manager import Access, OffloadManager
+from streambp.offload.manager import Access
 from streambp.sharded.halves import AfterAttention, BeforeAttention
 from streambp.sharded.masks import resolve_whole
 from streambp.sharded.shards import Keys, Piece, Shards
@@ -62,6 +62,7 @@ class ShardedKept(Kept):
         self.products_after: list[str] = []
 
     lends_attended = False
+    chosen_here = False  # what a rank would choose by its own memory differs. [Note: equal exchanges]
 
     @property
     def keeps_kv(self) -> bool:
@@ -73,13 +74,6 @@ class ShardedKept(Kept):
     def spares_keys(self) -> bool:
         """Whether attention's results are saved for certain, so that no keys are gathered to attend again."""
         return keeps(self.site.config, "attn_out") and self.gathers
-
-    def save_to(self, offloader: OffloadManager) -> None:
-        """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
-        self.store = offloader.open(self.site.index, self.device)
-
-    def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
-        """Nothing: what a rank would choose by its own memory differs. [Note: equal exchanges]"""
 
     def accesses(self) -> tuple[list[Access], int]:
         """As in `Kept`, for the two halves and the attention between them.

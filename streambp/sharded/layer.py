@@ -48,7 +48,7 @@ from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
 from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole
-from streambp.layer.products import See, left_out, seen, summed
+from streambp.layer.products import See, captured, left_out, summed
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
@@ -136,7 +136,7 @@ def _inputs_seen(call: ShardedCall) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     names = call.unread.to_differentiate_after.difference(call.unread.for_output, call.kept.products_after)
     call.witness.left_out = names
-    return seen(call.site.linears, names, call.witness.see)
+    return captured(call.site.linears, names, None, call.witness.see)
 
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
