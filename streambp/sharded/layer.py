@@ -29,7 +29,6 @@ be the same on all ranks, never from what fitted on this rank's host or from its
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -49,10 +48,10 @@ from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forw
 from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole
 from streambp.layer.products import See, captured, left_out, summed
-from streambp.layer.recompute import RandomState
+from streambp.layer.recompute import NOTHING, RandomState
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
-from streambp.sharded.call import ShardedCall
+from streambp.sharded.call import ShardedCall, keeps
 from streambp.sharded.halves import AfterAttention, BeforeAttention
 from streambp.sharded.shards import HeldKeys, Keys, Shards
 
@@ -109,13 +108,17 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         o = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
         names = [n for n in call.kept.products if n not in call.kept.products_before and n not in call.unread.for_output]
         call.kept.products_after = names
-        with left_out(call.site.linears, call.unread.for_output), _inputs_seen(call):
+        linears, seen = call.site.linears, NOTHING
+        if call.witness is not None:  # sees the inputs of what this half leaves out in backward
+            call.witness.left_out = call.unread.to_differentiate_after.difference(call.unread.for_output, names)
+            seen = captured(linears, call.witness.left_out, None, call.witness.see)
+        with left_out(linears, call.unread.for_output), seen:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
                     call.kept.random.append(RandomState.capture(call.device))
                 see = call.seeing(chunk, again=False, half="after")
-                with call.kept.capturing(names, see) if keep else contextlib.nullcontext():
+                with call.kept.capturing(names, see) if keep else NOTHING:
                     output = call.run(hidden_chunk, chunk, AfterAttention(o[_part(chunk)]))
                 assert output is not None
                 if call.witness is not None:
@@ -129,23 +132,13 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     return outputs_of(call, whole)
 
 
-def _inputs_seen(call: ShardedCall) -> contextlib.AbstractContextManager[None]:
-    """Within, in forward, the witness sees the inputs of the Linears that the half after attention leaves out in backward.
-    [Note: witness]"""
-    if call.witness is None:
-        return contextlib.nullcontext()
-    names = call.unread.to_differentiate_after.difference(call.unread.for_output, call.kept.products_after)
-    call.witness.left_out = names
-    return captured(call.site.linears, names, None, call.witness.see)
-
-
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     """q [B, H, T / P, D], k and v [B, H_kv, T / P, D] of the shard, without a graph."""
     projected: list[Tensor] = []
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
         see = call.seeing(chunk, again=False, half="before")
-        with call.kept.capturing(see=see) if keep else contextlib.nullcontext():
+        with call.kept.capturing(see=see) if keep else NOTHING:
             found = _collect(call, hidden_chunk, chunk, projected, 3)
         _see_projected(see, found)
         if keep:
@@ -202,8 +195,8 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
             lse[_part(here)] = call.kept.store.take("lse.0", index)
         else:
             missing.append(piece)
-    if not missing and call.kept.spares_keys:
-        return o.transpose(1, 2), lse
+    if not missing and call.kept.gathers and keeps(call.site.config, "attn_out"):
+        return o.transpose(1, 2), lse  # saved on every rank, so that no keys are gathered to attend again
     prefix, call.backward_bytes = call.carried.prefix, 0
     for group in keys.groups(last):
         sinks = None if call.sinks is None else call.sinks[group.heads]
@@ -266,16 +259,14 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
                 _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
     q, keys = _exchanged(call, projected)
     keys, call.keys = keys or call.keys, None
-    return q, keys or _saved_keys(call)
-
-
-def _saved_keys(call: ShardedCall) -> Keys:
+    if keys is not None:
+        return q, keys
     for piece in call.pieces:
         k, v = (call.kept.store.take(f"{part}.0", piece.here.index).transpose(1, 2) for part in "kv")
         call.carried.prefix.restore(0, piece.whole, k, v)
     site = call.carried.prefix.sites.pop()
     assert isinstance(site, KVBuffer)
-    return HeldKeys(site.k, site.v)
+    return q, HeldKeys(site.k, site.v)
 
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:

@@ -188,7 +188,19 @@ def gather_shards(
     batch_size, length = tokens.shape[:2]
     asked = _kind(batch_size, length, position_ids, attention_mask)
     everyones = _agree(group, torch.tensor([batch_size, length, asked, agreed, room], device=tokens.device))
-    _refuse_missing(batch_size, length, position_ids, attention_mask, min(other[2] for other in everyones))
+    said = min(other[2] for other in everyones)
+    if said == -1:
+        found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
+        raise StreamBPError(
+            f"position_ids are {found}; with sequences split over ranks each rank must pass those of its shard, "
+            f"[1 or {batch_size}, {length}], counted over the whole sequence: put torch.arange(whole_length) into "
+            "the batch before it is split (DeepSpeed Ulysses), or among the buffers of context_parallel."
+        )
+    if said == -2:
+        raise UnsupportedMaskError(
+            f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; with sequences split "
+            f"over ranks it must be this rank's shard of a padding mask, [{batch_size}, {length}], or None."
+        )
     assert position_ids is not None
     size, given = len(everyones), min(other[4] for other in everyones)
     spans = Spans.causal(batch_size, length * size)
@@ -232,18 +244,3 @@ def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_m
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != (batch_size, length):
         return -2
     return 2 * position_ids.shape[0] + 1
-
-
-def _refuse_missing(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any, kind: int) -> None:
-    if kind == -1:
-        found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
-        raise StreamBPError(
-            f"position_ids are {found}; with sequences split over ranks each rank must pass those of its shard, "
-            f"[1 or {batch_size}, {length}], counted over the whole sequence: put torch.arange(whole_length) into "
-            "the batch before it is split (DeepSpeed Ulysses), or among the buffers of context_parallel."
-        )
-    if kind == -2:
-        raise UnsupportedMaskError(
-            f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; with sequences split "
-            f"over ranks it must be this rank's shard of a padding mask, [{batch_size}, {length}], or None."
-        )
