@@ -46,7 +46,6 @@ from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, rais
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
-from streambp.layer.choices import Choices
 from streambp.layer.graphs import Origin, is_kept, nodes_behind
 from streambp.layer.side_effects import KEEPS, buffers_of, copies, in_place_of_buffers, written_since
 from streambp.nested import rebuilt
@@ -91,7 +90,15 @@ def can_stream(call: LayerCall) -> Verdict:
     if not has_data(x):
         if not (site.kind.states.carries or site.kind.attention.reads_a_mask):  # its structure alone does not tell
             return Verdict(False)
-        because = _judged_without_data(call, x)
+        because = CONVOLVES if not site.kind.states.carries and _convolves(call.layer) else None
+        if site.kind.states.carries:
+            try:
+                with call.streaming(), evaluated(call):
+                    because = _unread_state(call, x)
+            except StreamBPError:
+                raise
+            except Exception as error:
+                because = _broken(error)
         if because is not None:
             findings.judge(because)
         return Verdict.of(because)
@@ -196,23 +203,22 @@ def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows:
     """
     if (own := _alike(call, x, upstream, cut, shadows)) is not None:
         return own.why_whole(), True
+    # They differ by more than rounding, or because a router ties.
     with choices_once(call) as choices:
-        return _explained(call, x, upstream, cut, shadows, choices)
-
-
-def _explained(
-    call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], choices: Choices
-) -> tuple[str | None, bool]:
-    """`_why_unlike` of one whose runs differ, by more than rounding or because a router ties."""
-    whole = _run(call, x, upstream, judged=small_ones(shadows))
-    because = _compare_with_unpatched(call, x, upstream, whole, shadows)
-    if because is not None:
-        return because, True
-    pieces = _run(call, x, upstream, cut)
-    dtype = coarsest(call, x)
-    alike = all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False))
-    if alike and chose_alike(choices, dtype):
-        return None, True
+        whole = _run(call, x, upstream, judged=small_ones(shadows))
+        if call.packing.marks_documents:  # a document per row: of several the unpatched layer may not be told
+            with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
+                streamed = _run(call, x, upstream, judged=small_ones(shadows))
+                because = why_unlike_unpatched(call, x, upstream, streamed, shadows)
+        else:
+            because = why_unlike_unpatched(call, x, upstream, whole, shadows)
+        if because is not None:
+            return because, True
+        pieces = _run(call, x, upstream, cut)
+        dtype = coarsest(call, x)
+        alike = all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False))
+        if alike and chose_alike(choices, dtype):
+            return None, True
     finite = all(bool(part.isfinite().all()) for part in whole)  # else weights are still to be loaded
     return (MIXES, True) if finite else (None, False)
 
@@ -229,17 +235,6 @@ def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list
             raise
         return None
     return own if own is not None and own.agrees(pieces) else None
-
-
-def _compare_with_unpatched(
-    call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
-) -> str | None:
-    """`why_unlike_unpatched`, with a document per row: of several the unpatched layer may not be told. [Note: segments]"""
-    if not call.packing.marks_documents:
-        return why_unlike_unpatched(call, x, upstream, whole, shadows)
-    with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
-        whole = _run(call, x, upstream, judged=small_ones(shadows))
-        return why_unlike_unpatched(call, x, upstream, whole, shadows)
 
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
@@ -323,18 +318,6 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 def _broken(error: Exception) -> str:
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
-
-
-def _judged_without_data(call: LayerCall, x: Tensor) -> str | None:
-    if call.site.kind.states.carries:
-        try:
-            with call.streaming(), evaluated(call):
-                return _unread_state(call, x)
-        except StreamBPError:
-            raise
-        except Exception as error:
-            return _broken(error)
-    return CONVOLVES if _convolves(call.layer) else None
 
 
 def _convolves(layer: nn.Module) -> bool:

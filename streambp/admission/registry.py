@@ -120,7 +120,8 @@ def _why_foreign(
     function, mask = undecorated(function), undecorated(mask)
     who = f"The attention function of {kind} (attn_implementation={implementation!r})"
     if not registered:
-        if function is not None and not _written_in(function, home):
+        # It comes from that module, of transformers or a user's own modeling file, or from transformers.
+        if function is not None and home_of(function) != home and not home_of(function).startswith("transformers."):
             return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
         return f"{who} is {full_name(function)}, where a function of transformers is expected"
@@ -131,11 +132,6 @@ def _why_foreign(
     if home_of(mask) != MASKING:
         return f"The mask function for attn_implementation={implementation!r} is {full_name(mask)}, not transformers' own"
     return None
-
-
-def _written_in(function: Callable[..., Any], home: str) -> bool:
-    """Whether a function comes from this module (of transformers, or a user's own modeling file) or from transformers."""
-    return home_of(function) == home or home_of(function).startswith("transformers.")
 
 
 def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:

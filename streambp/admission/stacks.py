@@ -70,7 +70,13 @@ def find_stacks(model: nn.Module) -> Found:
         raise UnsupportedModelError(
             f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
         )
-    _refuse_fsdp1(model)
+    if any(base.__name__ == FSDP1 for module in model.modules() for base in type(module).__mro__):
+        # Its parameters are one flat one, and views of it as plain attributes, that no layer can be differentiated by.
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
+            "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
+            "DDP."
+        )
     if any(OPACUS_MODULE in base.__name__ for base in type(model).__mro__):
         refuse_opacus(type(model).__name__)
     _refuse_wrapped_layers(model)
@@ -122,16 +128,6 @@ def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel,
                 found.insert(0, (model, layers))
                 inside |= {id(inner) for inner in module.modules()}
     return found
-
-
-def _refuse_fsdp1(model: nn.Module) -> None:
-    """It keeps parameters in one flat one, and views of it as plain attributes, that no layer can be differentiated by."""
-    if any(base.__name__ == FSDP1 for module in model.modules() for base in type(module).__mro__):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
-            "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
-            "DDP."
-        )
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
@@ -208,7 +204,10 @@ def states_argument(layer: nn.Module) -> str | None:
     """
     if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
         return next((name for name in _locals(layer) if name in CACHES), None)
-    return STATE if _takes_states(layer) and not _writes_states(layer) else None
+    # Not if a module that knows the states by the same name assigns to parts of something.
+    knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
+    writes = (step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
+    return STATE if _takes_states(layer) and not any(writes) else None
 
 
 def kind_of(layer: nn.Module) -> LayerKind:
@@ -218,17 +217,13 @@ def kind_of(layer: nn.Module) -> LayerKind:
     if cache is not None:
         attention: NoAttention = OverCache(cache)
     elif attends(layer):
-        attention = _interface(layer)
+        picks = any(map(_hands_picks, _attentions(layer)))
+        top = next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None) if picks else None
+        attention = Picking(top) if picks else ThroughInterface()
     else:
         attention = NoAttention() if replaced is None else Replaced(replaced)
     carrier = StateCarrier(states or "", returned=states == STATE)
     return LayerKind(attention, carrier, counts_positions(layer))
-
-
-def _interface(layer: nn.Module) -> ThroughInterface:
-    if not any(map(_hands_picks, _attentions(layer))):
-        return ThroughInterface()
-    return Picking(next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None))
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
@@ -302,12 +297,6 @@ def _takes_states(layer: nn.Module) -> bool:
     """Whether the layer's forward has an argument for its states."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
-
-
-def _writes_states(layer: nn.Module) -> bool:
-    """Whether a module of the layer that knows the states by the same name assigns to parts of something."""
-    knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
-    return any(step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
 
 
 def _attends_itself(module: nn.Module) -> bool:

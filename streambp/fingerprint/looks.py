@@ -264,7 +264,12 @@ class Fingerprint:
         if now is not seen.look:
             before, after = seen.look.body.exact, now.body.exact
             differing = set() if before is after else _differing(before, after)
-            differing = {key for key in differing if key[:2] not in self._ignored and _counts(key, before, after)}
+            differing = {
+                key
+                for key in differing
+                if key[:2] not in self._ignored
+                and (key[0] != CLASSES or (key in before and key in after))  # classes come and go with their modules
+            }
             differing = _read_by_code(differing, now, seen.look) if differing else differing
             told += [_told(key, before, after) for key in sorted(differing)]
             told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
@@ -294,12 +299,8 @@ def versions_of(look: Look) -> list[int]:
 def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
     """Keys of what is not the same in both, or in one of them alone."""
     missing = object()
-    both = {key for key in before if not _equal(before[key], after.get(key, missing))}
-    return both | (after.keys() - before.keys())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return one is other or bool(one == other)
+    pairs = ((key, then, after.get(key, missing)) for key, then in before.items())
+    return {key for key, then, now in pairs if then is not now and not bool(then == now)} | (after.keys() - before.keys())
 
 
 def _path(path: str, name: str) -> str:
@@ -313,11 +314,6 @@ def _read_by_code(keys: set[tuple[str, str, str]], *looks: Look) -> set[tuple[st
     tables = [table for look in looks for m in look.body.modules for table in (m._parameters, m._buffers)]
     held = {name for table in tables for name in table}
     return {key for key in keys if not key[1] or key[0] == CLASSES or key[1] in names or key[1] in held}
-
-
-def _counts(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> bool:
-    """Classes come and go with their modules."""
-    return key[0] != CLASSES or (key in before and key in after)
 
 
 def _told(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> str:
