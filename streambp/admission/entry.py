@@ -91,8 +91,13 @@ def admit(
     site.of(_refuse_inner_fsdp)
     counts_when_alone()
     carries = site.kind.states.carries
-    if rows is not None and carries:
-        _refuse_without_mixers(site, rows)
+    if rows is not None and carries and not site.kind.states.goes_by_document(site.layer):
+        raise UnsupportedModelError(
+            f"position_ids mark {rows.number} documents in packed rows, but no module inside "
+            f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
+            "would go on from one document to the next. Pass one document per row, or let it go on, as the unpatched "
+            "model does: StreamConfig(documents='as_given')."
+        )
     told = rows if carries else None
     forward = type(site.layer).forward
     arguments = Arguments(forward, site.layer, args, kwargs, site.kind.counts_positions, told, look.kind)
@@ -201,16 +206,6 @@ def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) 
         names = arguments_that_tell(mixers_of(site.layer), len(rows.ends))
         if names:
             arguments.tell(rows.as_documents(names, arguments.hidden_states.device))
-
-
-def _refuse_without_mixers(site: LayerSite, rows: PackedRows) -> None:
-    if not site.kind.states.goes_by_document(site.layer):
-        raise UnsupportedModelError(
-            f"position_ids mark {rows.number} documents in packed rows, but no module inside "
-            f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
-            "would go on from one document to the next. Pass one document per row, or let it go on, as the unpatched model "
-            "does: StreamConfig(documents='as_given')."
-        )
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

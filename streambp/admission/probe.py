@@ -64,11 +64,6 @@ class Verdict(NamedTuple):
     streams: bool
     because: str | None = None
 
-    @classmethod
-    def of(cls, because: str | None) -> Verdict:
-        """A reason, or None for a call that streams."""
-        return cls(because is None, because)
-
 
 def can_stream(call: LayerCall) -> Verdict:
     """Whether chunks of the layer compute what the whole computes.
@@ -101,7 +96,7 @@ def can_stream(call: LayerCall) -> Verdict:
                 because = _broken(error)
         if because is not None:
             findings.judge(because)
-        return Verdict.of(because)
+        return Verdict(because is None, because)
     if x.shape[-2] == 1:
         return Verdict(site.on_host)
     try:
@@ -112,7 +107,7 @@ def can_stream(call: LayerCall) -> Verdict:
         refuse_foreign_attention(distinct_attentions([call.layer]))
     because, certain = _judged(call, x)
     if because is not None or not certain or site.knows(site.found(call.arguments.kind), call.plan):
-        return Verdict.of(because)
+        return Verdict(because is None, because)
     return _judged_at_length(call)
 
 
@@ -143,7 +138,7 @@ def _judged_at_length(call: LayerCall) -> Verdict:
                 raise
             because = _broken(error)
     call.site.found(call.arguments.kind).judge(because)
-    return Verdict.of(because)
+    return Verdict(because is None, because)
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:

@@ -264,7 +264,9 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
         if bidirectional and (encoded or len(bidirectional) == len(attentions)):
             told = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
             return f"{told}, a chunk would read what later chunks hold"
-        ranking = next((a for a in attentions if _ranks_values(a)), None)
+        # Doge makes a mask of its own out of its values.
+        masking = (a for a in attentions if any("mask" in name and hasattr(type(a), name) for name in _names(a)))
+        ranking = next((a for a in masking if not _looks_at_keys(a)), None)
         if ranking is not None:
             return (
                 f"{type(ranking).__name__} reads the keys whose values rank highest, in which equal tokens tie, and "
@@ -330,12 +332,6 @@ def _hands_picks(attention: nn.Module) -> bool:
         set(INDEXER_CALLS) <= set(_names(indexer)) and hasattr(indexer, INDEX_HEADS) and hasattr(indexer, INDEX_TOPK)
         for indexer in indexers
     )
-
-
-def _ranks_values(attention: nn.Module) -> bool:
-    """Whether the attention makes a mask of its own out of its values (Doge)."""
-    makes_mask = any("mask" in name and hasattr(type(attention), name) for name in _names(attention))
-    return makes_mask and not _looks_at_keys(attention)
 
 
 def _locals(module: nn.Module) -> tuple[str, ...]:

@@ -139,25 +139,22 @@ class Body:
                 self._count_versions((path, name), tensor)
         self.parameters += [p for p in module._parameters.values() if p is not None]
         for name in counts:
-            self._read_attribute((path, name), own, kinds)
-
-    def _read_attribute(self, key: Key, own: dict[str, Any], kinds: list[Any]) -> None:
-        value = own[key[1]]
-        if (plain := plain_leaf(value, "")) is not None:
-            self._add(key, [plain], kinds)
-            return
-        if isinstance(value, Tensor):
-            self._add(key, [Leaf("", Mark(value), ("tensor", value.requires_grad))], kinds)
-            self._count_versions(key, value)
-            return
-        self._add(key, leaves(value, ""), kinds)
-        if holds_more(value):
-            self._live.append((key[1], own, key[1]))
-        for inner in (value, *(part for _, part in contents(value) or ())):
-            if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
-                self.generators.append(inner)
-            if contents(inner) is not None:
-                (self._tables if isinstance(inner, dict) else self._lists).append(inner)
+            key, value = (path, name), own[name]
+            if (plain := plain_leaf(value, "")) is not None:
+                self._add(key, [plain], kinds)
+                continue
+            if isinstance(value, Tensor):
+                self._add(key, [Leaf("", Mark(value), ("tensor", value.requires_grad))], kinds)
+                self._count_versions(key, value)
+                continue
+            self._add(key, leaves(value, ""), kinds)
+            if holds_more(value):
+                self._live.append((name, own, name))
+            for inner in (value, *(part for _, part in contents(value) or ())):
+                if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
+                    self.generators.append(inner)
+                if contents(inner) is not None:
+                    (self._tables if isinstance(inner, dict) else self._lists).append(inner)
 
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
         self._held.append(tensor)

@@ -34,10 +34,9 @@ from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, coll
 from streambp.layer.packing import ONE_DOCUMENT, Packing
 from streambp.layer.products import See, captured
 from streambp.layer.recompute import NOTHING, Autocast, checkpointable, checkpointing_off, parametrizations_computed
-from streambp.layer.saved import Kept
+from streambp.layer.saved import InMemory, Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
-from streambp.layer.store import InMemory
 from streambp.layer.witness import Witness
 from streambp.offload.gradients import Leave
 from streambp.offload.manager import OffloadManager

@@ -30,10 +30,46 @@ from streambp.layer.products import See, captured, matching, never_read, output_
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
-from streambp.layer.store import InMemory, SavedTensors
 from streambp.offload.costs import Cost, LayerSeen, Product
-from streambp.offload.manager import Access
+from streambp.offload.manager import Access, LayerTensors
 from streambp.recurrent.states import Key, States
+
+
+class InMemory:
+    """Keeps the tensors [...] where they are, each from `put` to `take`; as `LayerTensors` does on the host."""
+
+    copies = False
+
+    def __init__(self) -> None:
+        self._tensors: dict[Access, Tensor] = {}
+
+    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+        """Keep the tensor [...] itself."""
+        self._tensors[name, chunk] = tensor
+
+    def has(self, name: str, chunk: int) -> bool:
+        """Whether it is kept."""
+        return (name, chunk) in self._tensors
+
+    def keep_only(self, needed: Callable[[str], bool]) -> None:
+        """Let go of the tensors whose names are not needed."""
+        self._tensors = {access: tensor for access, tensor in self._tensors.items() if needed(access[0])}
+
+    def reserve(self, size: int) -> None:
+        """Nothing: a tensor that is kept needs no room of its own."""
+
+    def load(self, name: str, chunk: int) -> None:
+        """Nothing: the tensor is where it was."""
+
+    def peek(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...] itself."""
+        return self._tensors[name, chunk]
+
+    borrow = peek  # a change of it is kept at once
+
+    def take(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...] itself, which is not kept any longer."""
+        return self._tensors.pop((name, chunk))
 
 
 class Kept:
@@ -53,7 +89,7 @@ class Kept:
         self.named = True  # by the user
         self.watch: LayerSeen | None = None
         self.autocast = autocast  # Linears give their outputs in its dtype. [Note: autocast]
-        self.store: SavedTensors = InMemory()
+        self.store: InMemory | LayerTensors = InMemory()
         self.random: list[RandomState] = []
         self.linears: dict[str, nn.Linear] = {}
         self.products: list[str] = []

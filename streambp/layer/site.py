@@ -278,19 +278,17 @@ class LayerSite:
         values to compare."""
         if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None
-        return Witness(self.witnesses, functools.partial(self._compared, x.dtype, x.device.type, autocast))
+        dtype, device = x.dtype, x.device.type  # x itself would live as long as its witness
 
-    def _compared(self, dtype: torch.dtype, device: str, autocast: Autocast) -> Source:
-        """The layer, to be compared over tokens of that dtype."""
-
-        def source(_: nn.Module) -> Source:
+        def compared(_: nn.Module) -> Source:
             coarsest = coarsest_of((dtype, *self.of(dtypes_of), *autocast.dtypes), device)
             tolerance = TOLERANCE.get(coarsest, EPS_OF_HALVES * torch.finfo(coarsest).eps)
             if coarsest not in TOLERANCE and (device != "cpu" or self.of(has_compiled_parts)) and self.of(chooses):
                 tolerance = CHOSEN_OTHERWISE  # kernels may add up in any order
             return Source(self.layer, self.index, autocast.on, tolerance)
 
-        return self.of(source, ("compared", dtype, device, autocast.states, products_rounded_to(device)))
+        known_as = "compared", dtype, device, autocast.states
+        return Witness(self.witnesses, lambda: self.of(compared, (*known_as, products_rounded_to(device))))
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
         """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed

@@ -128,7 +128,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 whole.put(output, chunk)
                 del output
     if keep:
-        call.kept.store.seal(*call.kept.accesses(), call.backward_bytes)
+        call.kept.seal(call.backward_bytes)
     return outputs_of(call, whole)
 
 
