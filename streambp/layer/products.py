@@ -159,7 +159,7 @@ def _adding(
         nonlocal value
         if witness is not None:
             witness.see(name, x)
-            value = Unread(witness.rows(x))
+            value = witness.rows(x) or UNREAD
         if may_cast and torch.is_autocast_enabled(kind):
             return _product(module, value, add, cast, x)
         out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
@@ -234,14 +234,8 @@ def _known(
     return _linear(module, source(name), add, cast, x)
 
 
-@dataclasses.dataclass(frozen=True)
-class Unread:
-    """In place of a product that nobody reads. rows: of it that are computed all the same. [Note: witness]"""
-
-    rows: slice | None = None
-
-
-UNREAD = Unread()
+Unread = slice  # in place of a product that nobody reads: its rows that are computed all the same. [Note: witness]
+UNREAD = Unread(0)  # none
 
 
 def _adder(module: nn.Linear, sums: GradientSum | None) -> tuple[Add | None, Cast]:
@@ -303,8 +297,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
             return torch.nn.functional.linear(x, weight, bias)
         if isinstance(value, Unread):
             out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
-            if value.rows is not None:
-                out[..., value.rows, :] = torch.nn.functional.linear(x[..., value.rows, :], weight, bias)
+            if value is not UNREAD:
+                out[..., value, :] = torch.nn.functional.linear(x[..., value, :], weight, bias)
             return out
         return value.view_as(value)
 

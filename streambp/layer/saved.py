@@ -170,10 +170,9 @@ class Kept:
             if whole is not None:
                 self.store.put(f"k.{site}", chunk.index, whole[0])
                 self.store.put(f"v.{site}", chunk.index, whole[1])
-        if self.watch is not None:
-            self.watch.mark(self._cost(chunk, hidden_chunk, attended))
-
-    def _cost(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> Cost:
+        if self.watch is None:
+            return
+        # What each thing would cost to keep and to compute again, by which the next forwards choose.
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
         prefix, overwritten = self.carried.prefix, self.site.overwritten
         with self.autocast.restored():
@@ -184,7 +183,7 @@ class Kept:
                 for name, linear in self.site.linears.items()
                 if name not in overwritten.products
             }
-        return Cost(
+        cost = Cost(
             x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.picked),
             attn_out=0 if overwritten.attended else sum(part.o.nbytes + part.lse.nbytes for part in attended),
             kv=(chunk.stop - chunk.start) * sum(size.keys for size in prefix.sizes_seen),
@@ -192,6 +191,7 @@ class Kept:
             products=products,
             overwritten=overwritten.products | ({"attn_out"} if overwritten.attended else set()),
         )
+        self.watch.mark(cost)
 
     def keep_products(self, chunk: Chunk) -> None:
         """Save what was captured since the last call.

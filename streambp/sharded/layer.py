@@ -53,7 +53,7 @@ from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.sharded.call import ShardedCall, keeps
 from streambp.sharded.halves import AfterAttention, BeforeAttention
-from streambp.sharded.shards import HeldKeys, Keys, Shards
+from streambp.sharded.shards import Keys, Shards
 
 
 def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
@@ -266,7 +266,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
         call.carried.prefix.restore(0, piece.whole, k, v)
     site = call.carried.prefix.sites.pop()
     assert isinstance(site, KVBuffer)
-    return q, HeldKeys(site.k, site.v)
+    return q, Keys(site.k, site.v)
 
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:

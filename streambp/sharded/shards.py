@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,22 +45,15 @@ class KeyGroup(NamedTuple):
     v: Tensor
 
 
-class Keys(Protocol):
-    """Keys and values of whole sequences, in order, a group of heads at a time."""
-
-    def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """All groups; last: nobody asks again, so that a group is freed as soon as it is let go of."""
-        ...
-
-
-class HeldKeys:
-    """One group of k [B, T, G, D] and v [B, T, G, D_v] that is there."""
+class Keys:
+    """Keys and values of whole sequences, in order, a group of heads at a time; one group k [B, T, G, D] and
+    v [B, T, G, D_v] that is there."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.both = [KeyGroup(slice(None), k, v)]
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """The one group."""
+        """All groups; last: nobody asks again, so that a group is freed as soon as it is let go of."""
         yield self.both.pop() if last else self.both[0]
 
 
@@ -127,7 +120,7 @@ class Shards:
 
         heads: of the queries, H.
         """
-        return HeldKeys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
+        return Keys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
         """From dK [B, T, G, D] and dV of a group, which are taken out of `sums`, those of this rank's tokens.
