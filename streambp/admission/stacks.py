@@ -43,6 +43,8 @@ from streambp.layer.site import LayerKind
 from streambp.recurrent.carriers import StateCarrier
 from streambp.source import written_forward
 
+ATTENDING = frozenset((ATTENTION_TABLE, UPDATE))  # in the forward of a module that attends itself
+
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
@@ -124,7 +126,7 @@ def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel,
                 continue
             layers = _bare(module)
             holds = attends(layers[0]) or cache_argument(layers[0])
-            if _is_stack(module) or (holds and not _attends_itself(layers[0])):
+            if _is_stack(module) or (holds and ATTENDING.isdisjoint(_names(layers[0]))):
                 found.insert(0, (model, layers))
                 inside |= {id(inner) for inner in module.modules()}
     return found
@@ -156,7 +158,9 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
         return None
     # Some layers are none that transformers checkpoints: known by what they are made of.
     [inner] = children
-    holds = not _attends_itself(inner) and bool(list(inner.children())) and (attends(inner) or cache_argument(inner))
+    holds = (
+        ATTENDING.isdisjoint(_names(inner)) and bool(list(inner.children())) and (attends(inner) or cache_argument(inner))
+    )
     return _wrapped(inner) or (inner if holds else None)
 
 
@@ -250,11 +254,15 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
         return "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads its output"
     if getattr(backbone.config, "is_causal", True) is False:
         return "its attention is bidirectional, a chunk would read what later chunks hold"
-    if _is_encoder(backbone):
-        return (
-            "its attention is bidirectional, a chunk would read what later chunks hold; it is causal with "
-            "config.is_decoder=True, which is False here"
-        )
+    if getattr(backbone.config, "is_decoder", True) is False:
+        # An encoder, if its mask is causal in a decoder and bidirectional in an encoder.
+        own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
+        codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
+        if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:
+            return (
+                "its attention is bidirectional, a chunk would read what later chunks hold; it is causal with "
+                "config.is_decoder=True, which is False here"
+            )
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer) != isinstance(layers[0], GradientCheckpointingLayer):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
@@ -286,23 +294,10 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
     return None
 
 
-def _is_encoder(backbone: PreTrainedModel) -> bool:
-    """Whether the model has a causal mask as a decoder and a bidirectional one as an encoder, and is an encoder."""
-    if getattr(backbone.config, "is_decoder", True) is not False:
-        return False
-    own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
-    codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
-    return {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}
-
-
 def _takes_states(layer: nn.Module) -> bool:
     """Whether the layer's forward has an argument for its states."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
-
-
-def _attends_itself(module: nn.Module) -> bool:
-    return ATTENTION_TABLE in _names(module) or UPDATE in _names(module)
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:

@@ -21,10 +21,10 @@ from streambp.accumulate import add_product
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.looks import VERSION, Look
 
-Slot = tuple[nn.Module, str]  # a place that holds a parameter: `module._parameters[name]`
+ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module._parameters[name]`
 
 
-def slots_of(module: nn.Module) -> list[tuple[str, Slot]]:
+def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
     """All slots of parameters inside a module that hold one, with their names."""
     return [
         (f"{path}.{name}", (owner, name))
@@ -48,8 +48,10 @@ class Parameters:
     look: Look | None = None
     trained: bytes = b""
 
-    def __init__(self, module: nn.Module, device: torch.device, slots: list[tuple[str, Slot]] | None = None) -> None:
-        groups: dict[int, list[Slot]] = {}
+    def __init__(
+        self, module: nn.Module, device: torch.device, slots: list[tuple[str, ParameterSlot]] | None = None
+    ) -> None:
+        groups: dict[int, list[ParameterSlot]] = {}
         self.names: list[str] = []
         self._identities: list[int] = []  # of each distinct parameter
         self._versions: list[int] = []
@@ -90,7 +92,7 @@ class Parameters:
         """What the slots hold now, one tensor [...] for each distinct parameter."""
         return [slots[0][0]._parameters[slots[0][1]] for slots in self.groups]  # type: ignore[misc]
 
-    def check_unchanged(self, slots: list[tuple[str, Slot]] | None = None) -> None:
+    def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
         """Raise BackwardError if a parameter was written to since this object was built, as by an optimizer step, or is
         another one; or if another wants a gradient, as of another adapter.
 

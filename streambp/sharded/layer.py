@@ -92,8 +92,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             call.kept.find_products()
             call.witness = call.site.witness(call.hidden_states, call.autocast)
         before = RandomState.capture(call.device)
-        q, keys = _exchanged(call, _project(call, keep))
-        assert keys is not None
+        parts = _project(call, keep)
+        q, keys = call.shards.queries(parts.pop(0)), call.shards.start_keys(parts, call.heads[0])
         if not before.is_current():
             raise UnsupportedModelError(
                 f"{type(call.layer).__name__} draws random numbers before its attention (dropout?), which streambp does "
@@ -172,12 +172,6 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
     return found
 
 
-def _exchanged(call: ShardedCall, parts: list[Tensor]) -> tuple[Tensor, Keys | None]:
-    """q where it is attended, and keys if there are any; the shard's q, k and v are let go of."""
-    q = call.shards.queries(parts.pop(0))
-    return q, call.shards.start_keys(parts, call.heads[0]) if parts else None
-
-
 def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
     """o [B, H', n, D_v] and lse [B, H', n] for q [B, H', n, D]; pieces that were saved are taken.
 
@@ -249,7 +243,7 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
 
 
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
-    """As `_exchanged` in forward, with keys from where they were saved."""
+    """q where it is attended, and keys: exchanged as in forward, or from where they were saved."""
     count = 1 if call.kept.keeps_kv else 3
     unread = call.unread.for_queries.difference(call.kept.products_before) if call.kept.keeps_kv else frozenset()
     projected: list[Tensor] = []
@@ -257,8 +251,9 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
         for chunk in call.plan:
             with call.kept.knowing(chunk, call.kept.products_before, again=True):
                 _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
-    q, keys = _exchanged(call, projected)
-    keys, call.keys = keys or call.keys, None
+    q = call.shards.queries(projected.pop(0))
+    keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
+    call.keys = None
     if keys is not None:
         return q, keys
     for piece in call.pieces:
