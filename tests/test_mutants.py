@@ -283,8 +283,8 @@ def exchange_in_other_order(self, parts, real=shards.Shards.exchange):
     return real(self, parts.flip(0))
 
 
-def leave_out_everything(halves):
-    return products.UnreadInHalves(*[frozenset(halves.linears)] * 4)
+def leave_out_everything(call, linears, *_):
+    return products.UnreadInHalves(*[frozenset(linears)] * 4)
 
 
 MUTANTS = {
@@ -467,7 +467,7 @@ MUTANTS = {
     "half after attention without its gradient of o": (
         sharded, "_add", lambda *args, real=sharded._add, **named: [real(*args, **named), None][1], split,
     ),
-    "split: leave out every product": (sharded_call._Halves, "unread", leave_out_everything, split),
+    "split: leave out every product": (sharded_call, "_unread_in_halves", leave_out_everything, split),
     "split: saved logsumexp of another chunk": (
         sharded, "Attended", lambda o, lse: prefix.Attended(o, lse + 0.1), lambda: split(saves=("attn_out",)),
     ),

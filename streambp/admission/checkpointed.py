@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from streambp.chunks import Chunk
 from streambp.distributed.engines import Together, engine_hooks, engine_hooks_silenced, held, reductions_of
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
-from streambp.fingerprint.looks import Look, changed, versions_of
+from streambp.fingerprint.looks import changed, versions_of
 from streambp.known_names import CACHES
 from streambp.layer.arguments import refuse_written
 from streambp.layer.recompute import Autocast, check_mode, checkpointable, checkpointing_off, parametrizations_computed
@@ -44,7 +44,10 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if site.overwritten.inputs and torch.is_grad_enabled():  # [Note: writes through pointers]
-            args, kwargs = _on_a_copy(args, kwargs)
+            if args:
+                args = args[0].clone(), *args[1:]
+            else:
+                kwargs["hidden_states"] = kwargs["hidden_states"].clone()
         # The recomputation runs after the model's forward is over.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
@@ -71,7 +74,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         ) from error
 
 
-def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
     """A context in which the layer's gradients come together, and the arguments for it. [Note: order of gradients]"""
     holds = held(site.layer)
     if not torch.is_grad_enabled() or holds.weights or not holds.gradients:
@@ -81,18 +84,6 @@ def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[context
     hidden_states, *others = Together.apply(given, *parameters.current())  # type: ignore[no-untyped-call]
     args, kwargs = ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
     return parameters.replaced(others), args, kwargs
-
-
-def _on_a_copy(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments with a copy of the hidden states."""
-    if args:
-        return (args[0].clone(), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
-
-
-def _first_tensor(args: Any, kwargs: dict[str, Any]) -> Tensor:
-    found: Tensor = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-    return found
 
 
 class Repeatable:
@@ -124,7 +115,7 @@ class Repeatable:
                 result = self._run(*args, **kwargs)
             self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
             self._buffers = written_since(before)
-            self._see(_first_tensor(args, kwargs), result, again=False)
+            self._see((args, kwargs), result, again=False)
             return result
         if self._backward_begins is not None:
             self._backward_begins(self._device)
@@ -133,16 +124,26 @@ class Repeatable:
         refuse_written(self._seen_arguments)
         now = self._fingerprint.look(self._layer)
         self._fingerprint.check(self._layer, self._seen, now)
-        with in_place_of_buffers(copies(self._buffers)), self._as_in_forward(now):
-            result = self._run(*args, **kwargs)
-        self._see(_first_tensor(args, kwargs), result, again=True)
+        # peft's modules are handed the same, and random numbers of the layer's own are drawn as they were.
+        later = generator_states(self._generators)
+        set_generators(self._generators, self._states)
+        try:
+            with in_place_of_buffers(copies(self._buffers)), again(self._look.hooks.routing), watching(now.hooks) as acted:
+                result = self._run(*args, **kwargs)
+        finally:
+            set_generators(self._generators, later)
+            # The other way round tells nothing: torch stops a recomputation before its end, so that some hooks do not run.
+            for key in sorted(acted - self._seen.acted):
+                raise changed(self._layer, f"{described(key)} changes what it is given, and changed nothing in forward")
+        self._see((args, kwargs), result, again=True)
         return result
 
-    def _see(self, x: Tensor, result: Any, again: bool) -> None:
-        """The layer has made this result of x [..., T, h]."""
+    def _see(self, given: Any, result: Any, again: bool) -> None:
+        """The layer has made this result of these arguments."""
         output = result[0] if isinstance(result, tuple) else result
         if self._witness is None or not isinstance(output, Tensor):
             return
+        x: Tensor = next(x for x in tree_leaves(given) if isinstance(x, Tensor))  # hidden_states
         self._witness.begin("whole", True, again)
         self._witness.see("output", output, x if x.shape == output.shape else None)
         if again:
@@ -167,20 +168,3 @@ class Repeatable:
                 ) from error
 
         return saved_tensors_hooks(pack, unpacked)
-
-    @contextlib.contextmanager
-    def _as_in_forward(self, now: Look) -> Iterator[None]:
-        """Within, peft's modules are handed the same, and random numbers of the layer's own are drawn as they were.
-
-        Raise if a hook changes what it is given now alone. The other way round tells nothing: torch stops a recomputation
-        before its end, so that some hooks do not run again.
-        """
-        later = generator_states(self._generators)
-        set_generators(self._generators, self._states)
-        try:
-            with again(self._look.hooks.routing), watching(now.hooks) as acted:
-                yield
-        finally:
-            set_generators(self._generators, later)
-            for key in sorted(acted - self._seen.acted):
-                raise changed(self._layer, f"{described(key)} changes what it is given, and changed nothing in forward")

@@ -72,7 +72,8 @@ def stream_layer(
         site.last = call
         with site.weights_for_once(args, kwargs, call.because or "its only token cannot be tried in chunks"):
             return strategy.whole(site, args, kwargs, call)
-    site.last = call.report()
+    longest = call.plan.longest if call.plan.longest > call.plan.size else None
+    site.last = CallReport(None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan)
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
         return _streamed(call, strategy)
 
@@ -90,8 +91,13 @@ def admit(
     site.of(_refuse_inner_fsdp)
     counts_when_alone()
     carries = site.kind.states.carries
-    if rows is not None and carries:
-        _refuse_without_mixers(site, rows)
+    if rows is not None and carries and not site.kind.states.goes_by_document(site.layer):
+        raise UnsupportedModelError(
+            f"position_ids mark {rows.number} documents in packed rows, but no module inside "
+            f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
+            "would go on from one document to the next. Pass one document per row, or let it go on, as the unpatched "
+            "model does: StreamConfig(documents='as_given')."
+        )
     told = rows if carries else None
     forward = type(site.layer).forward
     arguments = Arguments(forward, site.layer, args, kwargs, site.kind.counts_positions, told, look.kind)
@@ -162,7 +168,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         if site.weights is not None:
             call.send_gradients, weights = site.weights.arriving(site.index, weights, call.device)
         if site.offloader is not None:
-            call.kept.save_to(site.offloader)
+            call.kept.store = site.offloader.open(site.index, call.device)
         reductions = site.of(reductions_of)
         hidden_states = reduced_after_backward(reductions, hidden_states) if reductions else hidden_states
         output, *extras = StreamedLayer.apply(strategy, call, parameters, hidden_states, *inputs, *weights)
@@ -200,16 +206,6 @@ def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) 
         names = arguments_that_tell(mixers_of(site.layer), len(rows.ends))
         if names:
             arguments.tell(rows.as_documents(names, arguments.hidden_states.device))
-
-
-def _refuse_without_mixers(site: LayerSite, rows: PackedRows) -> None:
-    if not site.kind.states.goes_by_document(site.layer):
-        raise UnsupportedModelError(
-            f"position_ids mark {rows.number} documents in packed rows, but no module inside "
-            f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
-            "would go on from one document to the next. Pass one document per row, or let it go on, as the unpatched model "
-            "does: StreamConfig(documents='as_given')."
-        )
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

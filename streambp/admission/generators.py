@@ -40,17 +40,17 @@ def _has_foreign_parts(layer: nn.Module) -> bool:
 
 def generator_states(generators: Sequence[Generator]) -> list[Any]:
     """What `set_generators` takes: each generator's state, of torch's a tensor of uint8 on the CPU."""
-    return [_state(generator) for generator in generators]
-
-
-def _state(generator: Generator) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.bit_generator.state
+    states: list[Any] = []
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            states.append(generator.get_state())
+        elif isinstance(generator, random.Random):
+            states.append(generator.getstate())
+        elif isinstance(generator, np.random.RandomState):
+            states.append(generator.get_state(legacy=False))
+        else:
+            states.append(generator.bit_generator.state)
+    return states
 
 
 def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> None:
@@ -66,11 +66,10 @@ def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> No
 
 def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
     """Whether one of them is no longer in its state of these."""
-    return not all(map(_same, states, generator_states(generators)))
-
-
-def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else pickle.dumps(one) == pickle.dumps(other)
+    return not all(
+        torch.equal(one, other) if isinstance(one, Tensor) else pickle.dumps(one) == pickle.dumps(other)
+        for one, other in zip(states, generator_states(generators), strict=True)
+    )
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import dis
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -178,13 +179,8 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
 def may_edit_gradients(layer: nn.Module) -> bool:
     """Whether a backward hook of others inside a layer gives something back, by its source."""
     hooks = (h for m in layer.modules() if m is not layer for name in BACKWARD_HOOKS for h in getattr(m, name).values())
-    return any(package_of(hook) not in HOOKS_ARE_HARMLESS and _returns(hook) for hook in hooks)
-
-
-def _returns(hook: Callable[..., Any]) -> bool:
-    code = getattr(_innermost(hook), "__code__", None)
-    steps = [] if code is None else list(dis.get_instructions(code))
-    return code is None or any(_gives_back(*pair) for pair in zip([None, *steps], steps, strict=False))
+    codes = (getattr(_innermost(h), "__code__", None) for h in hooks if package_of(h) not in HOOKS_ARE_HARMLESS)
+    return any(code is None or _gives_back(code) for code in codes)
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs: Any) -> Any:
@@ -192,13 +188,11 @@ def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs
     before = [x.detach().clone() for x in tensors]  # versions miss what is written through `.data` or NumPy
     versions = [version_of(x) for x in tensors]  # values miss what is written to positions that are not there
     result = hook(*args, **kwargs)
-    if result is not None or versions != [version_of(x) for x in tensors] or not all(map(_same, tensors, before)):
+    same = result is None and versions == [version_of(x) for x in tensors]
+    pairs = zip(tensors, before, strict=True)
+    if not same or not all(bool(((x == old) | (x.isnan() & old.isnan())).all()) for x, old in pairs):
         changing.append(full_name(hook))
     return result
-
-
-def _same(x: Tensor, before: Tensor) -> bool:
-    return bool(((x == before) | (x.isnan() & before.isnan())).all())
 
 
 def _may_change(hook: Callable[..., Any]) -> bool:
@@ -209,14 +203,17 @@ def _may_change(hook: Callable[..., Any]) -> bool:
     steps = list(dis.get_instructions(code))
     branches = any(("JUMP" in step.opname and "_IF_" in step.opname) or step.opname == "FOR_ITER" for step in steps)
     stores = any(step.opname == "STORE_SUBSCR" or (step.opname == "BINARY_OP" and "=" in step.argrepr) for step in steps)
-    return branches and (stores or any(_gives_back(*pair) for pair in zip([None, *steps], steps, strict=False)))
+    return branches and (stores or _gives_back(code))
 
 
-def _gives_back(before: dis.Instruction | None, step: dis.Instruction) -> bool:
-    if step.opname == "RETURN_CONST":
-        return step.argval is not None
-    nothing = before is not None and before.opname == "LOAD_CONST" and before.argval is None
-    return step.opname == "RETURN_VALUE" and not nothing
+def _gives_back(code: CodeType) -> bool:
+    """Whether it returns something else than None somewhere."""
+    nothing = False  # the step before loads None
+    for step in dis.get_instructions(code):
+        if (step.opname == "RETURN_CONST" and step.argval is not None) or (step.opname == "RETURN_VALUE" and not nothing):
+            return True
+        nothing = step.opname == "LOAD_CONST" and step.argval is None
+    return False
 
 
 def _innermost(function: Any) -> Any:

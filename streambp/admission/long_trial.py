@@ -75,7 +75,11 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
         differences.append(_squares(here - piece))
         added.append(_squares(here - chunk.part(x, -2)))
         sizes.append(_squares(here))
-    difference, addition, size = (_in_blocks(torch.cat(parts, -1)) for parts in (differences, added, sizes))
+    padding = (0, -length % BLOCK)
+    difference, addition, size = (  # [..., T] -> the sums over each BLOCK
+        torch.nn.functional.pad(torch.cat(squares, -1), padding).unflatten(-1, (-1, BLOCK)).sum(-1)
+        for squares in (differences, added, sizes)
+    )
     dtype = coarsest(call, x)
     most = TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt() + 8 * torch.finfo(whole.dtype).eps * size.sqrt()
     return bool(((difference.sqrt() <= most) | ~size.isfinite()).all())
@@ -84,8 +88,3 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
 def _squares(x: Tensor) -> Tensor:
     """[..., C, h] -> [..., C]"""
     return x.float().square().sum(-1)
-
-
-def _in_blocks(x: Tensor) -> Tensor:
-    """[..., T] -> the sums over each BLOCK."""
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)

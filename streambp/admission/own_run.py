@@ -10,10 +10,10 @@ half precision, they read documents off position_ids), are left to `admission/re
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
@@ -62,7 +62,7 @@ class OwnRun:
             if is_out_of_memory(error):
                 raise
             raise OtherModelError(
-                f"{self._named} streams a few random tokens and fails to compute them unpatched "
+                f"{self.named} streams a few random tokens and fails to compute them unpatched "
                 f"({type(error).__name__}: {error}), so that it cannot be told whether both are the same. {WHAT_TO_DO}"
             ) from error
         self.result = [output.detach()]
@@ -71,14 +71,12 @@ class OwnRun:
             self.result += gradients_of(output, [x, *small_ones(shadows)], upstream)
 
     @property
-    def _named(self) -> str:
+    def named(self) -> str:
+        """The layer and its attentions, as errors name them."""
         layer = self.call.layer
-        names = {f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}" for a in self._attentions}  # type: ignore[arg-type]
+        attentions = distinct_attentions([layer])
+        names = {f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}" for a in attentions}  # type: ignore[arg-type]
         return f"{type(layer).__name__} ({', '.join(sorted(names))})" if names else type(layer).__name__
-
-    @property
-    def _attentions(self) -> list[nn.Module]:
-        return distinct_attentions([self.call.layer])
 
     def agrees(self, whole: list[Tensor]) -> bool:
         """Whether the layer streamed, in one chunk or in several, gave the same.
@@ -90,15 +88,6 @@ class OwnRun:
         pairs = zip(self.result, whole, self.compared, strict=False)
         alike = all(agree(*pair, dtype) for pair in pairs) and agree_in_sum(self.result[2:], whole[2:], dtype)
         return alike and chose_alike(self.call.site.choices, dtype)
-
-    def refuse(self) -> NoReturn:
-        """Raises OtherModelError: what streaming computes is something else."""
-        raise OtherModelError(
-            f"{self._named} computes something else unpatched than streamed: outputs or gradients for a few random tokens "
-            "differ by more than rounding. Its attention function, its mask function or a forward below it was replaced "
-            "by one that streaming does not call, or a module inside it gives something else at each call (it counts, or "
-            f"keeps a running scale). {WHAT_TO_DO}"
-        )
 
     def why_whole(self) -> str | None:
         """Why the layer has to run whole for its gradients' sake; None if it has not.
@@ -125,16 +114,14 @@ class OwnRun:
             call.autocast.restored(),
             watched_hooks(call.layer) as changing,
         ):
-            result = call.site.forward(call.arguments.as_given(x), **self._arguments(x, length))
+            # The first tokens, without caches and states, and with the model's own masks.
+            named = call.arguments.cut(Chunk(0, 0, length))
+            named = {name: None if name in (*CACHES, STATE) else value for name, value in named.items()}
+            named = call.site.kind.attention.unpatched(named, length, lambda mask: self._mask(mask, x))
+            result = call.site.forward(call.arguments.as_given(x), **named)
         self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))
         hidden_states = result[0] if isinstance(result, tuple) else result
         return call.arguments.one_dimensional(hidden_states)
-
-    def _arguments(self, x: Tensor, length: int) -> dict[str, Any]:
-        """Of the first tokens, without caches and states, and with the model's own masks."""
-        named = self.call.arguments.cut(Chunk(0, 0, length))
-        named = {name: None if name in (*CACHES, STATE) else value for name, value in named.items()}
-        return self.call.site.kind.attention.unpatched(named, length, lambda mask: self._mask(mask, x))
 
     def _mask(self, mask: LazyMask, x: Tensor) -> Any:
         """What the model's own mask function makes of a causal mask of x's tokens, described as it describes its own."""
@@ -189,7 +176,12 @@ def why_unlike_unpatched(
     if own is None:
         return None
     if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
-        own.refuse()
+        raise OtherModelError(
+            f"{own.named} computes something else unpatched than streamed: outputs or gradients for a few random tokens "
+            "differ by more than rounding. Its attention function, its mask function or a forward below it was replaced "
+            "by one that streaming does not call, or a module inside it gives something else at each call (it counts, or "
+            f"keeps a running scale). {WHAT_TO_DO}"
+        )
     return own.why_whole()
 
 

@@ -46,7 +46,6 @@ from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, rais
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
-from streambp.layer.choices import Choices
 from streambp.layer.graphs import Origin, is_kept, nodes_behind
 from streambp.layer.side_effects import KEEPS, buffers_of, copies, in_place_of_buffers, written_since
 from streambp.nested import rebuilt
@@ -64,11 +63,6 @@ class Verdict(NamedTuple):
 
     streams: bool
     because: str | None = None
-
-    @classmethod
-    def of(cls, because: str | None) -> Verdict:
-        """A reason, or None for a call that streams."""
-        return cls(because is None, because)
 
 
 def can_stream(call: LayerCall) -> Verdict:
@@ -89,23 +83,31 @@ def can_stream(call: LayerCall) -> Verdict:
     if findings.judged:  # what is known not to stream does not get here
         return Verdict(True) if site.knows(findings, call.plan) else _judged_at_length(call)
     if not has_data(x):
-        if not site.kind.shows_without_data:
+        if not (site.kind.states.carries or site.kind.attention.reads_a_mask):  # its structure alone does not tell
             return Verdict(False)
-        because = _judged_without_data(call, x)
+        because = CONVOLVES if not site.kind.states.carries and _convolves(call.layer) else None
+        if site.kind.states.carries:
+            try:
+                with call.streaming(), evaluated(call):
+                    because = _unread_state(call, x)
+            except StreamBPError:
+                raise
+            except Exception as error:
+                because = _broken(error)
         if because is not None:
             findings.judge(because)
-        return Verdict.of(because)
+        return Verdict(because is None, because)
     if x.shape[-2] == 1:
         return Verdict(site.on_host)
     try:
-        call.arguments.check_lengths()
+        call.arguments.cut(Chunk(0, 0, call.arguments.length))
     except StreamBPError as error:
         return Verdict(False, str(error))
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
     because, certain = _judged(call, x)
     if because is not None or not certain or site.knows(site.found(call.arguments.kind), call.plan):
-        return Verdict.of(because)
+        return Verdict(because is None, because)
     return _judged_at_length(call)
 
 
@@ -136,7 +138,7 @@ def _judged_at_length(call: LayerCall) -> Verdict:
                 raise
             because = _broken(error)
     call.site.found(call.arguments.kind).judge(because)
-    return Verdict.of(because)
+    return Verdict(because is None, because)
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
@@ -196,23 +198,22 @@ def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows:
     """
     if (own := _alike(call, x, upstream, cut, shadows)) is not None:
         return own.why_whole(), True
+    # They differ by more than rounding, or because a router ties.
     with choices_once(call) as choices:
-        return _explained(call, x, upstream, cut, shadows, choices)
-
-
-def _explained(
-    call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], choices: Choices
-) -> tuple[str | None, bool]:
-    """`_why_unlike` of one whose runs differ, by more than rounding or because a router ties."""
-    whole = _run(call, x, upstream, judged=small_ones(shadows))
-    because = _compare_with_unpatched(call, x, upstream, whole, shadows)
-    if because is not None:
-        return because, True
-    pieces = _run(call, x, upstream, cut)
-    dtype = coarsest(call, x)
-    alike = all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False))
-    if alike and chose_alike(choices, dtype):
-        return None, True
+        whole = _run(call, x, upstream, judged=small_ones(shadows))
+        if call.packing.marks_documents:  # a document per row: of several the unpatched layer may not be told
+            with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
+                streamed = _run(call, x, upstream, judged=small_ones(shadows))
+                because = why_unlike_unpatched(call, x, upstream, streamed, shadows)
+        else:
+            because = why_unlike_unpatched(call, x, upstream, whole, shadows)
+        if because is not None:
+            return because, True
+        pieces = _run(call, x, upstream, cut)
+        dtype = coarsest(call, x)
+        alike = all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False))
+        if alike and chose_alike(choices, dtype):
+            return None, True
     finite = all(bool(part.isfinite().all()) for part in whole)  # else weights are still to be loaded
     return (MIXES, True) if finite else (None, False)
 
@@ -229,17 +230,6 @@ def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list
             raise
         return None
     return own if own is not None and own.agrees(pieces) else None
-
-
-def _compare_with_unpatched(
-    call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
-) -> str | None:
-    """`why_unlike_unpatched`, with a document per row: of several the unpatched layer may not be told. [Note: segments]"""
-    if not call.packing.marks_documents:
-        return why_unlike_unpatched(call, x, upstream, whole, shadows)
-    with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
-        whole = _run(call, x, upstream, judged=small_ones(shadows))
-        return why_unlike_unpatched(call, x, upstream, whole, shadows)
 
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
@@ -264,7 +254,8 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
 def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Origin) -> bool:
     """Whether anything but attention and states takes a gradient from before `cut` to behind it or back."""
     before, behind = slice(cut), slice(cut, x.shape[-2])
-    if not call.site.kind.can_be_parted:
+    kind = call.site.kind
+    if kind.states.carries or not kind.attention.readable_apart:
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
     layout = Spans.apart(x.shape[-3], x.shape[-2], cut)
@@ -287,7 +278,9 @@ def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tupl
     prefix.overwritten = True  # whether the layer writes to its attention's output is not known yet
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
-        ((_, output),) = rehearsed(call, origin.of(leaf), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix)
+        ((_, output),) = rehearsed(
+            call, origin.behind(leaf, may_be_written=True), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix
+        )
     assert output is not None
     return leaf, output.hidden_states
 
@@ -320,18 +313,6 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 def _broken(error: Exception) -> str:
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
-
-
-def _judged_without_data(call: LayerCall, x: Tensor) -> str | None:
-    if call.site.kind.states.carries:
-        try:
-            with call.streaming(), evaluated(call):
-                return _unread_state(call, x)
-        except StreamBPError:
-            raise
-        except Exception as error:
-            return _broken(error)
-    return CONVOLVES if _convolves(call.layer) else None
 
 
 def _convolves(layer: nn.Module) -> bool:

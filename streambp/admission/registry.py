@@ -78,7 +78,10 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
     if not registered:
         function = next(filter(callable, map(names.get, _eager_names(forward))), None)
     inner = getattr(_inside(function), "__globals__", {}).get(FLASH_FORWARD)
-    inner = None if inner is None or _is_plain_flash(inner) else inner
+    if inner is not None:  # verl's passes its tensors on where sequences are not split
+        size = getattr(inner, "__globals__", {}).get(VERLS_SIZE)
+        plain = home_of(inner).startswith("verl.") and callable(size) and size() == 1
+        inner = None if plain or home_of(inner).startswith("transformers.") else inner
     mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
     return _why_foreign(type(module).__name__, names["__name__"], implementation, function, registered, inner, mask)
 
@@ -120,7 +123,8 @@ def _why_foreign(
     function, mask = undecorated(function), undecorated(mask)
     who = f"The attention function of {kind} (attn_implementation={implementation!r})"
     if not registered:
-        if function is not None and not _written_in(function, home):
+        # It comes from that module, of transformers or a user's own modeling file, or from transformers.
+        if function is not None and home_of(function) != home and not home_of(function).startswith("transformers."):
             return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
         return f"{who} is {full_name(function)}, where a function of transformers is expected"
@@ -133,11 +137,6 @@ def _why_foreign(
     return None
 
 
-def _written_in(function: Callable[..., Any], home: str) -> bool:
-    """Whether a function comes from this module (of transformers, or a user's own modeling file) or from transformers."""
-    return home_of(function) == home or home_of(function).startswith("transformers.")
-
-
 def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:
     if isinstance(function, functools.partial):
         return False  # transformers registers none: its arguments would change what the function computes
@@ -147,11 +146,3 @@ def _is_softmax(function: Callable[..., Any], implementation: str | None) -> boo
     if "/" in (implementation or "") and name == HUB_KERNEL[0]:
         return all(known in getattr(function, "__globals__", {}) for known in HUB_KERNEL)
     return find_ulysses(implementation) is not None
-
-
-def _is_plain_flash(function: Callable[..., Any]) -> bool:
-    """Whether it is transformers' own. verl's passes its tensors on where sequences are not split."""
-    if home_of(function).startswith("transformers."):
-        return True
-    size = getattr(function, "__globals__", {}).get(VERLS_SIZE)
-    return home_of(function).startswith("verl.") and callable(size) and size() == 1

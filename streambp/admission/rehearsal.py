@@ -181,11 +181,11 @@ def _set_mode(module: nn.Module, training: bool) -> None:
 
 
 def _plain_modules(layer: nn.Module) -> list[nn.Module]:
-    return [module for module in layer.modules() if all(map(_is_plain, module._parameters.values()))]
-
-
-def _is_plain(parameter: Tensor | None) -> bool:
-    return parameter is None or (type(parameter) in PLAIN and parameter.is_floating_point())
+    return [
+        module
+        for module in layer.modules()
+        if all(p is None or (type(p) in PLAIN and p.is_floating_point()) for p in module._parameters.values())
+    ]
 
 
 def may_have_graphs(call: LayerCall) -> bool:

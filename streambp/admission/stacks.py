@@ -43,6 +43,8 @@ from streambp.layer.site import LayerKind
 from streambp.recurrent.carriers import StateCarrier
 from streambp.source import written_forward
 
+ATTENDING = frozenset((ATTENTION_TABLE, UPDATE))  # in the forward of a module that attends itself
+
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
@@ -70,7 +72,13 @@ def find_stacks(model: nn.Module) -> Found:
         raise UnsupportedModelError(
             f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
         )
-    _refuse_fsdp1(model)
+    if any(base.__name__ == FSDP1 for module in model.modules() for base in type(module).__mro__):
+        # Its parameters are one flat one, and views of it as plain attributes, that no layer can be differentiated by.
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
+            "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
+            "DDP."
+        )
     if any(OPACUS_MODULE in base.__name__ for base in type(model).__mro__):
         refuse_opacus(type(model).__name__)
     _refuse_wrapped_layers(model)
@@ -118,20 +126,10 @@ def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel,
                 continue
             layers = _bare(module)
             holds = attends(layers[0]) or cache_argument(layers[0])
-            if _is_stack(module) or (holds and not _attends_itself(layers[0])):
+            if _is_stack(module) or (holds and ATTENDING.isdisjoint(_names(layers[0]))):
                 found.insert(0, (model, layers))
                 inside |= {id(inner) for inner in module.modules()}
     return found
-
-
-def _refuse_fsdp1(model: nn.Module) -> None:
-    """It keeps parameters in one flat one, and views of it as plain attributes, that no layer can be differentiated by."""
-    if any(base.__name__ == FSDP1 for module in model.modules() for base in type(module).__mro__):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
-            "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
-            "DDP."
-        )
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
@@ -160,7 +158,9 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
         return None
     # Some layers are none that transformers checkpoints: known by what they are made of.
     [inner] = children
-    holds = not _attends_itself(inner) and bool(list(inner.children())) and (attends(inner) or cache_argument(inner))
+    holds = (
+        ATTENDING.isdisjoint(_names(inner)) and bool(list(inner.children())) and (attends(inner) or cache_argument(inner))
+    )
     return _wrapped(inner) or (inner if holds else None)
 
 
@@ -208,7 +208,10 @@ def states_argument(layer: nn.Module) -> str | None:
     """
     if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
         return next((name for name in _locals(layer) if name in CACHES), None)
-    return STATE if _takes_states(layer) and not _writes_states(layer) else None
+    # Not if a module that knows the states by the same name assigns to parts of something.
+    knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
+    writes = (step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
+    return STATE if _takes_states(layer) and not any(writes) else None
 
 
 def kind_of(layer: nn.Module) -> LayerKind:
@@ -218,17 +221,13 @@ def kind_of(layer: nn.Module) -> LayerKind:
     if cache is not None:
         attention: NoAttention = OverCache(cache)
     elif attends(layer):
-        attention = _interface(layer)
+        picks = any(map(_hands_picks, _attentions(layer)))
+        top = next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None) if picks else None
+        attention = Picking(top) if picks else ThroughInterface()
     else:
         attention = NoAttention() if replaced is None else Replaced(replaced)
     carrier = StateCarrier(states or "", returned=states == STATE)
     return LayerKind(attention, carrier, counts_positions(layer))
-
-
-def _interface(layer: nn.Module) -> ThroughInterface:
-    if not any(map(_hands_picks, _attentions(layer))):
-        return ThroughInterface()
-    return Picking(next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None))
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
@@ -255,11 +254,15 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
         return "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads its output"
     if getattr(backbone.config, "is_causal", True) is False:
         return "its attention is bidirectional, a chunk would read what later chunks hold"
-    if _is_encoder(backbone):
-        return (
-            "its attention is bidirectional, a chunk would read what later chunks hold; it is causal with "
-            "config.is_decoder=True, which is False here"
-        )
+    if getattr(backbone.config, "is_decoder", True) is False:
+        # An encoder, if its mask is causal in a decoder and bidirectional in an encoder.
+        own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
+        codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
+        if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:
+            return (
+                "its attention is bidirectional, a chunk would read what later chunks hold; it is causal with "
+                "config.is_decoder=True, which is False here"
+            )
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer) != isinstance(layers[0], GradientCheckpointingLayer):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
@@ -269,7 +272,9 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
         if bidirectional and (encoded or len(bidirectional) == len(attentions)):
             told = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
             return f"{told}, a chunk would read what later chunks hold"
-        ranking = next((a for a in attentions if _ranks_values(a)), None)
+        # Doge makes a mask of its own out of its values.
+        masking = (a for a in attentions if any("mask" in name and hasattr(type(a), name) for name in _names(a)))
+        ranking = next((a for a in masking if not _looks_at_keys(a)), None)
         if ranking is not None:
             return (
                 f"{type(ranking).__name__} reads the keys whose values rank highest, in which equal tokens tie, and "
@@ -289,29 +294,10 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
     return None
 
 
-def _is_encoder(backbone: PreTrainedModel) -> bool:
-    """Whether the model has a causal mask as a decoder and a bidirectional one as an encoder, and is an encoder."""
-    if getattr(backbone.config, "is_decoder", True) is not False:
-        return False
-    own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
-    codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
-    return {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}
-
-
 def _takes_states(layer: nn.Module) -> bool:
     """Whether the layer's forward has an argument for its states."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
-
-
-def _writes_states(layer: nn.Module) -> bool:
-    """Whether a module of the layer that knows the states by the same name assigns to parts of something."""
-    knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
-    return any(step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
-
-
-def _attends_itself(module: nn.Module) -> bool:
-    return ATTENTION_TABLE in _names(module) or UPDATE in _names(module)
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
@@ -341,12 +327,6 @@ def _hands_picks(attention: nn.Module) -> bool:
         set(INDEXER_CALLS) <= set(_names(indexer)) and hasattr(indexer, INDEX_HEADS) and hasattr(indexer, INDEX_TOPK)
         for indexer in indexers
     )
-
-
-def _ranks_values(attention: nn.Module) -> bool:
-    """Whether the attention makes a mask of its own out of its values (Doge)."""
-    makes_mask = any("mask" in name and hasattr(type(attention), name) for name in _names(attention))
-    return makes_mask and not _looks_at_keys(attention)
 
 
 def _locals(module: nn.Module) -> tuple[str, ...]:

@@ -177,18 +177,19 @@ def same_gradients(call: LayerCall, found: list[Tensor | None], expected: list[T
     Nearly: the norm of the difference is at most max(eps of the `coarsest` dtype, 64 eps of promote_types(dtype, float32))
     times the gradient's. None equals None alone.
     """
-    return len(found) == len(expected) and all(_agree(call, *pair) for pair in zip(found, expected, strict=True))
-
-
-def _agree(call: LayerCall, found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    if torch.equal(found, expected):
-        return True
-    dtype = coarsest(call, expected)
-    wide = torch.promote_types(dtype, torch.float32)
-    tolerance = max(torch.finfo(dtype).eps, 64 * torch.finfo(wide).eps)
-    return bool((found - expected).to(wide).norm() <= tolerance * expected.to(wide).norm())  # a half's norm may overflow
+    if len(found) != len(expected):
+        return False
+    for x, y in zip(found, expected, strict=True):
+        if x is None or y is None:
+            if x is not y:
+                return False
+        elif not torch.equal(x, y):
+            dtype = coarsest(call, y)
+            wide = torch.promote_types(dtype, torch.float32)  # a half's norm may overflow
+            tolerance = max(torch.finfo(dtype).eps, 64 * torch.finfo(wide).eps)
+            if not bool((x - y).to(wide).norm() <= tolerance * y.to(wide).norm()):
+                return False
+    return True
 
 
 class _Watched(ChunkMask):
@@ -287,15 +288,10 @@ class Trial:
         products out."""
         others = [name for name in self.linears if name not in names]
         with computed(self.linears, others), left_out(self.linears, names):
-            return self._gradients_of(self.recompute())
+            return self.gradients_of(self.recompute())
 
-    def gradients_again(self, found: Recomputed) -> list[Tensor | None]:
-        """The same, [...] each, of one that has run and left out nothing. A checkpoint inside of the layer computes it
-        once more."""
-        with computed(self.linears, self.linears):
-            return self._gradients_of(found)
-
-    def _gradients_of(self, found: Recomputed) -> list[Tensor | None]:
+    def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
+        """The same, [...] each, of one that has run."""
         parameters = [parameter for parameter in self.call.layer.parameters() if parameter.requires_grad]
         with self.random.replayed():
             return gradients_of(found.outputs, [*found.leaves, *parameters])
@@ -335,7 +331,8 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
 def _recomputable(names: Labels, trial: Trial, ran: Recomputed) -> Labels:
     """What of it a recomputation can leave out. ran: one that left out nothing."""
     try:
-        expected = trial.gradients_again(ran)
+        with computed(trial.linears, trial.linears):  # a checkpoint inside of the layer computes it once more
+            expected = trial.gradients_of(ran)
     except Exception as error:  # as of a trace
         if is_out_of_memory(error):
             raise

@@ -108,7 +108,8 @@ def hooks_of(
             if belongs_to_engine(hook):
                 continue
             path, sort = paths[1 + index // len(MODULE_HOOKS)], SORTS[MODULE_HOOKS[index % len(MODULE_HOOKS)]]
-            if _routes(hook):
+            peft = isinstance(hook, functools.partial) and getattr(hook.func, "__module__", "").startswith("peft.")
+            if peft and any(known in FOR_ONE_FORWARD for known in hook.keywords):
                 found.routing.append((named[path], hook))
                 continue
             name = short_name(hook)
@@ -123,12 +124,6 @@ def hooks_of(
     if latest is not None and latest.ids == ids and latest.exact == found.exact and not found.routing:
         return latest
     return found
-
-
-def _routes(hook: Any) -> bool:
-    if not isinstance(hook, functools.partial) or not getattr(hook.func, "__module__", "").startswith("peft."):
-        return False
-    return any(name in FOR_ONE_FORWARD for name in hook.keywords)
 
 
 @contextlib.contextmanager
@@ -162,17 +157,15 @@ class _Watched:
         before = [version_of(x) for x in tensors]
         copies = [x.detach().clone() for x in tensors] if self.unseen else []
         result = self.hook(module, *given)
-        written = before != [version_of(x) for x in tensors]
-        written = written or not all(map(_equal, tensors, copies))
-        if written or (result is not None and not self._hands_on(result, given)):
+        acts = before != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
+        if not acts and result is not None:
+            # It may give back what it was given: it looks at it, or changes its gradient alone.
+            was = given[-1] if self.key[1] == "forward hook" else given[0]
+            now, then = (tensors_in(values, Tensor) for values in (result, was))
+            acts = len(now) != len(then) or not all(map(_equal, now, then))
+        if acts:
             self.acted.add(self.key)
         return result
-
-    def _hands_on(self, result: Any, given: tuple[Any, ...]) -> bool:
-        """Whether a hook gives back what it was given: it may look at it, or change its gradient alone."""
-        was = given[-1] if self.key[1] == "forward hook" else given[0]
-        pairs = [tensors_in(values, Tensor) for values in (result, was)]
-        return len(pairs[0]) == len(pairs[1]) and all(map(_equal, *pairs))
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:

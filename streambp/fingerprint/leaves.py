@@ -86,11 +86,27 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
     elif isinstance(value, type):
         yield Leaf(name, Mark(value), name_of(value))
     elif isinstance(value, (Mapping, *CONTAINERS)):
-        yield from _of_container(value, name, depth)
+        found = contents(value)
+        if found is None or depth == 0:
+            yield Leaf(name, Mark(value), name_of(type(value)))
+            return
+        yield Leaf(name, ("entries", len(found)), name_of(type(value)))
+        for key, part in found:
+            yield from leaves(part, f"{name}{key}", depth - 1)
     elif isinstance(value, CALLABLES):
         yield from _of_callable(value, name, depth)
     else:
-        yield from _of_object(value, name, depth)
+        own = type(value)
+        known = _is_known(own)
+        call = None if known or isinstance(value, nn.Module) else getattr(own, "__call__", None)  # noqa: B004 - its code
+        code = hash(call.__code__) if isinstance(call, types.FunctionType) else None
+        yield Leaf(name, Mark(value), (name_of(own if code or not known else value), code))
+        if depth < 2 or known:
+            return
+        # Also of a module that is not inside the layer.
+        for attribute, part in list(getattr(value, "__dict__", {}).items())[:SMALL]:
+            if not attribute.startswith("_") and (part is None or isinstance(part, (*PLAIN, int, float, Tensor))):
+                yield from leaves(part, f"{name}.{attribute}", depth - 1)
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -120,16 +136,6 @@ def _is_known(own: type) -> bool:
     return own.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN
 
 
-def _of_container(value: Any, name: str, depth: int) -> Iterator[Leaf]:
-    found = contents(value)
-    if found is None or depth == 0:
-        yield Leaf(name, Mark(value), name_of(type(value)))
-        return
-    yield Leaf(name, ("entries", len(found)), name_of(type(value)))
-    for key, part in found:
-        yield from leaves(part, f"{name}{key}", depth - 1)
-
-
 def _of_callable(value: Any, name: str, depth: int) -> Iterator[Leaf]:
     if depth == 0:
         yield Leaf(name, Mark(value), name_of(value))
@@ -151,17 +157,3 @@ def _of_callable(value: Any, name: str, depth: int) -> Iterator[Leaf]:
                 yield from leaves(held, f"{variable} in {name}", depth - 1)
         yield from leaves(value.__defaults__, f"defaults of {name}", depth - 1)
         yield from leaves(value.__kwdefaults__, f"defaults of {name}", depth - 1)
-
-
-def _of_object(value: Any, name: str, depth: int) -> Iterator[Leaf]:
-    """Of an object, and of a module that is not inside the layer, its own plain attributes as well."""
-    own = type(value)
-    known = _is_known(own)
-    call = None if known or isinstance(value, nn.Module) else getattr(own, "__call__", None)  # noqa: B004 - its code
-    code = hash(call.__code__) if isinstance(call, types.FunctionType) else None
-    yield Leaf(name, Mark(value), (name_of(own if code or not known else value), code))
-    if depth < 2 or known:
-        return
-    for key, part in list(getattr(value, "__dict__", {}).items())[:SMALL]:
-        if not key.startswith("_") and (part is None or isinstance(part, (*PLAIN, int, float, Tensor))):
-            yield from leaves(part, f"{name}.{key}", depth - 1)

@@ -139,25 +139,22 @@ class Body:
                 self._count_versions((path, name), tensor)
         self.parameters += [p for p in module._parameters.values() if p is not None]
         for name in counts:
-            self._read_attribute((path, name), own, kinds)
-
-    def _read_attribute(self, key: Key, own: dict[str, Any], kinds: list[Any]) -> None:
-        value = own[key[1]]
-        if (plain := plain_leaf(value, "")) is not None:
-            self._add(key, [plain], kinds)
-            return
-        if isinstance(value, Tensor):
-            self._add(key, [Leaf("", Mark(value), ("tensor", value.requires_grad))], kinds)
-            self._count_versions(key, value)
-            return
-        self._add(key, leaves(value, ""), kinds)
-        if holds_more(value):
-            self._live.append((key[1], own, key[1]))
-        for inner in (value, *(part for _, part in contents(value) or ())):
-            if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
-                self.generators.append(inner)
-            if contents(inner) is not None:
-                (self._tables if isinstance(inner, dict) else self._lists).append(inner)
+            key, value = (path, name), own[name]
+            if (plain := plain_leaf(value, "")) is not None:
+                self._add(key, [plain], kinds)
+                continue
+            if isinstance(value, Tensor):
+                self._add(key, [Leaf("", Mark(value), ("tensor", value.requires_grad))], kinds)
+                self._count_versions(key, value)
+                continue
+            self._add(key, leaves(value, ""), kinds)
+            if holds_more(value):
+                self._live.append((name, own, name))
+            for inner in (value, *(part for _, part in contents(value) or ())):
+                if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
+                    self.generators.append(inner)
+                if contents(inner) is not None:
+                    (self._tables if isinstance(inner, dict) else self._lists).append(inner)
 
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
         self._held.append(tensor)
@@ -264,7 +261,12 @@ class Fingerprint:
         if now is not seen.look:
             before, after = seen.look.body.exact, now.body.exact
             differing = set() if before is after else _differing(before, after)
-            differing = {key for key in differing if key[:2] not in self._ignored and _counts(key, before, after)}
+            differing = {
+                key
+                for key in differing
+                if key[:2] not in self._ignored
+                and (key[0] != CLASSES or (key in before and key in after))  # classes come and go with their modules
+            }
             differing = _read_by_code(differing, now, seen.look) if differing else differing
             told += [_told(key, before, after) for key in sorted(differing)]
             told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
@@ -294,12 +296,8 @@ def versions_of(look: Look) -> list[int]:
 def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
     """Keys of what is not the same in both, or in one of them alone."""
     missing = object()
-    both = {key for key in before if not _equal(before[key], after.get(key, missing))}
-    return both | (after.keys() - before.keys())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return one is other or bool(one == other)
+    pairs = ((key, then, after.get(key, missing)) for key, then in before.items())
+    return {key for key, then, now in pairs if then is not now and not bool(then == now)} | (after.keys() - before.keys())
 
 
 def _path(path: str, name: str) -> str:
@@ -313,11 +311,6 @@ def _read_by_code(keys: set[tuple[str, str, str]], *looks: Look) -> set[tuple[st
     tables = [table for look in looks for m in look.body.modules for table in (m._parameters, m._buffers)]
     held = {name for table in tables for name in table}
     return {key for key in keys if not key[1] or key[0] == CLASSES or key[1] in names or key[1] in held}
-
-
-def _counts(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> bool:
-    """Classes come and go with their modules."""
-    return key[0] != CLASSES or (key in before and key in after)
 
 
 def _told(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> str:

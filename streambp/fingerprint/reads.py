@@ -30,33 +30,25 @@ def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
     classes: set[type] = set()
     for module in modules:
         classes |= {base for base in type(module).__mro__ if base not in (nn.Module, object)}
-        for value in list(module.__dict__.values()):
-            _collect(value, found, seen, DEPTH)
+        _collect(list(module.__dict__.values()), found, seen, DEPTH)
     for base in classes:
-        for value in list(vars(base).values()):
-            _collect(value, found, seen, DEPTH)
-    for hook in hooks:
-        _collect(hook, found, seen, DEPTH)
+        _collect(list(vars(base).values()), found, seen, DEPTH)
+    _collect(hooks, found, seen, DEPTH)
     return found
 
 
-def _collect(value: Any, found: set[str], seen: set[int], depth: int) -> None:
-    for function in _functions(value):
+def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int) -> None:
+    for function in (function for value in values for function in _functions(value)):
         if id(function.__code__) in seen:
             continue
         seen.add(id(function.__code__))
         names: set[str] = set()
         _names(function.__code__, names)
         found |= names
-        _collect_all((cell.cell_contents for cell in function.__closure__ or () if _filled(cell)), found, seen, depth)
+        _collect((cell.cell_contents for cell in function.__closure__ or () if _filled(cell)), found, seen, depth)
         if depth:
             called = (function.__globals__.get(name) for name in names)
-            _collect_all((f for f in called if isinstance(f, FunctionType)), found, seen, depth - 1)
-
-
-def _collect_all(values: Iterable[Any], found: set[str], seen: set[int], depth: int) -> None:
-    for value in values:
-        _collect(value, found, seen, depth)
+            _collect((f for f in called if isinstance(f, FunctionType)), found, seen, depth - 1)
 
 
 def _filled(cell: Any) -> bool:

@@ -34,11 +34,6 @@ class Differentiable:
     tensor: Tensor
     dim: int | None
 
-    def leaf(self, chunk: Chunk, needs_grad: bool) -> Tensor:
-        """The chunk's part [..., C, ...] of the tensor as a leaf, a view; all of it if it has no tokens."""
-        part = self.tensor if self.dim is None else chunk.part(self.tensor, self.dim)
-        return part.detach().requires_grad_(needs_grad)
-
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is given a cache to read and write."""
@@ -176,8 +171,12 @@ class Arguments:
         return Slot(len(self.inputs) - 1)
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
-        """The differentiable arguments of this chunk [..., C, ...], as leaves; those that are wanted require a gradient."""
-        return [d.leaf(chunk, needs) for d, needs in zip(self.differentiable, wanted, strict=True)]
+        """The differentiable arguments of this chunk [..., C, ...], as leaves; all of a tensor that has no tokens.
+        Those that are wanted require a gradient."""
+        return [
+            (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim)).detach().requires_grad_(needs)
+            for d, needs in zip(self.differentiable, wanted, strict=True)
+        ]
 
     def _part(self, chunk: Chunk, leaves: list[Tensor], name: str, tensor: Any) -> Any:
         if isinstance(tensor, Slot):
@@ -236,10 +235,6 @@ class Arguments:
         finally:
             self.named, self._parts, self._documents, self.packed_rows = before
 
-    def check_lengths(self) -> None:
-        """Raise if an argument has other positions than the sequence."""
-        self.cut(Chunk(0, 0, self.length))
-
     def _check_length(self, name: str, tensor: Tensor) -> None:
         dim = TOKEN_DIMS.get(name)
         if dim is not None and tensor.shape[dim] != self.length:
@@ -258,11 +253,6 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
         and hidden_states.shape[1] == position_ids.shape[-1] != hidden_states.shape[2]
     )
     return hidden_states.shape[2:] if behind else hidden_states.shape[-1:]
-
-
-def written(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Tensor, ...]]:
-    """The entries of a mapping that a layer's forward put there, tuples of tensors [..., C, D]."""
-    return {key: tuple(value) for key, value in after.items() if key not in before or value is not before[key]}
 
 
 def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers.utils import output_capturing
 
 from streambp.attention.indexers import indexers_of
 from streambp.attention.interface import routed
+from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
@@ -28,14 +30,13 @@ from streambp.foreign import compiled_inside
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
-from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recorded_keys, recording
-from streambp.layer.packing import ONE_DOCUMENT, OneDocument, Packing
-from streambp.layer.products import See, seen
+from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recording
+from streambp.layer.packing import ONE_DOCUMENT, Packing
+from streambp.layer.products import See, captured
 from streambp.layer.recompute import NOTHING, Autocast, checkpointable, checkpointing_off, parametrizations_computed
-from streambp.layer.saved import Kept
+from streambp.layer.saved import InMemory, Kept
 from streambp.layer.shadows import Parameters
-from streambp.layer.site import CallReport, LayerSite
-from streambp.layer.store import InMemory
+from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witness
 from streambp.offload.gradients import Leave
 from streambp.offload.manager import OffloadManager
@@ -71,8 +72,9 @@ class LayerCall:
         size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
         self.plan = plan_chunks(length, batch_size, size)
         self.configs = site.of(site.kind.attention.configs)
-        self.packing: OneDocument = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
-        self.recorded = recorded_keys()
+        self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
+        collector = output_capturing._active_collector.get() or ()
+        self.recorded = tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
         self.collected: Collected = {}  # what the chunk at work records
         self.indexers = site.of(indexers_of)
         self.autocast = Autocast.capture(self.hidden_states.device)
@@ -96,6 +98,7 @@ class LayerCall:
             self.plan = self.plan.forked(arguments.forks, least)
         elif least > 1:
             self.plan = self.plan.with_least(least)
+        self.gradients_of_a_parameter = len(self.plan.ends)  # in a backward pass
         self.kept = self._keep()
         chooser = site.chooser
         self.attempt = (
@@ -110,16 +113,13 @@ class LayerCall:
     def _keep(self) -> Kept:
         return Kept(self.site, self.plan, self.carried, self.device, self.autocast)
 
-    def report(self) -> CallReport:
-        """What `describe` says of this call, if it streams."""
-        longest = self.plan.longest if self.plan.longest > self.plan.size else None
-        return CallReport(None, longest, self.packing.told, self.packing.rows, self.carried.layout.told, self.plan)
-
     def limit_prefix(self, offloader: OffloadManager) -> None:
-        """Of what is carried no more is on the device than the offloader allows."""
+        """Of keys, values and their gradients no more is on the device than the offloader allows, if they come in tiles."""
         saved = self.kept.store if self.kept.moves_kv else None
         assert not isinstance(saved, InMemory)  # keys that move are on the host
-        self.carried.limit(self.plan, offloader, self.device, saved)
+        if self.carried.in_tiles:
+            scratch = functools.partial(offloader.scratch, self.device)
+            self.carried.prefix.memory = PrefixMemory(self.plan, offloader.prefix_memory, scratch, saved)
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
         """A chunk of so many tokens for a trial, if there are as many; for a layer with states a second one behind it, if
@@ -161,12 +161,7 @@ class LayerCall:
         if self.witness is None or unread is None or not unread.recompute:
             return NOTHING
         self.witness.left_out = unread.recompute.difference(self.kept.products)
-        return seen(linears, self.witness.left_out, self.witness.see)
-
-    @property
-    def gradients_of_a_parameter(self) -> int:
-        """How many a parameter gets in a backward pass."""
-        return len(self.plan.ends)
+        return captured(linears, self.witness.left_out, None, self.witness.see)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
@@ -269,7 +264,7 @@ class LayerCall:
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
         cache, starting, shared = None, NOTHING, self.arguments.mappings
-        if isinstance(self.packing, Packing):
+        if self.packing is not ONE_DOCUMENT:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
@@ -277,8 +272,8 @@ class LayerCall:
         choosing = NOTHING if self.site.choices is None else self.site.choices.at(chunk, hidden_chunk.shape[-3])
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
-        if self.collected:
-            self._forget_recorded()
+        for tensors in self.collected.values():  # of a chunk that raised: its graph would live on
+            tensors.clear()
         with self.autocast.restored() if self.autocast.on else NOTHING, starting, picking, choosing:
             try:
                 result = self.forward(hidden_chunk, **named)
@@ -294,15 +289,10 @@ class LayerCall:
             )
         else:
             output = ChunkOutput(hidden_states, {})
-        if self.collected:
-            self._forget_recorded()
-        output.states = {} if cache is None else cache.after
-        return output
-
-    def _forget_recorded(self) -> None:
-        """Of the chunk before, or of one that raised: its graph would live on."""
         for tensors in self.collected.values():
             tensors.clear()
+        output.states = {} if cache is None else cache.after
+        return output
 
 
 def _switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:

@@ -14,15 +14,12 @@ float32), and rounded once, when the chunk is differentiated.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
 from streambp.attention.carriers import Layout
-from streambp.attention.kv import PrefixMemory
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.offload.manager import HostTensors, OffloadManager
 from streambp.recurrent.states import States
 
 
@@ -43,16 +40,6 @@ class Carried:
     in_tiles: bool
     states: dict[int, States] = dataclasses.field(default_factory=dict)
     upstream: dict[int, States] = dataclasses.field(default_factory=dict)
-
-    def limit(self, plan: ChunkPlan, offloader: OffloadManager, device: torch.device, saved: HostTensors | None) -> None:
-        """Of keys, values and their gradients no more is on the device than the offloader allows, if they may be in tiles.
-
-        Args:
-            saved: the store that keeps keys and values for backward; None: none does.
-        """
-        if self.in_tiles:
-            scratch = functools.partial(offloader.scratch, device)
-            self.prefix.memory = PrefixMemory(plan, offloader.prefix_memory, scratch, saved)
 
     def start(self, plan: ChunkPlan, chunk: Chunk) -> States:
         """The states that a chunk starts from, in forward; {} where it starts anew. [Note: states of branches]"""
@@ -80,7 +67,3 @@ class Carried:
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 grad = summed[key].to(wide) + grad
             summed[key] = grad
-
-    def drop_states(self) -> None:
-        """Let go of them: the pass over the chunks is over."""
-        self.states, self.upstream = {}, {}

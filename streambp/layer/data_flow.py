@@ -9,6 +9,7 @@ Every Linear's output is given its name as a label, every operation hands the la
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -90,14 +91,11 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
         # The tensor itself would tie a node to its own output, and keep the layer's input alive.
         return tensor.data if has_data(tensor) else None
 
-    def label(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            called.add(name)
-            flow.add(output, frozenset({name}))
+    def label(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        called.add(name)
+        flow.add(output, frozenset({name}))
 
-        return hook
-
-    handles = [module.register_forward_hook(label(name)) for name, module in linears.items()]
+    handles = [module.register_forward_hook(functools.partial(label, name)) for name, module in linears.items()]
     try:
         with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             results = run()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from streambp.layer.graphs import Graph, computed_with_graph, counting, refuse_k
 from streambp.layer.oom import explained
 from streambp.layer.outputs import ChunkOutput, Whole
 from streambp.layer.products import UnreadProducts, left_out, summed
-from streambp.layer.recompute import NOTHING
+from streambp.layer.recompute import NOTHING, RandomState
 from streambp.layer.shadows import GradientSum, Parameters
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.unchanged import NOBODY, begin_backward, recomputing
@@ -79,7 +79,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         for chunk in call.plan.chunks:
             # What the chunk starts from: random state, input, states of the chunk before.
             if keep:
-                kept.snapshot()
+                kept.random.append(RandomState.capture(call.device))
             hidden_chunk = chunk.part(call.hidden_states, -2)
             original = hidden_chunk.clone() if keep and site.overwritten.inputs else hidden_chunk
             if carries:
@@ -105,8 +105,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         carried.prefix.pack()
     else:
         carried.prefix.drop_buffers()
-        if carries:
-            carried.drop_states()
+        carried.states, carried.upstream = {}, {}
     return outputs_of(call, whole)
 
 
@@ -126,20 +125,14 @@ def _forward_chunk(
         kept.graph = graph
         if witness is not None:
             witness.see_output(original, graph.output.hidden_states)
-        return _put(whole, chunk, graph.output.detached()), []
+        extras = {place: part.detach() for place, part in graph.output.extras.items()}
+        return whole.put(ChunkOutput(graph.output.hidden_states.detach(), extras), chunk), []
     with kept.capturing(see=see) if kept.products else NOTHING:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     if witness is not None:
         witness.see_output(original, output.hidden_states)
-    return _put(whole, chunk, output), attended
-
-
-def _put(whole: Whole, chunk: Chunk, output: ChunkOutput) -> ChunkOutput:
-    whole.put(None, output.hidden_states, chunk)
-    for place, part in output.extras.items():
-        whole.put(place, part, chunk)
-    return output
+    return whole.put(output, chunk), attended
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
@@ -216,14 +209,13 @@ class StreamedLayer(torch.autograd.Function):
             # outside of these: what it learns of the layer is of its own parameters.
             here = call.site.weights_here("backward", call.device)
             with call.autocast.off(), call.streaming(), recomputing(call), here, parameters.shadowed() as shadows:
-                sums.stand_for(shadows)
+                sums.places = {id(shadow): index for index, shadow in enumerate(shadows)}
                 ctx.strategy.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
             # What the witness compared is asked of the device at the end of the whole backward.
             if call.witness is not None:
                 call.witness.end()
             call.carried.prefix.drop_buffers()
-            if call.site.kind.states.carries:
-                call.carried.drop_states()
+            call.carried.states, call.carried.upstream = {}, {}
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
             found = call.attempt(lambda _: sums.result(values))
@@ -262,10 +254,13 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     unread = call.site.unread.get(situation)
     if unread is None:
         unread = call.site.unread[situation] = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-    # Keys and values of all chunks but the last, if they were not saved.
-    if len(call.plan) > 1 or call.kept.moves_kv:
-        with left_out(linears, unread.refill):
-            _refill(call)
+    # Keys and values of all chunks but the last, which writes its own, unless they were saved, or nothing attends.
+    prefix, kept = call.carried.prefix, call.kept
+    missing = (len(call.plan) > 1 or kept.moves_kv) and prefix.calls and not prefix.filled_until
+    if missing and not (kept.moves_kv and kept.restore_kv()):
+        with torch.no_grad(), left_out(linears, unread.refill):
+            for chunk in call.plan.chunks[:-1]:
+                call.attempt(functools.partial(_refill, call, chunk))
     # Each chunk with a graph, differentiated, its gradients added up: chunks of later queries come first, so that dK and dV
     # of a chunk are complete when it is its turn.
     left = unread.recompute.difference(call.kept.products)
@@ -276,19 +271,7 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
             _chunk_backward(call, chunk, work, unread.states or any(work.inputs.wanted))
 
 
-def _refill(call: LayerCall) -> None:
-    """Compute K and V of every chunk but the last again; the last chunk's are written by its own recomputation."""
-    prefix = call.carried.prefix
-    if prefix.filled_until or not prefix.calls:  # kept since forward, or a layer without attention
-        return
-    if call.kept.moves_kv and call.kept.restore_kv():
-        return
-    with torch.no_grad():
-        for chunk in call.plan.chunks[:-1]:
-            call.attempt(functools.partial(_refill_chunk, call, chunk))
-
-
-def _refill_chunk(call: LayerCall, chunk: Chunk, again: bool) -> None:
+def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
     with call.kept.random[chunk.index].replayed():
         x = call.kept.store.peek("x", chunk.index)
         states = call.kept.states(chunk, again=True) if call.site.kind.states.carries else None
@@ -305,33 +288,33 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     if carries:
         states, upstream = call.kept.states(chunk), call.carried.upstream.pop(chunk.index, {})
         states = leaves_of(states) if through_states else states
-    found = call.attempt(functools.partial(_differentiated, call, chunk, work, x, states, upstream))
+    of_inputs, through, of_parameters = call.attempt(
+        functools.partial(_differentiated, call, chunk, work, x, states, upstream)
+    )
     if carries:
-        through = {key: grad for key, grad in zip(found.starts, found.of_starts, strict=True) if grad is not None}
         call.carried.went_on(call.plan, chunk, through)
-    work.inputs.add(chunk, found.of_inputs)
-    call.attempt(lambda _: work.sums.add(found.of_parameters))
-
-
-class ChunkGradients(NamedTuple):
-    """Of the chunk's input and differentiable arguments, of the states that it started from (by key), of the parameters."""
-
-    of_inputs: list[Tensor | None]
-    starts: list[Any]
-    of_starts: list[Tensor | None]
-    of_parameters: list[Tensor | None]
+    work.inputs.add(chunk, of_inputs)
+    call.attempt(lambda _: work.sums.add(of_parameters))
 
 
 def _differentiated(
     call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States, of_states: States, again: bool
-) -> ChunkGradients:
-    """Of hidden_states x [..., B, C, h]. of_states: the gradients of the states that the chunk ended with.
-    again: what the first attempt has added up stays, and is not added once more."""
+) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
+    """Gradients of the chunk's hidden_states x [..., B, C, h] and differentiable arguments, of the states that it started
+    from, and of the parameters.
+
+    Args:
+        of_states: the gradients of the states that the chunk ended with.
+        again: what the first attempt has added up stays, and is not added once more.
+    """
     if call.site.repeats:
         work.sums.begin(again)
         call.carried.prefix.begin_backward(again)
     graph, call.kept.graph = call.kept.graph, None
-    if graph is None or not graph.is_of(work.shadows):
+    if graph is None or any(
+        one is not other and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters anew
+        for one, other in zip(graph.shadows, work.shadows, strict=True)
+    ):
         graph = _recomputed(call, chunk, work, x, states)
     last, origin, output = chunk.stop == call.plan.length, graph.origin, graph.output
     outputs, upstream = work.grads.of(output, chunk)
@@ -351,7 +334,8 @@ def _differentiated(
     if last:
         refuse_kept(call, kept)
     first, second = len(targets), len(targets) + len(starts)
-    return ChunkGradients(found[:first], list(starts), found[first:second], found[second:])
+    through = {key: grad for key, grad in zip(starts, found[first:second], strict=True) if grad is not None}
+    return found[:first], through, found[second:]
 
 
 def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:

@@ -48,14 +48,9 @@ class Origin:
     def __init__(self) -> None:
         self.trying = True
 
-    def of(self, x: Tensor) -> Tensor:
-        """A copy of x [..., B, C, h] with the graph's start behind it."""
-        started: Tensor = _Started.apply(x, self, True)
-        return started
-
-    def behind(self, x: Tensor) -> Tensor:
-        """The same without a copy of x [..., B, C, h], which must not be written to."""
-        started: Tensor = _Started.apply(x, self, False)
+    def behind(self, x: Tensor, may_be_written: bool = False) -> Tensor:
+        """x [..., B, C, h] with the graph's start behind it: a view, a copy where it may be written to."""
+        started: Tensor = _Started.apply(x, self, may_be_written)
         return started
 
 
@@ -93,11 +88,6 @@ class Graph:
     hidden_chunk: Tensor
     leaves: list[Tensor]
     shadows: list[Tensor]
-
-    def is_of(self, shadows: list[Tensor]) -> bool:
-        """Whether the parameters, of any shape, lie where they did: an engine may have gathered them anew."""
-        pairs = zip(self.shadows, shadows, strict=True)
-        return all(one is other or one.data_ptr() == other.data_ptr() for one, other in pairs)
 
 
 def can_keep_graph(call: LayerCall) -> bool:

@@ -19,7 +19,6 @@ from transformers.utils import output_capturing
 
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
-from streambp.layer.arguments import written
 from streambp.recurrent.states import States
 
 Collected = dict[str, list[Tensor]]
@@ -53,10 +52,6 @@ class ChunkOutput:
     extras: dict[Place, Tensor]
     states: States = dataclasses.field(default_factory=dict)
 
-    def detached(self) -> ChunkOutput:
-        """The same values without their graph."""
-        return ChunkOutput(self.hidden_states.detach(), {place: part.detach() for place, part in self.extras.items()})
-
 
 def collect(
     hidden_states: Tensor, returned: dict[int, Tensor], recorded: Collected, mappings: dict[str, tuple[Any, Any]]
@@ -84,8 +79,9 @@ def collect(
                 )
             extras[Place(name, index, flat=flat)] = tensor.unflatten(0, (rows, tokens)) if flat else tensor
     for name, (before, after) in mappings.items():
-        for key, parts in written(before, after).items():
-            extras.update({Place(name, index, key): part for index, part in enumerate(parts)})
+        for key, parts in after.items():
+            if key not in before or parts is not before[key]:  # tuples of tensors [..., C, D] that this forward put there
+                extras.update({Place(name, index, key): part for index, part in enumerate(parts)})
     return ChunkOutput(hidden_states, extras)
 
 
@@ -96,26 +92,23 @@ class Whole:
         self.length = length
         self.tensors: dict[Place | None, Tensor] = {}
 
-    def put(self, place: Place | None, part: Tensor, chunk: Chunk) -> None:
-        """Put a chunk's part at its place in the whole; a part that has all T positions itself is the whole.
-
-        Args:
-            place: None stands for hidden_states.
-            part: [..., B, C, h] of hidden_states, else [B, C, ...] or [..., C, D] as `Place.dim` says.
-        """
-        dim = -2 if place is None else place.dim
-        if part.shape[dim] == self.length:
-            self.tensors[place] = part
-            return
-        if place not in self.tensors:
-            shape = list(part.shape)
-            shape[dim] = self.length
-            self.tensors[place] = part.new_empty(shape)
-        whole = self.tensors[place]
-        if part.shape[-1] > whole.shape[-1] and not part.is_floating_point():
-            # Keys that each query picked; the first chunks have fewer and pick all, so the first key once more is the same.
-            whole = self.tensors[place] = torch.nn.functional.pad(whole, (0, part.shape[-1] - whole.shape[-1]))
-        chunk.part(whole, dim).copy_(part)
+    def put(self, output: ChunkOutput, chunk: Chunk) -> ChunkOutput:
+        """Put what a chunk gave at its place in the whole; a part that has all T positions itself is the whole."""
+        for place, part in ((None, output.hidden_states), *output.extras.items()):
+            dim = -2 if place is None else place.dim
+            if part.shape[dim] == self.length:
+                self.tensors[place] = part
+                continue
+            if place not in self.tensors:
+                shape = list(part.shape)
+                shape[dim] = self.length
+                self.tensors[place] = part.new_empty(shape)
+            whole = self.tensors[place]
+            if part.shape[-1] > whole.shape[-1] and not part.is_floating_point():
+                # Keys that each query picked; the first chunks have fewer and pick all, so the first one again is the same.
+                whole = self.tensors[place] = torch.nn.functional.pad(whole, (0, part.shape[-1] - whole.shape[-1]))
+            chunk.part(whole, dim).copy_(part)
+        return output
 
 
 def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
@@ -138,14 +131,6 @@ def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
             entries.setdefault((place.name, place.key), []).append(tensor)
     for (name, key), parts in entries.items():
         mappings[name][key] = tuple(parts)
-
-
-def recorded_keys() -> tuple[str, ...]:
-    """What the running forward of the model wants recorded inside its layers."""
-    collector = output_capturing._active_collector.get()
-    if not collector:
-        return ()
-    return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
 
 
 def recording(keys: tuple[str, ...]) -> contextlib.AbstractContextManager[Collected]:

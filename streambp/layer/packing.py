@@ -17,46 +17,31 @@ from streambp.recurrent.segments import in_segments, mixers_of
 from streambp.recurrent.states import StateCache
 
 
-class OneDocument:
-    """Of a layer without states, whose rows need no telling apart: attention's mask knows of documents."""
-
-    told: tuple[str, ...] = ()
-    rows: PackedRows | None = None
-    marks_documents = False
-    barriers: tuple[Barrier, ...] = ()
-
-    def tried(self, x: Tensor) -> tuple[dict[str, Tensor], PackedRows | None]:
-        """Nothing, for a trial on x [..., B, TOKENS, h]."""
-        return {}, None
-
-
-ONE_DOCUMENT = OneDocument()
-
-
-class Packing(OneDocument):
+class Packing:
     """How the mixers of a layer learn, in each chunk, where they start from and where documents of packed rows start.
 
+    arguments: None of a layer without states, whose rows need no telling apart: attention's mask knows of documents.
     told: the arguments that tell its kernels of documents; () if none does. [Note: documents], [Note: segments]
+    marks_documents: rows are more than one document each, of which this layer knows.
     """
 
-    def __init__(self, site: LayerSite, arguments: Arguments) -> None:
-        documents = arguments.documents
+    def __init__(self, site: LayerSite | None = None, arguments: Arguments | None = None) -> None:
         self.arguments = arguments
-        self.told = () if documents is None else documents.names
-        self.rows = arguments.packed_rows
-        self._scans = scans_of(site.layer)
-        self._functions = document_readers(site.layer) if self.told else []
-        self._mixers = [] if self.rows is None else mixers_of(site.layer)
+        self.told: tuple[str, ...] = ()
+        self.rows: PackedRows | None = None
+        if site is not None and arguments is not None:
+            self.told = () if arguments.documents is None else arguments.documents.names
+            self.rows = arguments.packed_rows
+            self._scans = scans_of(site.layer)
+            self._functions = document_readers(site.layer) if self.told else []
+            self._mixers = [] if self.rows is None else mixers_of(site.layer)
+        self.marks_documents = bool(self.told) or self.rows is not None
 
     @property
-    def marks_documents(self) -> bool:  # type: ignore[override]
-        """Whether rows are more than one document each, of which this layer knows."""
-        return bool(self.told) or self.rows is not None
-
-    @property
-    def barriers(self) -> tuple[Barrier, ...]:  # type: ignore[override]
+    def barriers(self) -> tuple[Barrier, ...]:
         """Where no chunk may end for the sake of documents. [Note: chunk ends]"""
-        return () if self.arguments.packed_rows is None else self.arguments.packed_rows.barriers
+        rows = None if self.arguments is None else self.arguments.packed_rows
+        return () if rows is None else rows.barriers
 
     def entered(
         self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
@@ -66,6 +51,7 @@ class Packing(OneDocument):
         Args:
             cache: with the states that the chunk starts from; None: the layer gets none.
         """
+        assert self.arguments is not None
         rows = self.arguments.packed_rows
         if rows is not None and (cache is None or not self.arguments.tells):
             named = {name: value for name, value in named.items() if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)}
@@ -80,5 +66,8 @@ class Packing(OneDocument):
     def tried(self, x: Tensor) -> tuple[dict[str, Tensor], PackedRows | None]:
         """Arguments and packed rows for a trial on x [..., B, TOKENS, h]: several documents, if the call has several."""
         rows, length = x.shape[-3:-1]
-        told = in_several(self.arguments.named, length) if self.told else {}
+        told = in_several(self.arguments.named, length) if self.arguments is not None and self.told else {}
         return told, None if self.rows is None else tried_rows(rows, length)
+
+
+ONE_DOCUMENT = Packing()

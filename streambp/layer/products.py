@@ -24,7 +24,6 @@ from streambp.attention.indexers import indexers_of
 from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
-from streambp.layer.recompute import NOTHING
 from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness
 
@@ -110,12 +109,9 @@ Cast = Callable[[torch.dtype], Tensor]
 See = Callable[[str, Tensor], None]
 
 
-def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> contextlib.AbstractContextManager[None]:
+class _Replaced:
     """Within, these modules have these forwards; what was there comes back."""
-    return _Forwards(forwards) if forwards else NOTHING
 
-
-class _Forwards:
     def __init__(self, forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> None:
         self.forwards = forwards
 
@@ -149,7 +145,7 @@ def summed(
             forwards[module] = _adding(module, UNREAD, add, cast, witness if sees else None, name)
         elif add is not None:
             forwards[module] = _adding(module, None, add, cast)
-    return _replaced(forwards)
+    return _Replaced(forwards)
 
 
 def _adding(
@@ -163,7 +159,7 @@ def _adding(
         nonlocal value
         if witness is not None:
             witness.see(name, x)
-            value = Unread(witness.rows(x))
+            value = witness.rows(x) or UNREAD
         if may_cast and torch.is_autocast_enabled(kind):
             return _product(module, value, add, cast, x)
         out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
@@ -175,49 +171,31 @@ def _adding(
 def left_out(linears: dict[str, nn.Linear], names: Labels) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears return NaN and know their backward."""
     chosen = [linears[name] for name in names if name in linears]
-    return _replaced({module: functools.partial(_linear, module, UNREAD, None, module.weight.to) for module in chosen})
+    return _Replaced({module: functools.partial(_linear, module, UNREAD, None, module.weight.to) for module in chosen})
 
 
 def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears compute their products and have the backward of those that are left out."""
-
     modules = [linears[name] for name in names if name in linears]
-    return _replaced({module: functools.partial(_product, module, None, None, module.weight.to) for module in modules})
-
-
-def seen(linears: dict[str, nn.Linear], names: Labels, see: See) -> contextlib.AbstractContextManager[None]:
-    """Within, the input [..., in] of each of these Linears is also given to `see`, with its name."""
-
-    def watch(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            see(name, x)
-            return type(module).forward(module, x)
-
-        return forward
-
-    return _replaced({linears[name]: watch(name, linears[name]) for name in names})
+    return _Replaced({module: functools.partial(_product, module, None, None, module.weight.to) for module in modules})
 
 
 def captured(
-    linears: dict[str, nn.Linear], names: list[str], sink: See, see: See | None = None
+    linears: dict[str, nn.Linear], names: Iterable[str], sink: See | None, see: See | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, the output [..., out] of each of these Linears is also given to `sink`, with its name.
+    """Within, the output [..., out] of each of these Linears is also given to `sink`, with its name, and its input
+    [..., in] to `see`."""
+    chosen = {name: linears[name] for name in names if name in linears}
+    return _Replaced({module: functools.partial(_captured, name, module, sink, see) for name, module in chosen.items()})
 
-    Args:
-        see: is given the input [..., in].
-    """
 
-    def capture(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            if see is not None:
-                see(name, x)
-            out = type(module).forward(module, x)
-            sink(name, out)
-            return out
-
-        return forward
-
-    return _replaced({linears[name]: capture(name, linears[name]) for name in names if name in linears})
+def _captured(name: str, module: nn.Linear, sink: See | None, see: See | None, x: Tensor) -> Tensor:
+    if see is not None:
+        see(name, x)
+    out: Tensor = type(module).forward(module, x)
+    if sink is not None:
+        sink(name, out)
+    return out
 
 
 def with_outputs(
@@ -233,28 +211,31 @@ def with_outputs(
         source: None: the Linear computes.
         sums: as in `summed`. see: as in `captured`.
     """
-
-    def know(name: str, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        add, cast = _adder(module, sums)
-
-        def forward(x: Tensor) -> Tensor:
-            if see is not None:
-                see(name, x)
-            return _linear(module, source(name), add, cast, x)
-
-        return forward
-
-    return _replaced({linears[name]: know(name, linears[name]) for name in names if name in linears})
+    chosen = {name: linears[name] for name in names if name in linears}
+    return _Replaced(
+        {
+            module: functools.partial(_known, name, module, source, see, *_adder(module, sums))
+            for name, module in chosen.items()
+        }
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class Unread:
-    """In place of a product that nobody reads. rows: of it that are computed all the same. [Note: witness]"""
+def _known(
+    name: str,
+    module: nn.Linear,
+    source: Callable[[str], Tensor | None],
+    see: See | None,
+    add: Add | None,
+    cast: Cast,
+    x: Tensor,
+) -> Tensor:
+    if see is not None:
+        see(name, x)
+    return _linear(module, source(name), add, cast, x)
 
-    rows: slice | None = None
 
-
-UNREAD = Unread()
+Unread = slice  # in place of a product that nobody reads: its rows that are computed all the same. [Note: witness]
+UNREAD = Unread(0)  # none
 
 
 def _adder(module: nn.Linear, sums: GradientSum | None) -> tuple[Add | None, Cast]:
@@ -316,8 +297,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
             return torch.nn.functional.linear(x, weight, bias)
         if isinstance(value, Unread):
             out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
-            if value.rows is not None:
-                out[..., value.rows, :] = torch.nn.functional.linear(x[..., value.rows, :], weight, bias)
+            if value is not UNREAD:
+                out[..., value, :] = torch.nn.functional.linear(x[..., value, :], weight, bias)
             return out
         return value.view_as(value)
 

@@ -30,10 +30,46 @@ from streambp.layer.products import See, captured, matching, never_read, output_
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
-from streambp.layer.store import InMemory, SavedTensors
 from streambp.offload.costs import Cost, LayerSeen, Product
-from streambp.offload.manager import Access, OffloadManager
+from streambp.offload.manager import Access, LayerTensors
 from streambp.recurrent.states import Key, States
+
+
+class InMemory:
+    """Keeps the tensors [...] where they are, each from `put` to `take`; as `LayerTensors` does on the host."""
+
+    copies = False
+
+    def __init__(self) -> None:
+        self._tensors: dict[Access, Tensor] = {}
+
+    def put(self, name: str, chunk: int, tensor: Tensor) -> None:
+        """Keep the tensor [...] itself."""
+        self._tensors[name, chunk] = tensor
+
+    def has(self, name: str, chunk: int) -> bool:
+        """Whether it is kept."""
+        return (name, chunk) in self._tensors
+
+    def keep_only(self, needed: Callable[[str], bool]) -> None:
+        """Let go of the tensors whose names are not needed."""
+        self._tensors = {access: tensor for access, tensor in self._tensors.items() if needed(access[0])}
+
+    def reserve(self, size: int) -> None:
+        """Nothing: a tensor that is kept needs no room of its own."""
+
+    def load(self, name: str, chunk: int) -> None:
+        """Nothing: the tensor is where it was."""
+
+    def peek(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...] itself."""
+        return self._tensors[name, chunk]
+
+    borrow = peek  # a change of it is kept at once
+
+    def take(self, name: str, chunk: int) -> Tensor:
+        """The tensor [...] itself, which is not kept any longer."""
+        return self._tensors.pop((name, chunk))
 
 
 class Kept:
@@ -43,6 +79,7 @@ class Kept:
     """
 
     lends_attended = True  # the layer gets to work with the very output of attention that is kept
+    chosen_here = True  # what is saved, where the config does not name it
 
     def __init__(
         self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, autocast: Autocast
@@ -52,7 +89,7 @@ class Kept:
         self.named = True  # by the user
         self.watch: LayerSeen | None = None
         self.autocast = autocast  # Linears give their outputs in its dtype. [Note: autocast]
-        self.store: SavedTensors = InMemory()
+        self.store: InMemory | LayerTensors = InMemory()
         self.random: list[RandomState] = []
         self.linears: dict[str, nn.Linear] = {}
         self.products: list[str] = []
@@ -63,13 +100,9 @@ class Kept:
         self._indexers = 0
         self._captured: list[tuple[str, Tensor, int]] = []
 
-    def save_to(self, offloader: OffloadManager) -> None:
-        """Saved tensors go there."""
-        self.store = offloader.open(self.site.index, self.device)
-
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """What is saved is chosen for the memory that there is, if nothing else says it."""
-        if self.site.chooser is not None:
+        if self.site.chooser is not None and self.chosen_here:
             chosen = self.site.chooser.saves(self, rows, can_keep_graph)
             self.watch, self.keeps_graph = chosen.watch, chosen.graph
             if chosen.names is not None:
@@ -93,10 +126,6 @@ class Kept:
         """Forward is over. backward_bytes: what keys, values and their gradients will take on the device."""
         if not isinstance(self.store, InMemory):
             self.store.seal(*self.accesses(), backward_bytes)
-
-    def snapshot(self) -> None:
-        """Remember the random state that the next chunk starts from."""
-        self.random.append(RandomState.capture(self.device))
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
         """Save the states that a chunk starts from."""
@@ -141,10 +170,9 @@ class Kept:
             if whole is not None:
                 self.store.put(f"k.{site}", chunk.index, whole[0])
                 self.store.put(f"v.{site}", chunk.index, whole[1])
-        if self.watch is not None:
-            self.watch.mark(self._cost(chunk, hidden_chunk, attended))
-
-    def _cost(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> Cost:
+        if self.watch is None:
+            return
+        # What each thing would cost to keep and to compute again, by which the next forwards choose.
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
         prefix, overwritten = self.carried.prefix, self.site.overwritten
         with self.autocast.restored():
@@ -155,7 +183,7 @@ class Kept:
                 for name, linear in self.site.linears.items()
                 if name not in overwritten.products
             }
-        return Cost(
+        cost = Cost(
             x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.picked),
             attn_out=0 if overwritten.attended else sum(part.o.nbytes + part.lse.nbytes for part in attended),
             kv=(chunk.stop - chunk.start) * sum(size.keys for size in prefix.sizes_seen),
@@ -163,6 +191,7 @@ class Kept:
             products=products,
             overwritten=overwritten.products | ({"attn_out"} if overwritten.attended else set()),
         )
+        self.watch.mark(cost)
 
     def keep_products(self, chunk: Chunk) -> None:
         """Save what was captured since the last call.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -22,19 +21,13 @@ from streambp.accumulate import add_product
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.looks import VERSION, Look
 
-
-@dataclasses.dataclass(frozen=True)
-class GradientSlot:
-    """A place that holds a parameter: `module._parameters[name]`."""
-
-    module: nn.Module
-    name: str
+ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module._parameters[name]`
 
 
-def slots_of(module: nn.Module) -> list[tuple[str, GradientSlot]]:
+def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
     """All slots of parameters inside a module that hold one, with their names."""
     return [
-        (f"{path}.{name}", GradientSlot(owner, name))
+        (f"{path}.{name}", (owner, name))
         for path, owner in module.named_modules()
         for name, parameter in owner._parameters.items()
         if parameter is not None
@@ -56,14 +49,14 @@ class Parameters:
     trained: bytes = b""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, slots: list[tuple[str, GradientSlot]] | None = None
+        self, module: nn.Module, device: torch.device, slots: list[tuple[str, ParameterSlot]] | None = None
     ) -> None:
-        groups: dict[int, list[GradientSlot]] = {}
+        groups: dict[int, list[ParameterSlot]] = {}
         self.names: list[str] = []
         self._identities: list[int] = []  # of each distinct parameter
         self._versions: list[int] = []
         for path, slot in slots_of(module) if slots is None else slots:
-            parameter = slot.module._parameters[slot.name]
+            parameter = slot[0]._parameters[slot[1]]
             if parameter is None or not parameter.requires_grad:
                 continue
             if isinstance(parameter, DTensor):
@@ -97,9 +90,9 @@ class Parameters:
 
     def current(self) -> list[Tensor]:
         """What the slots hold now, one tensor [...] for each distinct parameter."""
-        return [slots[0].module._parameters[slots[0].name] for slots in self.groups]  # type: ignore[misc]
+        return [slots[0][0]._parameters[slots[0][1]] for slots in self.groups]  # type: ignore[misc]
 
-    def check_unchanged(self, slots: list[tuple[str, GradientSlot]] | None = None) -> None:
+    def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
         """Raise BackwardError if a parameter was written to since this object was built, as by an optimizer step, or is
         another one; or if another wants a gradient, as of another adapter.
 
@@ -109,61 +102,55 @@ class Parameters:
         """
         held = self.current()
         if list(map(id, held)) != self._identities or list(map(VERSION, held)) != self._versions:
-            self._refuse(held)
+            known_as = zip(self.names, held, self._identities, self._versions, strict=True)
+            for name, parameter, identity, version in known_as:
+                if id(parameter) != identity:
+                    raise BackwardError(
+                        f"{name} is another tensor in backward than it was in forward (torch.func.functional_call puts "
+                        "others in for a forward alone), so recomputing the layer would give the gradient of another "
+                        "model. Load the values into the model's own parameters, or run it unpatched "
+                        "(streambp.unpatch(model))."
+                    )
+                if parameter._version != version:
+                    raise BackwardError(
+                        f"{name} was changed in place between forward and backward, so recomputing the layer would give "
+                        "the gradient of another model. Call backward before optimizer.step() or any other update."
+                    )
         slots = slots_of(self._module) if slots is None else slots
         known = set(self._identities) if slots else ()
-        for _, slot in slots:
-            now = slot.module._parameters[slot.name]
+        for _, (owner, name) in slots:
+            now = owner._parameters[name]
             if now is not None and now.requires_grad and id(now) not in known:
                 raise BackwardError(
-                    f"{type(slot.module).__name__}.{slot.name} {list(now.shape)} wants a gradient in backward and wanted "
+                    f"{type(owner).__name__}.{name} {list(now.shape)} wants a gradient in backward and wanted "
                     "none in forward (another adapter is active?), so recomputing the layer would give the gradient of "
                     "another model. Call backward before set_adapter or requires_grad_."
                 )
 
-    def _refuse(self, held: list[Tensor]) -> None:
-        for name, parameter, identity, version in zip(self.names, held, self._identities, self._versions, strict=True):
-            if id(parameter) != identity:
-                raise BackwardError(
-                    f"{name} is another tensor in backward than it was in forward (torch.func.functional_call puts others "
-                    "in for a forward alone), so recomputing the layer would give the gradient of another model. Load the "
-                    "values into the model's own parameters, or run it unpatched (streambp.unpatch(model))."
-                )
-            if parameter._version != version:
-                raise BackwardError(
-                    f"{name} was changed in place between forward and backward, so recomputing the layer would give "
-                    "the gradient of another model. Call backward before optimizer.step() or any other update."
-                )
-
-    @contextlib.contextmanager
-    def shadowed(self, change: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[list[Tensor]]:
-        """Put shadows [...] into every slot; yields them in the order of `current`. [Note: shadows]
+    def shadowed(
+        self, change: Callable[[Tensor], Tensor] = Tensor.detach
+    ) -> contextlib.AbstractContextManager[list[Tensor]]:
+        """Within, shadows [...] are in every slot; yields them in the order of `current`. [Note: shadows]
 
         Args:
             change: gives a shadow's value from the parameter's.
         """
-        before = self.current()
-        shadows = [change(parameter).requires_grad_() for parameter in before]
-        try:
-            self._put(shadows)
-            yield shadows
-        finally:
-            self._put(before)
+        return self.replaced([change(parameter).requires_grad_() for parameter in self.current()])
 
     @contextlib.contextmanager
-    def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:
+    def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
         """Within, slots hold other tensors [...], in the order of `current`."""
         before = self.current()
         try:
             self._put(others)
-            yield
+            yield others
         finally:
             self._put(before)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for slots, tensor in zip(self.groups, tensors, strict=True):
-            for slot in slots:
-                slot.module._parameters[slot.name] = tensor  # type: ignore[assignment]
+            for owner, name in slots:
+                owner._parameters[name] = tensor  # type: ignore[assignment]
 
 
 class GradientSum:
@@ -178,7 +165,7 @@ class GradientSum:
     def __init__(self, count: int, parts: int) -> None:
         self._sums: list[Tensor | None] = [None] * count
         self.alone = parts == 1
-        self._places: dict[int, int] = {}
+        self.places: dict[int, int] = {}  # of shadows by their id, by which `adder` knows the sums
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # by id, dtype and whether with a graph
         self._done: dict[int, int] = {}  # by parameter, products of the chunk at work that were added
         self._left: dict[int, int] = {}  # and those of them that a second attempt has not come to yet
@@ -190,14 +177,10 @@ class GradientSum:
         if not again:
             self._done.clear()
 
-    def stand_for(self, shadows: list[Tensor]) -> None:
-        """Note the shadows [...], shaped like the parameters and in their order, by which `adder` knows the sums."""
-        self._places = {id(shadow): index for index, shadow in enumerate(shadows)}
-
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
         """Adds a product [out, n] @ [n, in] to the gradient that a shadow stands for; None: it is not one, or a sum of one
         part would only be wider. [Note: sums inside products]"""
-        index = self._places.get(id(weight))
+        index = self.places.get(id(weight))
         if index is None or self.alone:
             return None
 

@@ -58,8 +58,5 @@ def written_since(before: Buffers) -> Buffers:
 def _same(buffer: Tensor | None, old: Tensor) -> bool:
     if buffer is None or buffer.shape != old.shape or buffer.dtype != old.dtype:
         return False
-    return torch.equal(_bytes(buffer), _bytes(old))  # where they are NaN as well
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).view(torch.uint8)
+    one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (buffer, old))
+    return torch.equal(one, other)  # where they are NaN as well

@@ -26,6 +26,8 @@ from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.recompute import NOTHING, Autocast
 from streambp.layer.witness import (
+    CHOSEN_OTHERWISE,
+    EPS_OF_HALVES,
     TOLERANCE,
     Source,
     Witness,
@@ -33,8 +35,6 @@ from streambp.layer.witness import (
     chooses,
     coarsest_of,
     dtypes_of,
-    gives_otherwise,
-    tolerance_of,
 )
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
@@ -109,16 +109,6 @@ class LayerKind:
     attention: NoAttention = dataclasses.field(default_factory=ThroughInterface)
     states: StateCarrier = dataclasses.field(default_factory=StateCarrier)
     counts_positions: bool = False
-
-    @property
-    def shows_without_data(self) -> bool:
-        """Whether its structure alone tells that it can be cut, where there are no values to compare (meta, fake)."""
-        return self.states.carries or self.attention.reads_a_mask
-
-    @property
-    def can_be_parted(self) -> bool:
-        """Whether nothing may cross the end of a chunk where queries do not read other chunks' keys. [Note: a trial]"""
-        return self.attention.readable_apart and not self.states.carries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,18 +278,17 @@ class LayerSite:
         values to compare."""
         if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None
-        return Witness(self.witnesses, functools.partial(self._compared, x.dtype, x.device.type, autocast))
+        dtype, device = x.dtype, x.device.type  # x itself would live as long as its witness
 
-    def _compared(self, dtype: torch.dtype, device: str, autocast: Autocast) -> Source:
-        """The layer, to be compared over tokens of that dtype."""
-
-        def source(_: nn.Module) -> Source:
+        def compared(_: nn.Module) -> Source:
             coarsest = coarsest_of((dtype, *self.of(dtypes_of), *autocast.dtypes), device)
-            exact = coarsest in TOLERANCE or (device == "cpu" and not self.of(has_compiled_parts))
-            tolerance = tolerance_of(coarsest, not exact and self.of(chooses))
-            return Source(self.index, functools.partial(gives_otherwise, self.layer, autocast.on), tolerance)
+            tolerance = TOLERANCE.get(coarsest, EPS_OF_HALVES * torch.finfo(coarsest).eps)
+            if coarsest not in TOLERANCE and (device != "cpu" or self.of(has_compiled_parts)) and self.of(chooses):
+                tolerance = CHOSEN_OTHERWISE  # kernels may add up in any order
+            return Source(self.layer, self.index, autocast.on, tolerance)
 
-        return self.of(source, ("compared", dtype, device, autocast.states, products_rounded_to(device)))
+        known_as = "compared", dtype, device, autocast.states
+        return Witness(self.witnesses, lambda: self.of(compared, (*known_as, products_rounded_to(device))))
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
         """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed

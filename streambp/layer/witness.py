@@ -82,26 +82,17 @@ def answered_at_once(then: Tensor, now: Tensor) -> bool:
     return now.is_cpu and torch.equal(then, now)
 
 
-def tolerance_of(dtype: torch.dtype, in_any_order: bool) -> float:
-    """How far, of its norm, what a layer gives may be from what it gave. [Note: witness]
-
-    Args:
-        dtype: the coarsest at work. in_any_order: the layer chooses, and kernels may add up in any order.
-    """
-    if dtype in TOLERANCE:
-        return TOLERANCE[dtype]
-    return CHOSEN_OTHERWISE if in_any_order else EPS_OF_HALVES * torch.finfo(dtype).eps
-
-
 @dataclasses.dataclass(frozen=True)
 class Source:
     """The layer that is compared.
 
-    index: among those of its model. changed: makes the error. tolerance: as of `tolerance_of`.
+    index: among those of its model. cast: autocast was on.
+    tolerance: how far, of its norm, what it gives may be from what it gave. [Note: witness]
     """
 
+    layer: nn.Module
     index: int
-    changed: Callable[[], BackwardError]
+    cast: bool
     tolerance: float
 
 
@@ -116,11 +107,6 @@ class Compared(NamedTuple):
     then: Tensor
     now: Tensor
     unchanged: Tensor | None
-
-    def on_host(self) -> Compared:
-        """The same, where no memory of a device is wanted."""
-        unchanged = None if self.unchanged is None else self.unchanged.cpu()
-        return Compared(self.source, self.then.cpu(), self.now.cpu(), unchanged)
 
 
 class Witness:
@@ -211,7 +197,7 @@ class Witnesses:
         rows = x.numel() // max(1, features)
         weights = self._weights.get((rows, x.dtype, device))
         if weights is None:
-            weights = self._first(rows, x)
+            weights = self._made(rows, x)
         columns = x.reshape(rows, features).t()  # [n, rows]
         if not torch._C._is_any_autocast_enabled():
             found = torch.mv(columns, weights)
@@ -221,23 +207,20 @@ class Witnesses:
         folded = math.gcd(features, FEATURES) if features > FEATURES else features
         return found if folded in (features, 1) else found.view(-1, folded).sum(0)
 
-    def _first(self, rows: int, like: Tensor) -> Tensor:
-        """Weights [rows], a view of the longest that were made."""
+    def _made(self, rows: int, like: Tensor) -> Tensor:
+        """Weights [rows] of either sign, by their place alone, and small enough for sums in float16: a view of the longest
+        that were made."""
         key = like.dtype, like.device
         if key not in self._longest or self._longest[key].shape[0] < rows:
-            self._longest[key] = self._made(2 * rows, like)
+            mixed = torch.arange(1, 2 * rows + 1, device="cpu", dtype=torch.int64) * 2654435761 & 0xFFFFFFFF
+            mixed = (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF
+            mixed = (mixed ^ (mixed >> 13)) * 3266489917 & 0xFFFFFFFF
+            size = 0.5 + (mixed & 0xFFFF) / 0xFFFF
+            self._longest[key] = (size * torch.where(mixed >> 31 == 1, 1 / 64, -1 / 64)).to(like.device, like.dtype)
         if len(self._weights) == REMEMBERED:
             self._weights.clear()
         weights = self._weights[rows, like.dtype, like.device] = self._longest[key][:rows]
         return weights
-
-    def _made(self, rows: int, like: Tensor) -> Tensor:
-        """Weights [rows] of either sign, by their place alone, and small enough for sums in float16."""
-        mixed = torch.arange(1, rows + 1, device="cpu", dtype=torch.int64) * 2654435761 & 0xFFFFFFFF
-        mixed = (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF
-        mixed = (mixed ^ (mixed >> 13)) * 3266489917 & 0xFFFFFFFF
-        size = 0.5 + (mixed & 0xFFFF) / 0xFFFF
-        return (size * torch.where(mixed >> 31 == 1, 1 / 64, -1 / 64)).to(like.device, like.dtype)
 
     def ask(self, found: list[Compared]) -> None:
         """Compare, and raise if something differs: when autograd has ended the backward that is running."""
@@ -273,9 +256,19 @@ class Question:
                 raise
             changed = None
         if changed is None:  # not above: the error's frames hold tensors. The gradients are there, so this must not fail
-            changed = _changed([one.on_host() for one in found])
+            on_host = ((one.source, *(None if x is None else x.cpu() for x in one[1:])) for one in found)
+            changed = _changed([Compared(*moved) for moved in on_host])  # type: ignore[arg-type]
         if changed:
-            raise min(changed, key=lambda source: source.index).changed()
+            source = min(changed, key=lambda source: source.index)
+            keeps = "Autocast keeps its copies of weights until its context ends: end it before optimizer.step(). "
+            raise BackwardError(
+                f"{type(source.layer).__name__} is not in backward what it was in forward: of the same input it makes "
+                "something else. Backward recomputes the layer, so that it gave the gradient of another model. Set "
+                "gradients to zero, and call backward before you change anything that the layer reads: before "
+                "optimizer.step() (fused ones mark no change), before values are set through `.data`, and before numbers "
+                f"that its code takes from elsewhere are. {keeps if source.cast else ''}Where nothing changes, kernels "
+                "give other roundings each time: set StreamConfig(compare_backward=False)."
+            )
 
 
 def _changed(found: list[Compared]) -> list[Source]:
@@ -306,19 +299,3 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
         off = (now - then).norm(dim=1)
         limit = tolerance * added + torch.finfo(dtype).eps * size
         return off > limit
-
-
-def gives_otherwise(layer: nn.Module, cast: bool = False) -> BackwardError:
-    """The error of a layer whose recomputation differs.
-
-    Args:
-        cast: autocast was on.
-    """
-    keeps = "Autocast keeps its copies of weights until its context ends: end it before optimizer.step(). " if cast else ""
-    return BackwardError(
-        f"{type(layer).__name__} is not in backward what it was in forward: of the same input it makes something else. "
-        "Backward recomputes the layer, so that it gave the gradient of another model. Set gradients to zero, and call "
-        "backward before you change anything that the layer reads: before optimizer.step() (fused ones mark no change), "
-        f"before values are set through `.data`, and before numbers that its code takes from elsewhere are. {keeps}Where "
-        "nothing changes, kernels give other roundings each time: set StreamConfig(compare_backward=False)."
-    )

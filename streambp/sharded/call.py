@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streambp.admission.trials import confirmed, few_tokens, gradients_of, same_gradients
 from streambp.attention.attend import Params
 from streambp.attention.carriers import Layout, attention_mask_of
 from streambp.attention.prefix import Prefix
-from streambp.attention.spans import Spans
-from streambp.chunks import Chunk, ChunkPlan
+from streambp.chunks import Chunk
 from streambp.config import StreamConfig
 from streambp.device import has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
@@ -23,11 +23,11 @@ from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.carried import Carried
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
-from streambp.layer.recompute import Autocast, RandomState
+from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
-from streambp.offload.manager import Access, OffloadManager
+from streambp.offload.manager import Access
 from streambp.sharded.halves import AfterAttention, BeforeAttention
 from streambp.sharded.masks import resolve_whole
 from streambp.sharded.shards import Keys, Piece, Shards
@@ -43,43 +43,22 @@ def keeps(config: StreamConfig, name: str) -> bool:
 class ShardedKept(Kept):
     """What the two halves of a shard's chunks keep, and the attention of whole sequences.
 
+    pieces, gathers: as of the call's shards.
     products_before, products_after: the kept Linears that are called before attention and after it.
     """
 
-    def __init__(
-        self,
-        site: LayerSite,
-        plan: ChunkPlan,
-        carried: Carried,
-        device: torch.device,
-        autocast: Autocast,
-        pieces: list[Piece],
-        gathers: bool,
-    ) -> None:
-        super().__init__(site, plan, carried, device, autocast)
-        self.pieces, self.gathers = pieces, gathers
-        self.products_before: list[str] = []
-        self.products_after: list[str] = []
-
+    pieces: list[Piece]
+    gathers: bool
+    products_before: list[str]
+    products_after: list[str]
     lends_attended = False
+    chosen_here = False  # what a rank would choose by its own memory differs. [Note: equal exchanges]
 
     @property
     def keeps_kv(self) -> bool:
         """Whether K and V of whole sequences are saved: where they are gathered, only while a layer attends.
         [Note: equal exchanges]"""
         return keeps(self.site.config, "kv") and not self.gathers
-
-    @property
-    def spares_keys(self) -> bool:
-        """Whether attention's results are saved for certain, so that no keys are gathered to attend again."""
-        return keeps(self.site.config, "attn_out") and self.gathers
-
-    def save_to(self, offloader: OffloadManager) -> None:
-        """What is saved is what the configuration names: what a rank would choose by its own measurements differs."""
-        self.store = offloader.open(self.site.index, self.device)
-
-    def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
-        """Nothing: what a rank would choose by its own memory differs. [Note: equal exchanges]"""
 
     def accesses(self) -> tuple[list[Access], int]:
         """As in `Kept`, for the two halves and the attention between them.
@@ -107,6 +86,7 @@ class ShardedCall(LayerCall):
     def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
         super().__init__(site, arguments)
+        self.gradients_of_a_parameter *= 2  # one from each half
         self.params: Params | None = None
         self.heads: tuple[int, int] = (0, 0)  # of queries, and of keys and values
         self.value_size = 0  # D_v
@@ -122,31 +102,22 @@ class ShardedCall(LayerCall):
                 f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. Pass all of the shard's "
                 "tokens through every layer."
             )
-        layout = Layout(self._layout())
-        prefix = Prefix(layout.spans, self.shards.whole_length, self.site.config.attention)
-        return Carried(layout, prefix, self.site.kind.attention.in_tiles)
-
-    def _keep(self) -> ShardedKept:
-        self.pieces = self.shards.pieces(self.rows, self.plan.size)
-        return ShardedKept(
-            self.site, self.plan, self.carried, self.device, self.autocast, self.pieces, self.shards.gathers_keys
-        )
-
-    def _layout(self) -> Spans:
-        named = self.arguments.named
+        named, shards = self.arguments.named, self.shards
         if named.get(DOCUMENT_ENDS) is not None:
             raise UnsupportedMaskError(
                 "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids that restart, and leave "
                 "cu_seq_lens out."
             )
-        mask = attention_mask_of(named)
-        shards, device = self.shards, self.hidden_states.device
-        return resolve_whole(mask, shards.spans, shards.length, shards.positions, device, shards.everyones)
+        mask, device = attention_mask_of(named), self.hidden_states.device
+        layout = Layout(resolve_whole(mask, shards.spans, shards.length, shards.positions, device, shards.everyones))
+        prefix = Prefix(layout.spans, self.shards.whole_length, self.site.config.attention)
+        return Carried(layout, prefix, self.site.kind.attention.in_tiles)
 
-    @property
-    def gradients_of_a_parameter(self) -> int:
-        """Two for each chunk of the shard."""
-        return 2 * len(self.plan)  # one from each half
+    def _keep(self) -> ShardedKept:
+        kept = ShardedKept(self.site, self.plan, self.carried, self.device, self.autocast)
+        self.pieces = kept.pieces = self.shards.pieces(self.rows, self.plan.size)
+        kept.gathers, kept.products_before, kept.products_after = self.shards.gathers_keys, [], []
+        return kept
 
     def look_into_halves(self) -> None:
         """Find out which products each half leaves out; traced once for each situation. Called while streaming.
@@ -167,74 +138,66 @@ class ShardedCall(LayerCall):
         if linears and key not in self.site.unread_in_halves:
             parameters = Parameters(self.layer, self.device)
             with torch.enable_grad(), RandomState.capture(self.device).replayed(), parameters.shadowed():
-                self.site.unread_in_halves[key] = self._trace(linears)
+                chunk = Chunk(0, 0, min(TRIED, self.plan.length))
+                with few_tokens(self, self.hidden_states.detach(), chunk.stop, self.site.turns) as x:
+                    found = _unread_in_halves(self, linears, x, chunk, RandomState.capture(self.device))
+                self.site.unread_in_halves[key] = found
         self.unread = self.site.unread_in_halves.get(key, UnreadInHalves())
 
-    def _trace(self, linears: dict[str, Any]) -> UnreadInHalves:
-        chunk = Chunk(0, 0, min(TRIED, self.plan.length))
-        with few_tokens(self, self.hidden_states.detach(), chunk.stop, self.site.turns) as x:
-            return _Halves(self, linears, x, chunk, RandomState.capture(self.device)).unread()
 
+def _unread_in_halves(
+    call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
+) -> UnreadInHalves:
+    """What traces of both halves over x [..., B, C, h], each run from the same random state, propose, as far as trials
+    confirm it. [Note: writes through pointers]"""
+    x = x.clone().requires_grad_()
 
-class _Halves:
-    """Both halves over x [..., B, C, h], each run from the same random state."""
-
-    def __init__(self, call: ShardedCall, linears: dict[str, Any], x: Tensor, chunk: Chunk, random: RandomState) -> None:
-        self.call, self.linears, self.chunk, self.random = call, linears, chunk, random
-        self.x = x.clone().requires_grad_()
-        with torch.no_grad():
-            q, _, v = self.before()
-        self.o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()  # [B, H, C, D_v]
-
-    def before(self) -> list[Tensor]:
+    def before() -> list[Tensor]:
         point = BeforeAttention()
-        with self.random.replayed():
-            self.call.run(self.x, self.chunk, point)
+        with random.replayed():
+            call.run(x, chunk, point)
         made = point.projected
         assert made is not None
         return [made.q, made.k, made.v]
 
-    def after(self) -> list[Tensor]:
-        with self.random.replayed():
-            output = self.call.run(self.x, self.chunk, AfterAttention(self.o))
+    with torch.no_grad():
+        q, _, v = before()
+    o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()  # [B, H, C, D_v]
+
+    def after() -> list[Tensor]:
+        with random.replayed():
+            output = call.run(x, chunk, AfterAttention(o))
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
-    def unread(self) -> UnreadInHalves:
-        """What the traces propose, as far as trials confirm it. [Note: writes through pointers]"""
-        try:
-            first, second = trace(self.linears, lambda: self.before()[:1]), trace(self.linears, self.after)
-        except Exception as error:  # as in `trials.unread_products`
-            if is_out_of_memory(error):
-                raise
-            return UnreadInHalves()
-        unreached = second.called - second.reached
-        queries, before, after = first.called - first.reached, first.called - first.read, second.called - second.read
-        found = UnreadInHalves(queries, unreached, before, unreached | after)
-        if not has_data(self.x):
-            return found
-        return UnreadInHalves(
-            self._unchanged(found.for_queries, lambda: self.before()[:1]),
-            self._unchanged(found.for_output, self.after),
-            self._differentiated(found.to_differentiate_before, self.before),
-            self._differentiated(found.to_differentiate_after, self.after),
-        )
+    def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
+        """Those of these without which a half hands on the same, or has the same gradients."""
 
-    def _unchanged(self, names: Labels, run: Callable[[], list[Tensor]]) -> Labels:
-        with torch.no_grad():
-            expected = run()
+        def given(names: Labels) -> list[Any]:
+            if not differentiated:
+                with torch.no_grad(), left_out(linears, names):
+                    return run()
+            others = [name for name in linears if name not in names]
+            with random.replayed(), computed(linears, others), left_out(linears, names):
+                return gradients_of(run(), [x, o, *call.layer.parameters()])
 
-            def holds(names: Labels) -> bool:
-                with left_out(self.linears, names):
-                    return all(map(torch.equal, run(), expected))
+        expected = given(frozenset())
+        same = functools.partial(same_gradients, call) if differentiated else lambda *both: all(map(torch.equal, *both))
+        return confirmed(names, lambda names: same(given(names), expected))
 
-            return confirmed(names, holds)
-
-    def _differentiated(self, names: Labels, run: Callable[[], list[Tensor]]) -> Labels:
-        def gradients(names: Labels) -> list[Tensor | None]:
-            others = [name for name in self.linears if name not in names]
-            with self.random.replayed(), computed(self.linears, others), left_out(self.linears, names):
-                return gradients_of(run(), [self.x, self.o, *self.call.layer.parameters()])
-
-        expected = gradients(frozenset())
-        return confirmed(names, lambda names: same_gradients(self.call, gradients(names), expected))
+    try:
+        first, second = trace(linears, lambda: before()[:1]), trace(linears, after)
+    except Exception as error:  # as in `trials.unread_products`
+        if is_out_of_memory(error):
+            raise
+        return UnreadInHalves()
+    unreached = second.called - second.reached
+    queries, to_before, to_after = first.called - first.reached, first.called - first.read, second.called - second.read
+    if not has_data(x):
+        return UnreadInHalves(queries, unreached, to_before, unreached | to_after)
+    return UnreadInHalves(
+        kept(queries, lambda: before()[:1], False),
+        kept(unreached, after, False),
+        kept(to_before, before, True),
+        kept(unreached | to_after, after, True),
+    )

@@ -147,7 +147,7 @@ def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
     return k.shape[0] * whole * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
 
 
-class GatheredKeys:
+class GatheredKeys(Keys):
     """K and V of all ranks, a group of heads at a time, in order.
 
     Args:
@@ -162,7 +162,7 @@ class GatheredKeys:
         self.coming = self._start(0)
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """Each group; a single one stays until it is asked for the last time."""
+        """As in `Keys`; a single group stays until it is asked for the last time."""
         if self.held is not None:
             group, self.held = self.held, None if last else self.held
             yield group

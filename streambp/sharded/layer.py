@@ -29,7 +29,6 @@ be the same on all ranks, never from what fitted on this rank's host or from its
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -48,13 +47,13 @@ from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
 from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole
-from streambp.layer.products import See, left_out, seen, summed
-from streambp.layer.recompute import RandomState
+from streambp.layer.products import See, captured, left_out, summed
+from streambp.layer.recompute import NOTHING, RandomState
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
-from streambp.sharded.call import ShardedCall
+from streambp.sharded.call import ShardedCall, keeps
 from streambp.sharded.halves import AfterAttention, BeforeAttention
-from streambp.sharded.shards import HeldKeys, Keys, Shards
+from streambp.sharded.shards import Keys, Shards
 
 
 def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
@@ -93,8 +92,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             call.kept.find_products()
             call.witness = call.site.witness(call.hidden_states, call.autocast)
         before = RandomState.capture(call.device)
-        q, keys = _exchanged(call, _project(call, keep))
-        assert keys is not None
+        parts = _project(call, keep)
+        q, keys = call.shards.queries(parts.pop(0)), call.shards.start_keys(parts, call.heads[0])
         if not before.is_current():
             raise UnsupportedModelError(
                 f"{type(call.layer).__name__} draws random numbers before its attention (dropout?), which streambp does "
@@ -109,36 +108,28 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         o = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
         names = [n for n in call.kept.products if n not in call.kept.products_before and n not in call.unread.for_output]
         call.kept.products_after = names
-        with left_out(call.site.linears, call.unread.for_output), _inputs_seen(call):
+        linears, seen = call.site.linears, NOTHING
+        if call.witness is not None:  # sees the inputs of what this half leaves out in backward
+            call.witness.left_out = call.unread.to_differentiate_after.difference(call.unread.for_output, names)
+            seen = captured(linears, call.witness.left_out, None, call.witness.see)
+        with left_out(linears, call.unread.for_output), seen:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
-                    call.kept.snapshot()
+                    call.kept.random.append(RandomState.capture(call.device))
                 see = call.seeing(chunk, again=False, half="after")
-                with call.kept.capturing(names, see) if keep else contextlib.nullcontext():
+                with call.kept.capturing(names, see) if keep else NOTHING:
                     output = call.run(hidden_chunk, chunk, AfterAttention(o[_part(chunk)]))
                 assert output is not None
                 if call.witness is not None:
                     call.witness.see_output(hidden_chunk, output.hidden_states)
                 if keep:
                     call.kept.keep(chunk, hidden_chunk, [])
-                whole.put(None, output.hidden_states, chunk)
-                for place, extra in output.extras.items():
-                    whole.put(place, extra, chunk)
+                whole.put(output, chunk)
                 del output
     if keep:
-        call.kept.store.seal(*call.kept.accesses(), call.backward_bytes)
+        call.kept.seal(call.backward_bytes)
     return outputs_of(call, whole)
-
-
-def _inputs_seen(call: ShardedCall) -> contextlib.AbstractContextManager[None]:
-    """Within, in forward, the witness sees the inputs of the Linears that the half after attention leaves out in backward.
-    [Note: witness]"""
-    if call.witness is None:
-        return contextlib.nullcontext()
-    names = call.unread.to_differentiate_after.difference(call.unread.for_output, call.kept.products_after)
-    call.witness.left_out = names
-    return seen(call.site.linears, names, call.witness.see)
 
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
@@ -147,7 +138,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
         see = call.seeing(chunk, again=False, half="before")
-        with call.kept.capturing(see=see) if keep else contextlib.nullcontext():
+        with call.kept.capturing(see=see) if keep else NOTHING:
             found = _collect(call, hidden_chunk, chunk, projected, 3)
         _see_projected(see, found)
         if keep:
@@ -181,12 +172,6 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
     return found
 
 
-def _exchanged(call: ShardedCall, parts: list[Tensor]) -> tuple[Tensor, Keys | None]:
-    """q where it is attended, and keys if there are any; the shard's q, k and v are let go of."""
-    q = call.shards.queries(parts.pop(0))
-    return q, call.shards.start_keys(parts, call.heads[0]) if parts else None
-
-
 def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
     """o [B, H', n, D_v] and lse [B, H', n] for q [B, H', n, D]; pieces that were saved are taken.
 
@@ -204,8 +189,8 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
             lse[_part(here)] = call.kept.store.take("lse.0", index)
         else:
             missing.append(piece)
-    if not missing and call.kept.spares_keys:
-        return o.transpose(1, 2), lse
+    if not missing and call.kept.gathers and keeps(call.site.config, "attn_out"):
+        return o.transpose(1, 2), lse  # saved on every rank, so that no keys are gathered to attend again
     prefix, call.backward_bytes = call.carried.prefix, 0
     for group in keys.groups(last):
         sinks = None if call.sinks is None else call.sinks[group.heads]
@@ -258,7 +243,7 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
 
 
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
-    """As `_exchanged` in forward, with keys from where they were saved."""
+    """q where it is attended, and keys: exchanged as in forward, or from where they were saved."""
     count = 1 if call.kept.keeps_kv else 3
     unread = call.unread.for_queries.difference(call.kept.products_before) if call.kept.keeps_kv else frozenset()
     projected: list[Tensor] = []
@@ -266,18 +251,17 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
         for chunk in call.plan:
             with call.kept.knowing(chunk, call.kept.products_before, again=True):
                 _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
-    q, keys = _exchanged(call, projected)
-    keys, call.keys = keys or call.keys, None
-    return q, keys or _saved_keys(call)
-
-
-def _saved_keys(call: ShardedCall) -> Keys:
+    q = call.shards.queries(projected.pop(0))
+    keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
+    call.keys = None
+    if keys is not None:
+        return q, keys
     for piece in call.pieces:
         k, v = (call.kept.store.take(f"{part}.0", piece.here.index).transpose(1, 2) for part in "kv")
         call.carried.prefix.restore(0, piece.whole, k, v)
     site = call.carried.prefix.sites.pop()
     assert isinstance(site, KVBuffer)
-    return HeldKeys(site.k, site.v)
+    return q, Keys(site.k, site.v)
 
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:

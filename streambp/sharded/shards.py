@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,22 +45,15 @@ class KeyGroup(NamedTuple):
     v: Tensor
 
 
-class Keys(Protocol):
-    """Keys and values of whole sequences, in order, a group of heads at a time."""
-
-    def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """All groups; last: nobody asks again, so that a group is freed as soon as it is let go of."""
-        ...
-
-
-class HeldKeys:
-    """One group of k [B, T, G, D] and v [B, T, G, D_v] that is there."""
+class Keys:
+    """Keys and values of whole sequences, in order, a group of heads at a time; one group k [B, T, G, D] and
+    v [B, T, G, D_v] that is there."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.both = [KeyGroup(slice(None), k, v)]
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """The one group."""
+        """All groups; last: nobody asks again, so that a group is freed as soon as it is let go of."""
         yield self.both.pop() if last else self.both[0]
 
 
@@ -127,7 +120,7 @@ class Shards:
 
         heads: of the queries, H.
         """
-        return HeldKeys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
+        return Keys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
         """From dK [B, T, G, D] and dV of a group, which are taken out of `sums`, those of this rank's tokens.
@@ -188,7 +181,19 @@ def gather_shards(
     batch_size, length = tokens.shape[:2]
     asked = _kind(batch_size, length, position_ids, attention_mask)
     everyones = _agree(group, torch.tensor([batch_size, length, asked, agreed, room], device=tokens.device))
-    _refuse_missing(batch_size, length, position_ids, attention_mask, min(other[2] for other in everyones))
+    said = min(other[2] for other in everyones)
+    if said == -1:
+        found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
+        raise StreamBPError(
+            f"position_ids are {found}; with sequences split over ranks each rank must pass those of its shard, "
+            f"[1 or {batch_size}, {length}], counted over the whole sequence: put torch.arange(whole_length) into "
+            "the batch before it is split (DeepSpeed Ulysses), or among the buffers of context_parallel."
+        )
+    if said == -2:
+        raise UnsupportedMaskError(
+            f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; with sequences split "
+            f"over ranks it must be this rank's shard of a padding mask, [{batch_size}, {length}], or None."
+        )
     assert position_ids is not None
     size, given = len(everyones), min(other[4] for other in everyones)
     spans = Spans.causal(batch_size, length * size)
@@ -232,18 +237,3 @@ def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_m
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != (batch_size, length):
         return -2
     return 2 * position_ids.shape[0] + 1
-
-
-def _refuse_missing(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any, kind: int) -> None:
-    if kind == -1:
-        found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
-        raise StreamBPError(
-            f"position_ids are {found}; with sequences split over ranks each rank must pass those of its shard, "
-            f"[1 or {batch_size}, {length}], counted over the whole sequence: put torch.arange(whole_length) into "
-            "the batch before it is split (DeepSpeed Ulysses), or among the buffers of context_parallel."
-        )
-    if kind == -2:
-        raise UnsupportedMaskError(
-            f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; with sequences split "
-            f"over ranks it must be this rank's shard of a padding mask, [{batch_size}, {length}], or None."
-        )

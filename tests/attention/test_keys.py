@@ -1,6 +1,6 @@
 """Keys and values in tiles against one buffer: what is read, what is added up, what is on the device.
 
-covers: attention/kv.py, attention/spans.py, chunks.py, layer/store.py
+covers: attention/kv.py, attention/spans.py, chunks.py, layer/saved.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """saves="auto" without offloading: it fits, changes no value, and gives way where memory runs short. [Note: saves that fit]
 
-covers: layer/function.py, layer/oom.py, layer/saved.py, layer/store.py, offload/costs.py,
+covers: layer/function.py, layer/oom.py, layer/saved.py, offload/costs.py,
     offload/policy.py, planner/auto.py
 """
 

@@ -3,7 +3,7 @@
 In half precision plain products take attention's output before it is rounded, and a saved one is rounded: there saves are
 as precise as none, not equal to the bit.
 
-covers: layer/saved.py, layer/store.py, offload/manager.py
+covers: layer/saved.py, offload/manager.py
 """
 
 from __future__ import annotations
