@@ -73,10 +73,6 @@ class Projection:
             logits = torch_own.tanh(logits / self.softcap) * self.softcap
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-    def under_tanh(self) -> Projection:
-        """The projection whose logits are the tanh of these, which have no softcap, in front of the temperature."""
-        return dataclasses.replace(self, softcap=1.0, slope=self.logit_scale)
-
     def scaled(self, factor: float) -> Projection:
         """The projection whose logits are these times `factor`, in front of the temperature."""
         if self.softcap is None:

@@ -84,14 +84,6 @@ class Recipe:
         """The projection with the temperature that the request wants the logits at."""
         return dataclasses.replace(self.projection, temperature=self.request.temperature)
 
-    def note(self, operation: str) -> None:
-        """`operation` needed the real tensor."""
-        outcome = self.request.outcome
-        if self.logits or outcome.projecting:
-            outcome.built_for = operation
-        else:
-            outcome.hidden_built_for = operation
-
     def inputs(self) -> list[Tensor]:
         """What a value that is made after this recipe depends on, beside its source: weight [V, h], bias [V] and the norm's
         parameters."""

@@ -75,7 +75,13 @@ def read(source: Any) -> dict[str, Any]:
     try:
         if not isinstance(source, str | os.PathLike):
             raise ValueError(f"it is a {type(source).__name__}")
-        found = json.loads(_text(os.fspath(source)))
+        text = os.fspath(source)
+        if not text.lstrip().startswith("{"):
+            # No text of a config is asked for among files: beyond 255 characters the system refuses it as a name.
+            with contextlib.suppress(ValueError):
+                decoded = base64.urlsafe_b64decode(text).decode()
+                text = decoded if decoded.lstrip().startswith("{") else text
+        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"No DeepSpeed config could be read from {shown(source)} ({reason(error)}). Pass the path of a JSON file that "
@@ -84,18 +90,6 @@ def read(source: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"The DeepSpeed config is a {type(found).__name__}; it must be a JSON object.")
     return found
-
-
-def _text(source: str) -> str:
-    """Of a config that is itself JSON, or base64 of it, or the path of a file. No text of the first two kinds is asked for
-    among files: beyond 255 characters the system refuses it as a name."""
-    if source.lstrip().startswith("{"):
-        return source
-    with contextlib.suppress(ValueError):
-        text = base64.urlsafe_b64decode(source).decode()
-        if text.lstrip().startswith("{"):
-            return text
-    return Path(source).read_text("utf-8")
 
 
 def stream_config(settings: dict[str, Any]) -> StreamConfig | None:

@@ -13,6 +13,7 @@ states of all weights then: 17 GiB of AdamW for a vocabulary of 152k and 5,120 f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ class InBackward:
             if parameter.requires_grad:
                 self.optimizers[name] = make([parameter])
                 self._weights.append(parameter)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_Step(self.optimizers[name], on_host)))
+                step = functools.partial(_step, self.optimizers[name], on_host)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(step))
                 setattr(parameter, MARK, True)
 
     def remove(self) -> None:
@@ -70,26 +72,20 @@ class InBackward:
                 values.update({key: x.to("cpu") if isinstance(x, Tensor) else x for key, x in values.items()})
 
 
-class _Step:
-    """Called when a weight's gradient is complete. on_host: the step is made on the host, wherever the weight lives."""
-
-    def __init__(self, optimizer: Optimizer, on_host: bool) -> None:
-        self.optimizer, self.on_host = optimizer, on_host
-
-    def __call__(self, parameter: Tensor) -> None:
-        """Step with the gradient of `parameter` [...], and let it go."""
-        here, gradient = parameter.data, parameter.grad
-        if not self.on_host or here.device.type == "cpu" or gradient is None:
-            self.optimizer.step()
-        else:
-            parameter.grad = None  # lest it is of another device than its weight
-            parameter.data, parameter.grad = here.to("cpu"), gradient.to("cpu")
-            try:
-                self.optimizer.step()
-            finally:
-                stepped, parameter.grad = parameter.data, None
-                parameter.data = here.copy_(stepped)
-        parameter.grad = None
+def _step(optimizer: Optimizer, on_host: bool, parameter: Tensor) -> None:
+    """Step with the complete gradient of `parameter` [...], and let it go; `on_host`: there, wherever the weight lives."""
+    here, gradient = parameter.data, parameter.grad
+    if not on_host or here.device.type == "cpu" or gradient is None:
+        optimizer.step()
+    else:
+        parameter.grad = None  # lest it is of another device than its weight
+        parameter.data, parameter.grad = here.to("cpu"), gradient.to("cpu")
+        try:
+            optimizer.step()
+        finally:
+            stepped, parameter.grad = parameter.data, None
+            parameter.data = here.copy_(stepped)
+    parameter.grad = None
 
 
 def optimizer_in_backward(

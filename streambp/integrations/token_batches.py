@@ -49,32 +49,24 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.lengths = [int(length) for length in lengths]
         self.tokens, self.num_replicas, self.rank, self.seed, self.window = tokens, num_replicas, rank, seed, window
         self.epoch = self._done = 0
-        self._refuse_what_does_not_fit()
-        order = range(len(self.lengths))
-        most = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
-        self._count = -(-most // num_replicas) * num_replicas  # of all ranks: one number in every epoch
-
-    def _refuse_what_does_not_fit(self) -> None:
-        if self.tokens < 1 or self.num_replicas < 1 or self.window < 1:
-            raise ConfigError(
-                f"tokens={self.tokens}, num_replicas={self.num_replicas} and window={self.window} must be 1 or more."
-            )
-        if self.rank is not None and not 0 <= self.rank < self.num_replicas:
-            raise ConfigError(
-                f"rank={self.rank} is not one of num_replicas={self.num_replicas}: 0 to {self.num_replicas - 1}."
-            )
+        if tokens < 1 or num_replicas < 1 or window < 1:
+            raise ConfigError(f"tokens={tokens}, num_replicas={num_replicas} and window={window} must be 1 or more.")
+        if rank is not None and not 0 <= rank < num_replicas:
+            raise ConfigError(f"rank={rank} is not one of num_replicas={num_replicas}: 0 to {num_replicas - 1}.")
         if not self.lengths:
             raise ConfigError("lengths is empty. Give the number of tokens of each row.")
         longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
-        if self.lengths[longest] > self.tokens:
-            more = sum(length > self.tokens for length in self.lengths)
+        if self.lengths[longest] > tokens:
+            more = sum(length > tokens for length in self.lengths)
             raise ConfigError(
-                f"{more} of {len(self.lengths)} rows have more than tokens={self.tokens} tokens; the longest, row "
-                f"{longest}, has {self.lengths[longest]}. Give tokens={self.lengths[longest]}, or truncate rows (in TRL: "
-                "max_length)."
+                f"{more} of {len(self.lengths)} rows have more than tokens={tokens} tokens; the longest, row {longest}, "
+                f"has {self.lengths[longest]}. Give tokens={self.lengths[longest]}, or truncate rows (in TRL: max_length)."
             )
         if min(self.lengths) < 1:
             raise ConfigError(f"Row {self.lengths.index(min(self.lengths))} has no token. Leave such rows out.")
+        order = range(len(self.lengths))
+        most = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
+        self._count = -(-most // num_replicas) * num_replicas  # of all ranks: one number in every epoch
 
     @property
     def sampler(self) -> TokenBatchSampler:

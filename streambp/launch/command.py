@@ -51,7 +51,12 @@ def run(arguments: Any) -> int:
     if arguments.install or arguments.uninstall:
         if program:
             raise ConfigError("--install and --uninstall run no command; leave out what follows --.")
-        _place(settings) if arguments.install else _remove()
+        if arguments.install:
+            file = place()
+            print(f"{file} is placed. Switch it on for a program with {VARIABLE}={shlex.quote(settings.to_json())}")
+        else:
+            removed = remove()
+            print("No file was placed in this environment." if removed is None else f"{removed} is removed.")
         return 0
     if not program:
         raise ConfigError("there is no command to run; put it after --: streambp launch --chunk-size 8k -- trl sft ...")
@@ -128,8 +133,10 @@ def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
     """Within, signals are for the program. What a terminal's keys send has reached it already."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if signal.Signals(number).name in FROM_TERMINAL and _in_foreground():
-            return
+        if signal.Signals(number).name in FROM_TERMINAL:
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # no terminal
+                if os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp():  # type: ignore[union-attr]
+                    return  # this process is of those that its keys are for
         receive(number)
 
     numbers = [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]
@@ -139,21 +146,3 @@ def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _in_foreground() -> bool:
-    """Whether this process belongs to those that a terminal's keys are for."""
-    try:
-        return os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp()  # type: ignore[union-attr]
-    except (AttributeError, OSError, ValueError):  # no terminal
-        return False
-
-
-def _place(settings: Settings) -> None:
-    file = place()
-    print(f"{file} is placed. Switch it on for a program with {VARIABLE}={shlex.quote(settings.to_json())}")
-
-
-def _remove() -> None:
-    file = remove()
-    print("No file was placed in this environment." if file is None else f"{file} is removed.")

@@ -9,11 +9,12 @@ one step takes the whole generation batch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streambp.known_names import IMAGES_OF_ROWS, PREPARES, PROMPTS, ROLLOUTS
 
@@ -27,32 +28,22 @@ def keep_groups(trainer: Any) -> None:
     `StreamGRPOTrainer` and `streambp launch` do it by themselves.
     """
     if PREPARES not in vars(trainer):  # once, and not where its user has put another function there
-        setattr(trainer, PREPARES, Prepares(trainer))
+        setattr(trainer, PREPARES, functools.partial(prepare_groups, trainer))
 
 
-class Prepares:
-    """In place of a trainer's `_prepare_inputs`, which gives a step its micro-batch."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def __call__(self, generation_batch: Any) -> Any:
-        """The same, of micro-batches that hold whole groups."""
-        before = getattr(self.trainer, ROLLOUTS, None)
-        inputs = getattr(type(self.trainer), PREPARES)(self.trainer, generation_batch)
-        cut = getattr(self.trainer, ROLLOUTS, None)
-        if cut is None or cut is before or not shares_prefixes(self.trainer.model):
-            return inputs
-        together = grouped(cut)
-        setattr(self.trainer, ROLLOUTS, together)
-        return next((ours for ours, theirs in zip(together, cut, strict=True) if theirs is inputs), inputs)
-
-
-def shares_prefixes(model: nn.Module) -> bool:
-    """Whether a model is patched, and its user wants packed rows: with "auto" no micro-batch is another."""
-    return any(
-        part.__dict__["_streambp"].state.config.rows == "packed" for part in model.modules() if "_streambp" in part.__dict__
-    )
+def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
+    """What a trainer's `_prepare_inputs` gives a step, of micro-batches that hold whole groups."""
+    before = getattr(trainer, ROLLOUTS, None)
+    inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
+    cut = getattr(trainer, ROLLOUTS, None)
+    if cut is None or cut is before:
+        return inputs
+    patched = [part.__dict__["_streambp"] for part in trainer.model.modules() if "_streambp" in part.__dict__]
+    if not any(patch.state.config.rows == "packed" for patch in patched):  # with "auto" no micro-batch is another
+        return inputs
+    together = grouped(cut)
+    setattr(trainer, ROLLOUTS, together)
+    return next((ours for ours, theirs in zip(together, cut, strict=True) if theirs is inputs), inputs)
 
 
 def grouped(batches: list[Batch]) -> list[Batch]:
@@ -72,17 +63,16 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     found: dict[int, int] = {}  # of a prompt its first row
     which = prompts.unique(dim=0, return_inverse=True)[1].tolist()
     order = sorted(range(len(which)), key=lambda row: found.setdefault(which[row], row))
-    whole = {name: _taken([batch[name] for batch in batches], order) for name in of_rows}
+    whole: dict[str, Any] = {}
+    for name in of_rows:
+        parts = [batch[name] for batch in batches]
+        if isinstance(parts[0], Tensor):
+            whole[name] = torch.cat(parts)[order]
+        else:
+            values = list(itertools.chain.from_iterable(parts))
+            whole[name] = [values[row] for row in order]
     ends = list(itertools.accumulate(sizes, initial=0))
     return [
         {**batch, **{name: value[start:stop] for name, value in whole.items()}}
         for batch, (start, stop) in zip(batches, itertools.pairwise(ends), strict=True)
     ]
-
-
-def _taken(parts: list[Any], order: list[int]) -> Any:
-    """Rows of all parts in that order."""
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)[order]
-    rows = list(itertools.chain.from_iterable(parts))
-    return [rows[row] for row in order]

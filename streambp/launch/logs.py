@@ -49,24 +49,23 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
         """Adds to the logs of training, and to their copy in the Trainer's history."""
         try:
-            found = self._found(logs, model)
+            if not isinstance(logs, dict) or LOSS not in logs:
+                return
+            record, before = _last_step(model), self._before
+            if record is None or (before is not None and record.number == before.number):
+                return
+            self._before = record
+            counts = zip(_counts(record), _counts(before), strict=True)
+            steps, unpatched, short, stalls = (now - then for now, then in counts)
+            found = {**record.numbers(), "stream_unpatched": unpatched / max(1.0, steps), "stream_let_go": short}
+            if record.host is not None:
+                found["stream_stall_s"] = stalls
             history = state.log_history[-1] if state.log_history else {}
-            same = all(history.get(name) == value for name, value in logs.items()) if found else False
+            same = all(history.get(name) == value for name, value in logs.items())
             for entry in (logs, history) if same else (logs,):
                 entry.update({name: value for name, value in found.items() if name not in entry})
         except Exception:  # it only reports
             logger.warning("The numbers of the last step could not be added to the logs.", exc_info=True)
-
-    def _found(self, logs: Any, model: Any) -> dict[str, float]:
-        if not isinstance(logs, dict) or LOSS not in logs:
-            return {}
-        record, before = _last_step(model), self._before
-        if record is None or (before is not None and record.number == before.number):
-            return {}
-        self._before = record
-        steps, unpatched, short, stalls = (now - then for now, then in zip(_counts(record), _counts(before), strict=True))
-        found = {**record.numbers(), "stream_unpatched": unpatched / max(1.0, steps), "stream_let_go": short}
-        return found if record.host is None else {**found, "stream_stall_s": stalls}
 
 
 def _last_step(model: Any) -> StepRecord | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,8 +92,11 @@ class Launched:
             return False
         config = self.config if config is None else config
         try:
-            with self._quietly():
+            self._busy = True  # `train()` on copies that `patch` makes means nothing
+            try:
                 patch(model, config)
+            finally:
+                self._busy = False
         except UnsupportedModelError as error:
             self._seen[model] = Model(type(model).__name__, left=str(error))
             self._models.append(self._seen[model])
@@ -104,15 +106,6 @@ class Launched:
         self._ours[model] = config
         self._note(model)
         return True
-
-    @contextlib.contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Within, `train()` on copies that `patch` makes means nothing."""
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
 
     def _note(self, model: nn.Module) -> None:
         """Take a patched model into the account, once; a part of one that is there counts with it."""
@@ -133,8 +126,14 @@ class Launched:
     def _account(self) -> Account:
         for model, known in list(self._seen.items()):
             if known.left is None and is_patched(model):
-                known.description = told(_described, model, otherwise=lambda why: f"could not be told ({why})")
-        account = Account(os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, _peak())
+                known.description = told(
+                    lambda it: str(describe(it)), model, otherwise=lambda why: f"could not be told ({why})"
+                )
+        here = torch.accelerator.current_accelerator()
+        device: Any = None if here is None else torch.get_device_module(here)
+        used = hasattr(device, "max_memory_allocated") and device.is_initialized()
+        peak = int(device.max_memory_allocated()) if used else None
+        account = Account(os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak)
         self._left = leave(account)
         return account
 
@@ -153,18 +152,6 @@ class Launched:
         """The other ranks of a machine would say the same."""
         if os.environ.get("RANK", "0") == "0":
             say(told(table, [account], otherwise=lambda why: f"what this process did could not be told ({why})"))
-
-
-def _described(model: nn.Module) -> str:
-    return str(describe(model))
-
-
-def _peak() -> int | None:
-    """The most bytes that this process had on its current accelerator; None if it did not use one that tells."""
-    here = torch.accelerator.current_accelerator()
-    module: Any = None if here is None else torch.get_device_module(here)
-    used = hasattr(module, "max_memory_allocated") and module.is_initialized()
-    return int(module.max_memory_allocated()) if used else None
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

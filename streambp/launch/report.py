@@ -105,27 +105,24 @@ def table(accounts: list[Account]) -> str:
         return "no process made a Trainer or trained a model that streambp launch could have patched"
     groups: dict[str, list[Account]] = {}
     for account in accounts:
-        groups.setdefault("\n".join(_lines(account)), []).append(account)
-    return "\n".join(f"{_named(group)}\n{text}" for text, group in groups.items())
-
-
-def _named(group: list[Account]) -> str:
-    return "; ".join(
-        f"process {a.process}"
-        + ("" if a.rank is None else f" (rank {a.rank})")
-        + ("" if a.peak is None else f", peak memory {a.peak / 2**30:.2f} GiB")
-        for a in group
-    )
-
-
-def _lines(account: Account) -> Iterable[str]:
-    yield f"  program     {account.program}"
-    models = [(model.kind, model.left, model.description) for model in account.models]
-    for model in dict.fromkeys(models):
-        kind, left, description = model
-        count = f"{models.count(model)} x " if models.count(model) > 1 else ""
-        yield f"  model       {count}{kind}, " + ("patched" if left is None else f"left as it was: {left}")
-        yield from ("  " + line for line in (description or "").splitlines())
+        lines = [f"  program     {account.program}"]
+        models = [(model.kind, model.left, model.description) for model in account.models]
+        for model in dict.fromkeys(models):
+            kind, left, description = model
+            count = f"{models.count(model)} x " if models.count(model) > 1 else ""
+            lines.append(f"  model       {count}{kind}, " + ("patched" if left is None else f"left as it was: {left}"))
+            lines += ["  " + line for line in (description or "").splitlines()]
+        groups.setdefault("\n".join(lines), []).append(account)
+    told_of = []
+    for text, group in groups.items():
+        names = "; ".join(
+            f"process {a.process}"
+            + ("" if a.rank is None else f" (rank {a.rank})")
+            + ("" if a.peak is None else f", peak memory {a.peak / 2**30:.2f} GiB")
+            for a in group
+        )
+        told_of.append(f"{names}\n{text}")
+    return "\n".join(told_of)
 
 
 def say(text: str) -> None:

@@ -81,11 +81,6 @@ class StatisticsTerm:
         if row_of is not None:
             self.further = [(row_of[positions], entries, pick) for positions, entries, pick in self.further]
 
-    def in_place(self, product: Tensor, positions: Tensor) -> Tensor:
-        """d loss / d product of products [n, V] at positions [n], in their dtype and perhaps their memory; no `further`."""
-        softmax, upstream = self.read(product, positions)
-        return product_gradient(product, self.projection, softmax, slice(0, product.shape[-1]), upstream)
-
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
         """Adds the closed form to `total` [n, V] and, entry by entry, `further`; block: of rows, those of positions [n]."""
         softmax, upstream = self.read(product, positions)
@@ -237,7 +232,8 @@ def sweep(
             leaf, normed = work.recompute(rows, block)
             product = products.of(normed.detach(), everything)  # [n, V]
             if alone is not None:
-                grad = alone.in_place(product, positions[block])
+                softmax, upstream = alone.read(product, positions[block])
+                grad = product_gradient(product, alone.projection, softmax, everything, upstream)
             else:
                 total = torch.zeros_like(product, dtype=torch.promote_types(product.dtype, torch.float32))  # [n, V]
                 for term in terms:

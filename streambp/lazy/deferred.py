@@ -16,6 +16,7 @@ path from there to a parameter leads, and whose backward raises. One that was ma
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,7 +153,11 @@ class Deferred(StandIn):
 
     def note(self, operation: str) -> None:
         """`operation` needs the real tensor, for `describe`."""
-        self.recipe.note(operation)
+        outcome = self.recipe.request.outcome
+        if self.recipe.logits or outcome.projecting:
+            outcome.built_for = operation
+        else:
+            outcome.hidden_built_for = operation
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -161,27 +166,21 @@ class Deferred(StandIn):
             "StreamConfig(head=False) for this model."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-
-def _multiply(x: Deferred, other: Any) -> Any:
-    return _scaled(x, float(other)) if is_number(other) else NotImplemented
-
-
-def _divide(x: Deferred, other: Any) -> Any:
-    return _scaled(x, 1.0 / other) if is_number(other) else NotImplemented
-
-
-def _scaled(x: Deferred, factor: float) -> Deferred:
-    return x.changed(dataclasses.replace(x.recipe, projection=x.recipe.projection.scaled(factor)))
+def _scale(x: Deferred, other: Any, *, over: bool = False) -> Any:
+    """Times a number, or over it."""
+    if not is_number(other):
+        return NotImplemented
+    projection = x.recipe.projection.scaled(1.0 / other if over else float(other))
+    return x.changed(dataclasses.replace(x.recipe, projection=projection))
 
 
 def _tanh(x: Deferred) -> Any:
     projection = x.recipe.projection
     if x.recipe.weight is None or projection.softcap is not None:
         return NotImplemented
-    return x.changed(dataclasses.replace(x.recipe, projection=projection.under_tanh()))
+    projection = dataclasses.replace(projection, softcap=1.0, slope=projection.logit_scale)
+    return x.changed(dataclasses.replace(x.recipe, projection=projection))
 
 
 def _linear(x: Deferred, weight: Any, bias: Any = None) -> Any:
@@ -209,11 +208,8 @@ def _cross_entropy(
 
 # [Note: torch's own functions]
 Deferred.rules = TOKEN_RULES | {
-    "mul": _multiply,
-    "__mul__": _multiply,
-    "__rmul__": _multiply,
-    "div": _divide,
-    "__truediv__": _divide,
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _scale),
+    **dict.fromkeys(("div", "__truediv__"), functools.partial(_scale, over=True)),
     "tanh": _tanh,
     "linear": _linear,
     "cross_entropy": _cross_entropy,

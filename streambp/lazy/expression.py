@@ -20,12 +20,7 @@ from streambp.head.blocks import Projection
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Node:
-    """A function of rows."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reading(Node):
+class Reading:
     """The logits of a forward at some of its positions.
 
     head: what computes them (`streambp.lazy.head.Hub`). handle: [1], its place in the graph.
@@ -42,7 +37,7 @@ class Reading(Node):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Operand(Node):
+class Operand:
     """A tensor of the program's, [*tokens, k]: k values for each token. version: what it must not be written to after."""
 
     tensor: Tensor
@@ -51,11 +46,11 @@ class Operand(Node):
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
         """A node for a tensor [*tokens, k] as it is now."""
-        return cls(tensor, _version(tensor))
+        return cls(tensor, 0 if tensor.is_inference() else tensor._version)
 
     def check(self) -> None:
         """Raise StreamBPError if the tensor was changed in place since the node was made."""
-        if _version(self.tensor) != self.version:
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
             raise StreamBPError(
                 f"A tensor {list(self.tensor.shape)} that the loss is computed with was changed in place since it was used "
                 "on the logits, which are computed later, block by block. Change a copy of it, or use "
@@ -64,7 +59,7 @@ class Operand(Node):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call(Node):
+class Call:
     """function(*args, **kwargs), with nodes among them. graded: a gradient passes through."""
 
     function: Callable[..., Any]
@@ -74,11 +69,8 @@ class Call(Node):
     name: str
 
 
+Node = Reading | Operand | Call  # a function of rows
 Values = dict[Node, Any]  # of n tokens
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def children(node: Node) -> list[Node]:

@@ -63,21 +63,22 @@ class Handle(torch.autograd.Function):
         return None, *sweep(ctx.hub.inputs, terms, source, weight, bias, ctx.needs_input_grad[1:])
 
 
-class Hooked(torch.autograd.Function):
-    """A handle -> a handle, for whose gradients an engine has a hook that scales them. [Note: one pass in backward]"""
+class RunInBackward(torch.autograd.Function):
+    """A tensor -> [1], in whose backward `run` is called, and then what stands before the tensor. No gradient flows on."""
 
     @staticmethod
-    def forward(ctx: Any, hub: Hub, hook: Callable[[Tensor], Tensor | None], handle: Tensor) -> Tensor:
-        """Another handle [1], a zero in the given one's dtype."""
-        ctx.hub, ctx.hook = hub, hook
+    def forward(ctx: Any, run: Callable[[], Any] | None, before: Tensor) -> Tensor:
+        """A zero [1] in the dtype of `before` [...]."""
+        ctx.run = run
         ctx.set_materialize_grads(False)
-        return handle.new_zeros(1)
+        return torch.zeros(1, dtype=before.dtype, device=before.device)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, ...]:
-        """Lets the hook scale what was left with the hub so far; nothing flows on to the first handle [1]."""
-        ctx.hub.scale_left(ctx.hook)
-        return None, None, None
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, None]:
+        """`upstream` [1] ends here."""
+        if ctx.run is not None:
+            ctx.run()
+        return None, None
 
 
 class Result(torch.autograd.Function):
@@ -185,18 +186,14 @@ class Hub:
                 normed = self.inputs.normed(self.hidden[positions[block]])
                 folded = fold_vocabulary(normed, products, reading.projection, picks[block], size.entries)
                 pick[block], lse[block], mean[block] = folded.target, folded.lse(), folded.total / self.vocabulary
-            self._remember(reading.projection, positions, lse, mean)
+            if reading.projection not in self._known:
+                total = self.hidden.shape[0]
+                with torch.inference_mode(False):  # what a program asks for in it may be added to afterwards
+                    zeros = [self.hidden.new_zeros(total, dtype=dtype) for dtype in (self.wide, self.wide, torch.bool)]
+                self._known[reading.projection] = tuple(zeros)
+            all_lse, all_means, is_known = self._known[reading.projection]
+            all_lse[positions], all_means[positions], is_known[positions] = lse, mean, True
         return (pick, lse, mean) if repeats is None else (pick[repeats], lse[repeats], mean[repeats])
-
-    def _remember(self, projection: Projection, positions: Tensor, lse: Tensor, mean: Tensor) -> None:
-        """For `known_statistics`: lse and mean at positions, [n] each."""
-        if projection not in self._known:
-            count = self.hidden.shape[0]
-            with torch.inference_mode(False):  # what a program asks for in it may be added to afterwards
-                zeros = [self.hidden.new_zeros(count, dtype=dtype) for dtype in (self.wide, self.wide, torch.bool)]
-            self._known[projection] = tuple(zeros)
-        all_lse, all_means, is_known = self._known[projection]
-        all_lse[positions], all_means[positions], is_known[positions] = lse, mean, True
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
         """The logsumexp and the mean of N tokens, [N] each, if they were computed already with something else."""

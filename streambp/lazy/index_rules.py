@@ -11,7 +11,7 @@ from torch._C import TensorBase
 from streambp.lazy.expression import Call
 from streambp.lazy.row_rules import gather
 from streambp.lazy.standin import StandIn
-from streambp.lazy.tensor import LazyRows
+from streambp.lazy.tensor import LazyLogits
 from streambp.torchs_own import torch_own
 
 
@@ -28,7 +28,12 @@ def index(x: StandIn, at: Any) -> Any:
     tensors = [part for part in parts if isinstance(part, Tensor)]
     by_number = [part for part in tensors if part.dtype != torch.bool]
     if len(by_number) == len(parts) == x.dim():
-        return pick_each(x, by_number) if isinstance(x, LazyRows) else NotImplemented
+        if not isinstance(x, LazyLogits):
+            return NotImplemented
+        *rows, labels = torch.broadcast_tensors(*by_number)  # x[rows, labels]: one entry for each
+        labels = torch_own.where(labels < 0, labels + x.width, labels)
+        found = gather(x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False), labels[..., None])
+        return found if found is NotImplemented else found[..., 0]
 
     has_ellipsis = any(part is ... for part in parts)
     masked = [part for part in tensors if part.dtype == torch.bool]
@@ -36,7 +41,7 @@ def index(x: StandIn, at: Any) -> Any:
     entries: Any = slice(None)
     if consumed == x.dim() or (has_ellipsis and parts[-1] is not ...):
         entries = parts.pop()
-    if not isinstance(entries, slice) or (entries != slice(None) and not isinstance(x, LazyRows)):
+    if not isinstance(entries, slice) or (entries != slice(None) and not isinstance(x, LazyLogits)):
         return NotImplemented
     if not has_ellipsis:
         parts.append(...)
@@ -46,14 +51,5 @@ def index(x: StandIn, at: Any) -> Any:
     if entries == slice(None):
         return tokens
     width = len(range(*entries.indices(tokens.width)))
-    part = Call(TensorBase.__getitem__, (tokens.node, (slice(None), entries)), {}, tokens.graded, "slice")
-    return tokens.make(part, width, tokens.dtype, tokens.graded).sharing(tokens)
-
-
-def pick_each(x: LazyRows, parts: list[Tensor]) -> Any:
-    """x[rows, labels]: one entry for each, in the shape [...] that the indices have together."""
-    *rows, labels = torch.broadcast_tensors(*parts)
-    labels = torch_own.where(labels < 0, labels + x.width, labels)  # shaped as each of rows
-    tokens = x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False)
-    found = gather(tokens, labels[..., None])
-    return found if found is NotImplemented else found[..., 0]
+    part = Call(TensorBase.__getitem__, (tokens.node, (slice(None), entries)), {}, tokens.requires_grad, "slice")
+    return tokens.make(part, width, tokens.dtype, tokens.requires_grad).sharing(tokens)

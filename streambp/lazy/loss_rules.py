@@ -11,20 +11,12 @@ from torch import Tensor
 from streambp.head.labels import check_labels
 from streambp.lazy.expression import Call
 from streambp.lazy.head import Function, Statistic
-from streambp.lazy.row_rules import elementwise, last, log_softmaxed, nominal, note, of_all, picked, sample_of
-from streambp.lazy.tensor import LazyRows, flat
+from streambp.lazy.row_rules import elementwise, log_softmaxed, nominal, note, of_all, picked, sample_of
+from streambp.lazy.tensor import LazyLogits, flat
 from streambp.torchs_own import torch_own
 
 
-def kl_div(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Of distributions that are lazy rows, or of one that is real; the reductions are torch's own. NotImplemented for
-    `torch.kl_div`, which numbers them."""
-    if func is torch_own.kl_div:
-        return NotImplemented
-    return _kl_div(func, *args, **kwargs)
-
-
-def _kl_div(
+def kl_div(
     func: Callable[..., Any],
     x: Any,
     target: Any,
@@ -33,6 +25,8 @@ def _kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
+    """Of distributions that are lazy rows, or of one that is real; the reductions are torch's own. NotImplemented for the
+    old ones."""
     if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
         return NotImplemented
     each = elementwise("kl_div", func, (x, target), {"reduction": "none", "log_target": log_target})
@@ -42,48 +36,8 @@ def _kl_div(
     return total if reduction == "sum" else total / (each.shape[0] if reduction == "batchmean" else each.numel())
 
 
-def nll_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """F.nll_loss of log-probabilities that are lazy rows: [N, V], or [B, V, T] with target [B, T].
-
-    Returns:
-        The real loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or the old reductions.
-
-    Raises:
-        StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
-    """
-    return _nll(func, *args, **kwargs)
-
-
-def _nll(
-    func: Callable[..., Any],
-    x: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    if weight is not None or not _is_reduction(size_average, reduce, reduction) or not _is_target(x, target):
-        return NotImplemented
-    note(x, "nll_loss")
-    dtype = nominal(func, (sample_of(x), target.reshape(-1)[:0]), {"reduction": "none"}).dtype
-    return _from_picked(last(x), target, ignore_index, reduction, 0.0, dtype)
-
-
-def cross_entropy(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """F.cross_entropy of lazy rows, [N, V], or [B, V, T] with target [B, T]; label smoothing included.
-
-    Returns:
-        The real loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or the old reductions.
-
-    Raises:
-        StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
-    """
-    return _cross_entropy(func, *args, **kwargs)
-
-
-def _cross_entropy(
+def of_labels(
+    name: str,
     func: Callable[..., Any],
     x: Any,
     target: Any,
@@ -94,43 +48,43 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if weight is not None or not _is_reduction(size_average, reduce, reduction) or not _is_target(x, target):
+    """F.cross_entropy of lazy rows, or F.nll_loss of log-probabilities that are: [N, V], or [B, V, T] with target [B, T].
+
+    Returns:
+        The real loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or the old reductions.
+
+    Raises:
+        StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
+    """
+    if weight is not None or not _is_reduction(size_average, reduce, reduction) or not isinstance(x, LazyLogits):
         return NotImplemented
-    each = {"reduction": "none", "label_smoothing": label_smoothing}
+    if not isinstance(target, Tensor) or target.is_floating_point() or x.tokens != target.shape:
+        return NotImplemented
+    if x.dim() > 2 and x.classes != 1:
+        return NotImplemented
+    each = {"reduction": "none", **({"label_smoothing": label_smoothing} if name == "cross_entropy" else {})}
     dtype = nominal(func, (sample_of(x), target.reshape(-1)[:0]), each).dtype
-    x = last(x)
-    log_probs = elementwise("log_softmax", torch_own.log_softmax, (x,), {"dim": -1})
-    note(x, "cross_entropy")
-    return _from_picked(log_probs, target, ignore_index, reduction, label_smoothing, dtype)
-
-
-def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
-    return size_average is None and reduce is None and reduction in ("none", "sum", "mean")
-
-
-def _is_target(x: Any, target: Any) -> bool:
-    if not isinstance(x, LazyRows) or not isinstance(target, Tensor) or target.is_floating_point():
-        return False
-    return x.tokens == target.shape and (x.dim() <= 2 or x.classes == 1)
-
-
-def _from_picked(
-    log_probs: LazyRows, target: Tensor, ignore_index: int, reduction: str, smoothing: float, dtype: torch.dtype
-) -> Tensor:
-    """The loss of log-probabilities, as torch defines it. Ignored tokens are not computed at all."""
+    log_probs = x = x.with_classes(None)
+    if name == "cross_entropy":
+        log_probs = elementwise("log_softmax", torch_own.log_softmax, (x,), {"dim": -1})
+    note(x, name)
     labels = target.reshape(-1).detach().clone()  # [N]
     check_labels(labels, log_probs.width, ignore_index)
-    kept = labels != ignore_index
+    kept = labels != ignore_index  # the others are not computed at all
     places = torch.arange(labels.shape[0], device=labels.device) if labels.is_meta else kept.nonzero().squeeze(-1)
     rows = log_probs.moved(lambda t: t.reshape(-1, t.shape[-1])[places], view=False)
-    losses = _smoothed(rows, labels[places], smoothing)
+    losses = _smoothed(rows, labels[places], label_smoothing)
     if reduction == "none":
         return losses.new_zeros(labels.shape[0]).index_put((places,), losses).to(dtype).view(target.shape)
     total = losses.sum()
     return (total / kept.sum() if reduction == "mean" else total).to(dtype)
 
 
-def _smoothed(log_probs: LazyRows, labels: Tensor, smoothing: float) -> Tensor:
+def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
+    return size_average is None and reduce is None and reduction in ("none", "sum", "mean")
+
+
+def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
     """-log p of the labels [N], mixed with its mean over the vocabulary."""
     found = log_softmaxed(log_probs.node)
     if smoothing and found is not None:

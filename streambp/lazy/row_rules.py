@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from streambp.head.labels import check_labels
 from streambp.lazy.expression import Call, Node, Operand, Reading, names
 from streambp.lazy.head import Function, Statistic
-from streambp.lazy.tensor import LazyRows, flat
+from streambp.lazy.tensor import LazyLogits, flat
 from streambp.nested import tensors_in
 from streambp.torchs_own import torch_own
 
@@ -34,7 +34,7 @@ OF_ROUNDED = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isfinite",
 OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}  # a reduction of all entries is one of the rows' own
 
 
-def sample_of(x: LazyRows) -> Tensor:
+def sample_of(x: LazyLogits) -> Tensor:
     """[0, W]."""
     return torch.empty((0, x.width), dtype=x.dtype, device=x.device)
 
@@ -47,68 +47,57 @@ def nominal(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Remember an operation that computes each entry by itself, or each row."""
-    rows = tensors_in((args, kwargs), LazyRows)
+    rows = tensors_in((args, kwargs), LazyLogits)
     if any(x.classes is not None for x in rows):
         return NotImplemented
     if name.strip("_") in OF_ROUNDED and any(x.dtype.itemsize < 4 for x in rows):
         return NotImplemented
-    first, graded = rows[0], torch.is_grad_enabled() and any(x.graded for x in rows)
+    first, graded = rows[0], torch.is_grad_enabled() and any(x.requires_grad for x in rows)
     if any(x.tokens != first.tokens for x in rows):
         return NotImplemented
     width = max(x.width for x in rows)
-    beside: dict[int, tuple[Any, Tensor]] = {}
+    beside: dict[int, tuple[Any, Tensor]] = {}  # of a program's tensor: a part of the node, and its sample
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, LazyRows):
-            fitted = _fitted(leaf, first, width)
-            if fitted is None:
-                return NotImplemented
-            beside[id(leaf)] = fitted
+        if not isinstance(leaf, Tensor) or isinstance(leaf, LazyLogits):
+            continue
+        if leaf.requires_grad and torch.is_grad_enabled():
+            return NotImplemented
+        tensor = leaf.detach()
+        if tensor.numel() <= first.tokens.numel() + width:
+            tensor = tensor.clone()  # its values as they are now, whatever becomes of it
+        if tensor.dim() == 0:
+            beside[id(leaf)] = Operand.of(tensor.to(first.device).expand(*first.tokens, 1)), tensor
+            continue
+        if tensor.dim() > first.dim() or tensor.shape[-1] not in (1, width) or tensor.device != first.device:
+            return NotImplemented
+        try:
+            whole = tensor.expand(*first.tokens, tensor.shape[-1])
+        except RuntimeError:
+            return NotImplemented
+        beside[id(leaf)] = Operand.of(whole), whole.reshape(-1, whole.shape[-1])[:0]
     plain_args, plain_kwargs = tree_map_only(
-        Tensor, lambda t: sample_of(t) if isinstance(t, LazyRows) else beside[id(t)][1], (args, kwargs)
+        Tensor, lambda t: sample_of(t) if isinstance(t, LazyLogits) else beside[id(t)][1], (args, kwargs)
     )
     sample = nominal(func, plain_args, plain_kwargs)
     if not isinstance(sample, Tensor) or sample.dim() != 2 or sample.shape[-1] != width:
         return NotImplemented
     node_args, node_kwargs = tree_map_only(
-        Tensor, lambda t: _graded(t, graded) if isinstance(t, LazyRows) else beside[id(t)][0], (args, kwargs)
+        Tensor, lambda t: _graded(t, graded) if isinstance(t, LazyLogits) else beside[id(t)][0], (args, kwargs)
     )
     return first.make(Call(func, node_args, node_kwargs, graded, name), width, sample.dtype, graded)
 
 
-def _graded(x: LazyRows, graded: bool) -> Node:
+def _graded(x: LazyLogits, graded: bool) -> Node:
     """Its node, which passes a gradient on if `graded` and if it has one."""
-    return Call(torch_own.detach, (x.node,), {}, False, "detach") if graded and not x.graded else x.node
-
-
-def _fitted(tensor: Tensor, x: LazyRows, width: int) -> tuple[Any, Tensor] | None:
-    """A program's tensor as a part of a node, and its sample; None: it does not fit, or wants a gradient."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return None
-    tensor = tensor.detach()
-    if tensor.numel() <= x.tokens.numel() + width:
-        tensor = tensor.clone()  # its values as they are now, whatever becomes of it
-    if tensor.dim() == 0:
-        return Operand.of(tensor.to(x.device).expand(*x.tokens, 1)), tensor
-    if tensor.dim() > x.dim() or tensor.shape[-1] not in (1, width) or tensor.device != x.device:
-        return None
-    try:
-        whole = tensor.expand(*x.tokens, tensor.shape[-1])
-    except RuntimeError:
-        return None
-    return Operand.of(whole), whole.reshape(-1, whole.shape[-1])[:0]
-
-
-def last(x: LazyRows) -> LazyRows:
-    """With its entries in the last dimension."""
-    return x if x.classes is None else x.with_classes(None)
+    return Call(torch_own.detach, (x.node,), {}, False, "detach") if graded and not x.requires_grad else x.node
 
 
 def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Operations along one dimension, if it is the last: remembered (softmax) or computed (sum, gather, topk)."""
     x, rest = args[0], list(args[1:])
-    if not isinstance(x, LazyRows):
+    if not isinstance(x, LazyLogits):
         return NotImplemented
-    if tensors_in((rest, kwargs), LazyRows):
+    if tensors_in((rest, kwargs), LazyLogits):
         return NotImplemented
     kwargs = dict(kwargs)
     at = DIM[name] - 1
@@ -123,8 +112,12 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     if isinstance(dim, bool) or not isinstance(dim, int) or dim % x.dim() != along:
         return NotImplemented
     if name in ROW_BY_ROW:
-        made = elementwise(name, func, (last(x),), {**_rest(rest, kwargs), "dim": -1})
-        return made if x.classes is None else made.make(made.node, made.width, made.dtype, made.graded, x.classes)
+        # Further arguments of torch's function (dtype) or of F's (_stacklevel, dtype).
+        kwargs.pop("_stacklevel", None)
+        if dtypes := [value for value in rest if isinstance(value, torch.dtype)]:
+            kwargs["dtype"] = dtypes[0]
+        made = elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
+        return made if x.classes is None else made.make(made.node, made.width, made.dtype, made.requires_grad, x.classes)
     if x.classes is not None:
         return NotImplemented
     if name in ("gather", "take_along_dim"):
@@ -135,14 +128,7 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     return _reduce(name, func, x, rest, kwargs)
 
 
-def _rest(rest: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """softmax's further arguments, of torch's function (dtype) or F's (_stacklevel, dtype)."""
-    found = {name: value for name, value in kwargs.items() if name != "_stacklevel"}
-    dtypes = [value for value in rest if isinstance(value, torch.dtype)]
-    return {**found, "dtype": dtypes[0]} if dtypes else found
-
-
-def of_all(name: str, func: Callable[..., Any], x: LazyRows, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+def of_all(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     """A reduction of all entries to one number: of each row blockwise, then torch's own of the real [*tokens]."""
     if rest or kwargs.get("keepdim"):
         return NotImplemented
@@ -150,29 +136,30 @@ def of_all(name: str, func: Callable[..., Any], x: LazyRows, rest: list[Any], kw
     return getattr(torch_own, OF_ALL[name])(of_rows)
 
 
-def _reduce(name: str, func: Callable[..., Any], x: LazyRows, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     """[*tokens], or [*tokens, 1] or [*tokens, K], one or several of them."""
     if name == "norm":
         kwargs = {"p": rest.pop(0) if rest else "fro", **kwargs}
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
     kwargs = {"dim": -1, **kwargs, **dict(zip(further, rest, strict=False))}
     sample = nominal(func, (sample_of(x),), kwargs)
-    values = _closed_form(name, x, kwargs)
-    if values is None:
+    log_probs = log_softmaxed(x.node)
+    if name == "logsumexp" and isinstance(x.node, Reading):
+        values = x.compute(Statistic(x.node, None, lse=True))
+    elif log_probs and name in ("sum", "mean") and kwargs.get("dtype") in (None, log_probs[0].head.wide):
+        reading, sign = log_probs
+        lse, mean = x.compute(Statistic(reading, None, lse=True, mean=True))
+        values = ((mean - lse) * (sign if name == "mean" else sign * x.width),)
+    else:
         values = x.compute(Function(flat(Call(func, (x.node,), kwargs, True, name))))
     note(x, name)
-    return _shaped(values, sample, x)
-
-
-def _shaped(values: Any, sample: Any, x: LazyRows) -> Any:
-    """Results [N, ...] with the tokens' shape and the dtypes and type of the sample."""
     several = isinstance(sample, tuple | list)
     samples = sample if several else (sample,)
     shaped = [v.reshape((*x.tokens, *s.shape[1:])).to(s.dtype) for v, s in zip(values, samples, strict=True)]
     return type(sample)(shaped) if several else shaped[0]
 
 
-def note(x: LazyRows, name: str) -> None:
+def note(x: LazyLogits, name: str) -> None:
     """Remember that `name` was computed blockwise, after the operations that led to its rows; `describe` names them."""
     x.outcome.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
 
@@ -189,21 +176,7 @@ def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
     return (reading, 1.0) if dtype is None or dtype == reading.head.wide else None
 
 
-def _closed_form(name: str, x: LazyRows, kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    """The logsumexp or the sum of log-probabilities, from statistics of the logits."""
-    if name == "logsumexp" and isinstance(x.node, Reading):
-        (lse,) = x.compute(Statistic(x.node, None, lse=True))
-        return (lse,)
-    found = log_softmaxed(x.node)
-    if found is None or name not in ("sum", "mean") or kwargs.get("dtype") not in (None, found[0].head.wide):
-        return None
-    reading, sign = found
-    lse, mean = x.compute(Statistic(reading, None, lse=True, mean=True))
-    factor = sign if name == "mean" else sign * x.width
-    return ((mean - lse) * factor,)
-
-
-def gather(x: LazyRows, index: Any) -> Any:
+def gather(x: LazyLogits, index: Any) -> Any:
     """The entries [*tokens, K] that `index` [*tokens, K] names in each row, in x's dtype; NotImplemented for other shapes.
 
     Raises:
@@ -217,7 +190,7 @@ def gather(x: LazyRows, index: Any) -> Any:
     return picked(x, index).to(x.dtype)
 
 
-def picked(x: LazyRows, index: Tensor) -> Tensor:
+def picked(x: LazyLogits, index: Tensor) -> Tensor:
     """The entries [*tokens, K] of rows that `index` names, in promote_types(dtype, float32)."""
     labels = index.reshape(-1).clone()  # the program may write to it
     found = log_softmaxed(x.node)
@@ -235,9 +208,9 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Times or over something: logits over a number are still logits."""
     x, other = (*args, *kwargs.values(), None)[:2]
     multiplies = "mul" in name
-    if multiplies and isinstance(other, LazyRows):
+    if multiplies and isinstance(other, LazyLogits):
         x, other = other, x
-    if len(args) + len(kwargs) == 2 and isinstance(x, LazyRows) and isinstance(x.node, Reading) and is_number(other):
+    if len(args) + len(kwargs) == 2 and isinstance(x, LazyLogits) and isinstance(x.node, Reading) and is_number(other):
         projection = x.node.projection
         temperature = projection.temperature / other if multiplies else projection.temperature * other
         return x.changed(dataclasses.replace(x.node, projection=dataclasses.replace(projection, temperature=temperature)))

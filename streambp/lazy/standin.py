@@ -1,6 +1,6 @@
 """What tensors have in common that stand for others which do not exist.
 
-They are hidden states and logits in a model's forward (`Deferred`), and the logits that it returns (`LazyRows`). A stand-in
+They are hidden states and logits in a model's forward (`Deferred`), and logits that it returns (`LazyLogits`). A stand-in
 has a shape, a dtype and a device, and no storage. An operation on it follows a rule, which gives another stand-in or needs
 no real tensor. Any other operation builds the real tensor and goes on with it: exact, at the memory cost that the unpatched
 model has. The operation's name is kept, for `describe`.
@@ -47,15 +47,6 @@ class SharedMemory:
             counter = torch_own.detach(tensor)  # shares the version counter, and with the next line nothing else
             counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.watched.append((counter, counter._version))
-
-    def check(self, operation: str, instead: str) -> None:
-        """Raise StreamBPError, which names what to use `instead`, if a tensor that is watched was written to since."""
-        for counter, version in self.watched:
-            if counter._version != version:
-                raise StreamBPError(
-                    "The logits were changed in place through another tensor that shares their memory, and then used again "
-                    f"({operation}), while the loss is computed without them. Use {instead}."
-                )
 
 
 class Place(torch.autograd.Function):
@@ -114,8 +105,12 @@ class StandIn(Tensor):
 
     def check(self, operation: str) -> None:
         """Raise StreamBPError if it can no longer be computed as it was, or if what shares its memory was written to."""
-        if self.written is None:
-            self.memory.check(operation, self.instead)
+        for counter, version in () if self.written is not None else self.memory.watched:
+            if counter._version != version:
+                raise StreamBPError(
+                    "The logits were changed in place through another tensor that shares their memory, and then used again "
+                    f"({operation}), while the loss is computed without them. Use {self.instead}."
+                )
 
     def latest(self, operation: str) -> StandIn:
         """What stands for it now."""
@@ -127,7 +122,11 @@ class StandIn(Tensor):
         rule = cls.rules.get(name)
         if rule is None or not isinstance(args[0] if args else None, cls) or tensors_in((args[1:], kwargs), cls):
             return NotImplemented
-        return rule(*args, **kwargs) if takes(rule, args, kwargs) else NotImplemented
+        try:
+            inspect.signature(rule).bind(*args, **kwargs)
+        except TypeError:  # arguments that the rule does not know
+            return NotImplemented
+        return rule(*args, **kwargs)
 
     @classmethod
     @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value
@@ -152,7 +151,8 @@ class StandIn(Tensor):
         for x in stand_ins:
             x.check(name)
         refuse_late(func, name, args, kwargs, stand_ins, cls.instead)
-        if isinstance(given, cls) and writes(name, kwargs):
+        in_place = name.endswith("_") and not name.endswith("__")
+        if isinstance(given, cls) and (in_place or name in IN_PLACE or kwargs.get("inplace") is True):
             return given.write(func, name, args, kwargs)
         result = NotImplemented
         if kwargs.get("out") is None and all(x.follows_rules() for x in stand_ins):
@@ -166,16 +166,34 @@ class StandIn(Tensor):
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An operation without a rule, on real tensors."""
         built: dict[int, tuple[StandIn, Tensor]] = {}
-        needed = why_built(name, args, kwargs, cls.has_rule)
+        # `describe` names torch's losses with the arguments that are the reason.
+        given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (kwargs if name in LOSSES else {})
+        reasons = []
+        if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
+            reasons.append("target=...")  # probabilities of all classes
+        for parameter in ("weight", "size_average", "reduce", "label_smoothing"):
+            value = given.get(parameter)
+            is_zero = isinstance(value, float | int) and not isinstance(value, bool) and value == 0
+            if parameter not in cls.has_rule and value is not None and not is_zero:
+                reasons.append(f"{parameter}=...")
+        needed = f"{name}({', '.join(reasons)})" if reasons else name
         for x in tensors_in((args, kwargs), cls):
             if id(x) not in built:
                 x.note(needed)
                 built[id(x)] = x, x.build()
         args, kwargs = tree_map_only(cls, lambda x: built[id(x)][1], (args, kwargs))
         result = func(*args, **kwargs)
-        for x, real in built.values():
-            remember(x, real, result)
+        tensors = tensors_in(result, Tensor)
+        for x, real in built.values():  # [Note: stand-ins and memory]
+            if not tensors:
+                x.written = real
+            aliases = [tensor for tensor in tensors if torch._C._is_alias_of(tensor, real)]  # type: ignore[attr-defined]
+            for tensor in (real, *aliases) if aliases or not tensors else ():
+                x.memory.watch(tensor)
         return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 # The parameters of torch's losses that rules know.
@@ -185,49 +203,6 @@ LOSSES = {
     ),
     "nll_loss": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
 }  # fmt: skip
-
-
-def why_built(name: str, args: Any, kwargs: Any, has_rule: tuple[str, ...] = ()) -> str:
-    """How `describe` names an operation that builds the logits: of torch's losses with the arguments that are the reason.
-
-    Args:
-        has_rule: arguments that such logits have a rule for.
-    """
-    given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (kwargs if name in LOSSES else {})
-    reasons = []
-    if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
-        reasons.append("target")  # probabilities of all classes
-    for parameter in ("weight", "size_average", "reduce", "label_smoothing"):
-        value = given.get(parameter)
-        is_zero = isinstance(value, float | int) and not isinstance(value, bool) and value == 0
-        if parameter not in has_rule and value is not None and not is_zero:
-            reasons.append(parameter)
-    return f"{name}({', '.join(f'{parameter}=...' for parameter in reasons)})" if reasons else name
-
-
-def remember(stand_in: StandIn, real: Tensor, result: Any) -> None:
-    """What an operation on `real` [...] has left behind. [Note: stand-ins and memory]"""
-    tensors = tensors_in(result, Tensor)
-    if not tensors:
-        stand_in.written = real
-    aliases = [tensor for tensor in tensors if torch._C._is_alias_of(tensor, real)]  # type: ignore[attr-defined]
-    for tensor in (real, *aliases) if aliases or not tensors else ():
-        stand_in.memory.watch(tensor)
-
-
-def writes(operation: str, kwargs: Any) -> bool:
-    """Whether a method of this name changes its tensor: add_, __setitem__, __iadd__, requires_grad_, relu(inplace=True)."""
-    in_place = operation.endswith("_") and not operation.endswith("__")
-    return in_place or operation in IN_PLACE or kwargs.get("inplace") is True
-
-
-def takes(rule: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether the arguments are named as the rule names them."""
-    try:
-        inspect.signature(rule).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 METADATA = frozenset(

@@ -14,54 +14,26 @@ value before. What was changed through a real alias (of `numpy()`, `data_ptr()`)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._C import TensorBase
+from torch.utils._pytree import tree_map_only
 
 from streambp.errors import BackwardError, StreamBPError
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
-from streambp.lazy.expression import Node, inputs_of, over_tokens, readings, with_readings
-from streambp.lazy.head import Function, Hooked, Result, Statistic
+from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, with_readings
+from streambp.lazy.head import Function, Result, RunInBackward, Statistic
 from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, scales
 from streambp.nested import tensors_in
+from streambp.torchs_own import method
 
 METADATA_OF_ROWS = METADATA | {
     getattr(TensorBase, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")
 }
-
-
-class Anchor(torch.autograd.Function):
-    """A stand-in -> [1], through which no gradient flows, but what stands before it runs in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, stand_in: LazyRows) -> Tensor:
-        """A zero [1] in the stand-in's dtype."""
-        ctx.set_materialize_grads(False)
-        return torch.zeros(1, dtype=stand_in.dtype, device=stand_in.device)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: None) -> None:
-        """Nothing flows on to the stand-in."""
-
-
-class Begun(torch.autograd.Function):
-    """[1] -> [1], in whose backward ZeRO-3 hears that the model's begins; its own node would want zeros [*tokens, V]."""
-
-    @staticmethod
-    def forward(ctx: Any, place: Any, own: Tensor) -> Tensor:
-        """A zero [1]; place: the engine's node."""
-        ctx.place = place
-        ctx.set_materialize_grads(False)
-        return own.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: None) -> tuple[None, None]:
-        """As the engine's node does; no gradient flows on to the [1]."""
-        getattr(ctx.place, RUNS_BEFORE_BACKWARD)(ctx.place.module)
-        return None, None
 
 
 class Taken(torch.autograd.Function):
@@ -78,35 +50,49 @@ class Taken(torch.autograd.Function):
         return None, upstream
 
 
+# Rules that serve rows whose entries are not in the last dimension, too.
+ANY_SHAPE = (
+    "transpose", "permute", "swapaxes", "swapdims", "contiguous", "clone", "detach", "to", "float", "double",
+    "register_hook",
+)  # fmt: skip
+
+
+def plain_name(name: str) -> str:
+    """add_ -> add, __iadd__ -> __add__."""
+    return f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
+
+
 def flat(node: Node) -> Node:
     """The same function of N tokens in one dimension: [*tokens, W] -> [N, W]."""
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
-class LazyRows(StandIn):
-    """Shape, dtype and device of [*tokens, W] values; `node` says what they are.
+class LazyLogits(StandIn):
+    """Rows of logits, or of what was made of them: shape, dtype and device of [*tokens, W] values; `node` says of which.
 
-    Made by `make`. seen: the writes to its memory that it knows of.
-    now: what it is since it was written to. link: its own place in the graph.
+    Made by `make`. row_rules: what happens to it row by row, by the operation's name.
+    seen: the writes to its memory that it knows of. now: what it is since it was written to.
+    link: its own place in the graph.
     """
 
     instead = "StreamConfig(lazy_logits=False)"
     metadata = METADATA_OF_ROWS
     has_rule = ("label_smoothing",)
+    row_rules: ClassVar[Mapping[str, Callable[..., Any]]]
 
     node: Node
     width: int
     seen: int
-    now: LazyRows | None
+    now: LazyLogits | None
     link: Any
     heeded: bool
 
     @staticmethod
-    def __new__(cls, node: Node, width: int, dtype: torch.dtype, classes: int | None = None) -> LazyRows:
+    def __new__(cls, node: Node, width: int, dtype: torch.dtype, classes: int | None = None) -> LazyLogits:
         reading = readings(node)[0]
         shape = list(reading.positions.shape)
         shape.insert(len(shape) if classes is None else classes, width)
-        self: LazyRows = Tensor._make_wrapper_subclass(
+        self: LazyLogits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=reading.head.hidden.device, requires_grad=False
         )  # type: ignore[attr-defined]
         self.node, self.width, self.classes = node, width, classes
@@ -115,11 +101,11 @@ class LazyRows(StandIn):
         return self
 
     @classmethod
-    def make(cls, node: Node, width: int, dtype: torch.dtype, graded: bool, classes: int | None = None) -> LazyRows:
+    def make(cls, node: Node, width: int, dtype: torch.dtype, graded: bool, classes: int | None = None) -> LazyLogits:
         """One that requires a gradient if it is `graded`, in grad mode, and what it stands for would."""
         if not graded:
             return cls(node, width, dtype, classes)
-        made: LazyRows = Place.apply(cls, (node, width, dtype, classes), *inputs_of(node))
+        made: LazyLogits = Place.apply(cls, (node, width, dtype, classes), *inputs_of(node))
         made.link = made.grad_fn
         return made
 
@@ -152,22 +138,17 @@ class LazyRows(StandIn):
         """Of the model's call that gave the logits, for `describe` (`streambp.head.recipe.HeadOutcome`)."""
         return readings(self.node)[0].head.outcome
 
-    @property
-    def graded(self) -> bool:
-        """Whether it stands in autograd's graph and wants a gradient."""
-        return self.requires_grad
-
-    def sharing(self, other: LazyRows) -> LazyRows:
+    def sharing(self, other: LazyLogits) -> LazyLogits:
         """This one, as a view of another."""
         self.memory, self.seen, self.derived = other.memory, other.seen, True
         return self
 
-    def changed(self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True) -> LazyRows:
+    def changed(self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True) -> LazyLogits:
         """Another with something changed, in memory of its own."""
-        graded = graded and self.graded
+        graded = graded and self.requires_grad
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
 
-    def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> LazyRows:
+    def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> LazyLogits:
         """The same function of other tokens: [*tokens, W] -> [*other tokens, W].
 
         Args:
@@ -177,9 +158,11 @@ class LazyRows(StandIn):
         made = self.changed(over_tokens(self.node, change, unique))
         return made.sharing(self) if view else made
 
-    def with_classes(self, classes: int | None) -> LazyRows:
-        """The same with its W entries in that dimension (None: the last), as a view."""
-        return self.make(self.node, self.width, self.dtype, self.graded, classes).sharing(self)
+    def with_classes(self, classes: int | None) -> LazyLogits:
+        """The same with its W entries in that dimension (None: the last), as a view; itself, if they are there."""
+        if classes == self.classes:
+            return self
+        return self.make(self.node, self.width, self.dtype, self.requires_grad, classes).sharing(self)
 
     def casts_to(self, dtype: torch.dtype) -> bool:
         """Whether `dtype` is wider, but not float64. Integers and bools are not cast: 1 + 1 is not what True + True is."""
@@ -190,11 +173,11 @@ class LazyRows(StandIn):
         """Whether its positions are contiguous: so is the part that it is of the logits then."""
         return self.classes is None and readings(self.node)[0].positions.is_contiguous()
 
-    def current(self) -> LazyRows:
+    def current(self) -> LazyLogits:
         """What it stands for now: itself, or the function of rows that writing made of it."""
         return self if self.now is None else self.now.current()
 
-    def latest(self, operation: str) -> LazyRows:
+    def latest(self, operation: str) -> LazyLogits:
         """What it stands for now, as `current`.
 
         Raises:
@@ -244,9 +227,12 @@ class LazyRows(StandIn):
             return
         anchor: Tensor | None = None
         if place == DDP_SINK:
-            anchor = Anchor.apply(self)
+            anchor = RunInBackward.apply(None, self)
         if place == PRE_BACKWARD and not self.outcome.beside_loss:
-            anchor = Begun.apply(self.grad_fn, torch.zeros(1, requires_grad=True))
+            # ZeRO-3's, which hears that the model's backward begins; it would want a gradient [*tokens, V] itself.
+            node: Any = self.grad_fn
+            begin = lambda: getattr(node, RUNS_BEFORE_BACKWARD)(node.module)  # noqa: E731
+            anchor = RunInBackward.apply(begin, torch.zeros(1, requires_grad=True))
         if anchor is not None:
             self.node = with_readings(self.node, lambda reading: dataclasses.replace(reading, anchor=anchor))
             self.heeded = True
@@ -262,9 +248,12 @@ class LazyRows(StandIn):
         """
         if not scales(hook):
             return NotImplemented
-        self.node = with_readings(
-            self.node, lambda reading: dataclasses.replace(reading, handle=Hooked.apply(reading.head, hook, reading.handle))
-        )
+
+        def scaled(reading: Reading) -> Reading:
+            scale = functools.partial(reading.head.scale_left, hook)
+            return dataclasses.replace(reading, handle=RunInBackward.apply(scale, reading.handle))
+
+        self.node = with_readings(self.node, scaled)
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.register_hook(self, hook)  # for whom makes it an input of a Function
 
@@ -276,7 +265,7 @@ class LazyRows(StandIn):
     def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
         """What a calculation of its rows gives, [N, ...] each, differentiable if this one and grad mode are."""
         inputs = inputs_of(self.node)
-        if self.graded and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        if self.requires_grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)
             return values
         with torch.no_grad():
@@ -292,21 +281,87 @@ class LazyRows(StandIn):
         """The real tensor [*tokens, W], differentiable if this one is, whatever grad mode it is asked for in."""
         if self.written is not None:
             return self.written
-        with torch.set_grad_enabled(self.graded):
-            if self.known() or not self.graded:
+        with torch.set_grad_enabled(self.requires_grad):
+            if self.known() or not self.requires_grad:
                 return self.values()
             taken: Tensor = Taken.apply(self.values, self)
             return taken
 
-    def become(self, other: LazyRows | Tensor) -> None:
+    def become(self, other: LazyLogits | Tensor) -> None:
         """Be written to: `other` [*tokens, W] holds the values from now on."""
         self.memory.writes += 1
         if self.link is not None:
             self.link.passed_by = "something was written to"
-        if isinstance(other, LazyRows):
+        if isinstance(other, LazyLogits):
             self.now = other
             other.memory, other.derived, other.seen = self.memory, self.derived, self.memory.writes
         else:
             self.written = other
             self.memory.watch(other)
         self.seen = self.memory.writes
+
+    @classmethod
+    def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a rule gives; NotImplemented where there is none."""
+        if name in cls.row_rules:
+            found = cls.row_rules[name](name, func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        if isinstance(args[0] if args else None, LazyLogits) and args[0].classes is not None and name not in ANY_SHAPE:
+            return NotImplemented
+        return super().by_rule(func, name, args, kwargs)
+
+    def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation that changes this one in place: it becomes another function of rows, or real.
+
+        Under no_grad torch keeps the place in the graph of a tensor that is written to, as no other function would.
+
+        Raises:
+            StreamBPError: the operation changes the shape.
+        """
+        before = self.current()
+        if name == "detach_":
+            before.become(before.build().detach())
+            return self
+        rows = tensors_in((args, kwargs), LazyLogits)
+        follow = all(x.follows_rules() for x in rows)
+        if follow and (torch.is_grad_enabled() or not before.requires_grad):
+            plain = plain_name(name)
+            out_of_place = method(plain)
+            made = NotImplemented
+            if out_of_place is not None and plain in self.row_rules:
+                made = self.by_rule(out_of_place, plain, args, kwargs)
+            alike = isinstance(made, LazyLogits) and (made.shape, made.dtype) == (before.shape, before.dtype)
+            if alike and made.requires_grad == before.requires_grad:
+                before.become(made)
+                return self
+        before.note(name)
+        real = {id(leaf): leaf.build() for leaf in rows}
+        if not before.requires_grad:
+            # Not as a view of something made under no_grad, which forbids writes.
+            real[id(before)] = real[id(before)].detach()
+        before.become(real[id(before)])
+        args, kwargs = tree_map_only(LazyLogits, lambda leaf: real[id(leaf)], (args, kwargs))
+        result = func(*args, **kwargs)
+        if real[id(before)].shape != self.shape:
+            raise StreamBPError(
+                f"{name} changes the shape of logits in place, which a tensor that stands for them cannot. Use "
+                f"{plain_name(name)} or StreamConfig(lazy_logits=False)."
+            )
+        before.memory.watch(real[id(before)])
+        return self if result is real[id(before)] else result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """C++ that does not ask for rules. What autograd does with it was settled before it came here."""
+        if func._schema.is_mutable:
+            raise StreamBPError(f"{func} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
+
+        def real(x: LazyLogits) -> Tensor:
+            x = x.latest(str(func))
+            x.note(str(func))
+            with torch.no_grad():
+                return x.values() if x.written is None else x.written.detach()
+
+        args, kwargs = tree_map_only(LazyLogits, real, (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -69,11 +69,6 @@ def flatten(x: StandIn, start_dim: int = 0, end_dim: int = -1) -> Any:
     return x.moved(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
 
 
-def iterate(x: StandIn) -> Any:
-    """Over the first dimension of tokens; NotImplemented for a single row [W]."""
-    return iter(x.unbind(0)) if x.dim() > 1 else NotImplemented
-
-
 def take_along_dim(x: StandIn, indices: Any, dim: Any = None) -> Any:
     """Positions [..., n, 1] of each row, a copy, some perhaps twice; NotImplemented for entries of W."""
     if not isinstance(indices, Tensor) or indices.dim() != x.dim() or indices.shape[-1] != 1 or not is_of_tokens(x, dim):
@@ -119,11 +114,6 @@ def contiguous(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     return x if not x.derived or x.is_together() else x.changed()
 
 
-def to_float(x: StandIn, *args: Any, **kwargs: Any) -> Any:
-    """In float32, or in float64 if x is; NotImplemented for integers and bools."""
-    return to(x, torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32))
-
-
 def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     """Casts up, and moves to where the tensor is; all is computed in float32 or wider anyway."""
     wanted = [*args, *kwargs.values()]
@@ -136,15 +126,10 @@ def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     return x.changed(dtype=dtype) if x.casts_to(dtype) else NotImplemented
 
 
-def made_new(name: str) -> Callable[..., Any]:
-    """new_zeros and its like take nothing but the dtype and the device."""
-    return lambda x, *args, **kwargs: getattr(torch.empty(0, dtype=x.dtype, device=x.device), name)(*args, **kwargs)
-
-
 # By name: of torch's functions and of the methods that are them. [Note: torch's own functions]
 TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "__getitem__": index,
-    "__iter__": iterate,
+    "__iter__": lambda x: iter(x.unbind(0)) if x.dim() > 1 else NotImplemented,
     "view": view,
     "reshape": view,
     "flatten": flatten,
@@ -156,8 +141,17 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "swapdims": transpose,
     "permute": permute,
     "contiguous": contiguous,
-    "float": to_float,
+    # float64 stays; integers and bools are not cast.
+    "float": lambda x, *_, **__: to(
+        x, torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32)
+    ),
     "to": to,
     **{name: along(name) for name in ALONG},
-    **{name: made_new(name) for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")},
+    # They take nothing but the dtype and the device.
+    **{
+        name: lambda x, *args, name=name, **kwargs: getattr(torch.empty(0, dtype=x.dtype, device=x.device), name)(
+            *args, **kwargs
+        )
+        for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+    },
 }

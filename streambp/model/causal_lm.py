@@ -29,7 +29,7 @@ from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.lazy.deferred import Deferred
-from streambp.lazy.dispatch import LazyLogits
+from streambp.lazy.dispatch import lazy_logits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.deferring import DeferredHead, HeldHead
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
@@ -344,7 +344,7 @@ class CausalLMForward(InstanceForward):
             if not isinstance(value, Deferred) or (value.recipe.weight is not None and not logits_wanted):
                 return value
             if value.recipe.weight is None:
-                value.recipe.note("output")
+                value.note("output")
             return value.build()
 
         if isinstance(output, tuple):
@@ -373,7 +373,7 @@ def _hand_out(output: Any, request: HeadRequest) -> Any:
             return value
         if value.written is not None or value.recipe.weight is None or value.dim() < 2 or value.shape[-2] == 1:
             return value.build()
-        return LazyLogits.of(value, request)
+        return lazy_logits(value, request)
 
     if isinstance(output, tuple):
         return tuple(real_or_lazy(part) for part in output)

@@ -24,7 +24,7 @@ from streambp.instance_forward import forwards, is_fsdp_unit
 from streambp.known_names import GRADIENT_HOOKED
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.site import Warm
-from streambp.lazy.tensor import LazyRows
+from streambp.lazy.tensor import LazyLogits
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.wrappers import LayerForward
 
@@ -79,7 +79,7 @@ def _loss_of(output: Any) -> Tensor | None:
     wanted = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
     if isinstance(fields.get("loss"), Tensor):
         wanted = [x for x in wanted if x is fields["loss"]]
-    lazy = next((x for x in wanted if isinstance(x, LazyRows)), None)
+    lazy = next((x for x in wanted if isinstance(x, LazyLogits)), None)
     if lazy is not None:
         labels = torch.zeros(lazy.shape[:-1], dtype=torch.long, device=lazy.device)  # [B, T]
         return F.cross_entropy(lazy.flatten(0, -2), labels.flatten())

@@ -43,11 +43,6 @@ BAR, BAR_IN_HALF = 1e-4, 3e-2  # relative: what rounding may make of a trial
 Over = Callable[..., Any]  # a backbone's forward: its arguments, None or a tree, on trial a list for what layers raise
 
 
-def takes_positions(module: nn.Module) -> bool:
-    """Whether a backbone's forward has an argument for positions."""
-    return SHARED_INPUTS[2] in inspect.signature(module.forward).parameters
-
-
 def why_not(
     module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite], takes_positions: bool = True
 ) -> str | None:
@@ -122,7 +117,7 @@ class Trials:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.takes_positions = takes_positions(module)
+        self.takes_positions = SHARED_INPUTS[2] in inspect.signature(module.forward).parameters
         self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -146,8 +141,10 @@ class Trials:
             apart: as of `find_tree`. together: with other ranks.
         """
         shares, padded = kwargs.get(EMBEDS) is None, kwargs.get(SHARED_INPUTS[1]) is not None
+        embeddings: Any = _embeddings(self.module)
+        vocabulary = int(getattr(embeddings, "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
         found = [
-            self._try(trial_of(kwargs, self._vocabulary, with_padding), over, sites, apart, together)
+            self._try(trial_of(kwargs, vocabulary, with_padding), over, sites, apart, together)
             for with_padding in (False,) * shares + (True,) * padded
         ]
         self.verdicts[self.kind_of(kwargs)] = found[0], found[-1]
@@ -155,10 +152,6 @@ class Trials:
     def settle(self, reason: str) -> None:
         """All kinds that were tried compute rows from now on."""
         self.verdicts = dict.fromkeys(self.verdicts, (reason, reason))
-
-    @property
-    def _vocabulary(self) -> int:
-        return int(getattr(_embeddings(self.module), "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
     def _try(self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> str | None:
         _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
@@ -184,37 +177,24 @@ class Trials:
                 failed.append(error)
             set_once = restored.set_once()
         if failed:
-            return _why_failed(failed[0], together)
+            if isinstance(failed[0], UnsharedError):
+                return str(failed[0])
+            if is_out_of_memory(failed[0]) and not together:
+                raise failed[0]  # which says nothing of the model, and no other rank has gone on
+            return f"a trial on a few random tokens failed ({type(failed[0]).__name__}: {failed[0]})"
         if set_once:
             return f"its forward initialises itself at its first call ({', '.join(set_once)})"
         half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
-        distance, bar = _difference(found, expected, half)
+        found, expected = found.double(), expected.double()
+        if half:  # the distance of all together, else the largest
+            distance, bar = float((found - expected).norm() / expected.norm().clamp(min=1e-30)), BAR_IN_HALF
+        else:
+            distance, bar = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)), BAR
         scores = max((each.typical() if half else each.furthest() for each in taken), default=0.0)
         if distance <= bar and scores <= SCORES * bar:
             return None
         distance = max(distance, scores / SCORES)
         return f"a trial on a few random tokens gave something else than rows do (relative error {distance:.1e})"
-
-
-def _why_failed(error: Exception, together: bool) -> str:
-    """What a trial says that raised `error`; raises it where memory is missing, which says nothing of the model, and no
-    other rank has gone on."""
-    if isinstance(error, UnsharedError):
-        return str(error)
-    if is_out_of_memory(error) and not together:
-        raise error
-    return f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
-
-
-def _difference(found: Tensor, expected: Tensor, half: bool) -> tuple[float, float]:
-    """How far hidden states [n, ...] of a trial lie from those of rows, and what rounding may make of it.
-
-    In half precision it is the distance of all together, else the largest.
-    """
-    found, expected = found.double(), expected.double()
-    if half:
-        return float((found - expected).norm() / expected.norm().clamp(min=1e-30)), BAR_IN_HALF
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)), BAR
 
 
 def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
@@ -226,12 +206,6 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
     return torch.cat([found, torch.full_like(last, float("nan")) if last.is_floating_point() else last], 1)
 
 
-def _quantised(module: nn.Module) -> bool:
-    """Whether a parameter of its own is. With `bnb_4bit_quant_storage` its bytes go by the name of a float."""
-    own = (parameter for parameter in module._parameters.values() if parameter is not None)
-    return any(not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE) for parameter in own)
-
-
 @contextlib.contextmanager
 def _in_eval(module: nn.Module) -> Iterator[None]:
     """Within, nothing in it is random. Modules' own `train` is not called, which may do more.
@@ -239,7 +213,13 @@ def _in_eval(module: nn.Module) -> Iterator[None]:
     Modules of quantised weights keep their mode: on a CPU bitsandbytes repacks them for good when they run in eval mode,
     for a kernel without a gradient.
     """
-    training = [part for part in module.modules() if part.training and not _quantised(part)]
+    training = []
+    for part in module.modules():
+        own = [parameter for parameter in part._parameters.values() if parameter is not None]
+        # With `bnb_4bit_quant_storage` a quantised parameter's bytes go by the name of a float.
+        quantised = any(not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE) for parameter in own)
+        if part.training and not quantised:
+            training.append(part)
     for part in training:
         part.training = False
     try:

@@ -91,16 +91,13 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
         changed[SHARED_INPUTS[2]] = found
     for name in (SHARED_INPUTS[0], EMBEDS, *PER_TOKEN):
         if kwargs.get(name) is not None:
-            row = tree.packed(kwargs[name])  # [1, tokens, ...]
-            changed[name] = row if tree.furthest is None else torch.cat([row, _one_more(name, row)], 1)
+            changed[name] = row = tree.packed(kwargs[name])  # [1, tokens, ...]
+            if tree.furthest is not None:
+                # Behind it the first one once more: alone, a padding id whose embedding is zero gives zeros, of which a
+                # root has no gradient (Gemma 3n).
+                first = row[:, :1].detach()
+                changed[name] = torch.cat([row, torch.zeros_like(first) if name in PER_TOKEN else first], 1)
     return changed
-
-
-def _one_more(name: str, row: Tensor) -> Tensor:
-    """What is said [1, 1, ...] of the token behind a packed row [1, tokens, ...]. It is the first one once more: alone, a
-    padding id whose embedding is zero gives zeros, of which a root has no gradient (Gemma 3n)."""
-    first = row[:, :1].detach()
-    return torch.zeros_like(first) if name in PER_TOKEN else first
 
 
 def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:

@@ -93,7 +93,11 @@ class SharedPrefixes:
             except Exception as error:  # a hook of this call alone may want the rows (peft's adapter_names)
                 if is_out_of_memory(error):
                     raise
-                self._refuse_on_ranks(error)
+                if must_agree(self.module):  # for whose weights the others would have to be there once more
+                    raise StreamBPError(
+                        f"This batch cannot be computed as a packed row: {error}. That was found while the model ran, "
+                        "where other ranks wait for this one. Set StreamConfig(rows='as_given')."
+                    ) from error
                 known = isinstance(error, UnsharedError)
                 tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"
                 self.trials.settle(tree)
@@ -163,13 +167,16 @@ class SharedPrefixes:
             plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
             if plain is not None and padded is not None:
                 return plain
-        labels = _labels_of(labels, kwargs)
+        outer = zip(labels, LABELS, strict=True)  # of the language model around the backbone, or else the backbone's own
+        plain, shifted = (value if value is not None else kwargs.get(name) for value, name in outer)
         said = (kwargs.get(name) for name in (*SHARED_INPUTS, EMBEDS, *PER_TOKEN))
-        given = [x for x in (*said, *labels) if isinstance(x, Tensor)]
+        given = [x for x in (*said, plain, shifted) if isinstance(x, Tensor)]
         key = [(x, None if x.is_inference() else x._version) for x in given]
-        if self._looked is None or not _same(self._looked[0], key):
+        before = [] if self._looked is None else self._looked[0]
+        same = len(before) == len(key) and all(x is y and i == j for (x, i), (y, j) in zip(before, key, strict=True))
+        if self._looked is None or not same:
             ids = known_by(kwargs)
-            scored = _labelled(*labels, ids)
+            scored = _labelled(plain, shifted, ids)
             look = functools.partial(find_tree, ids, mask, positions, scored, apart=_apart(sites), a_chunk=_a_chunk(sites))
             found = look()
             shares = isinstance(found, Tree) and found.tokens < found.tokens_of_rows
@@ -204,14 +211,6 @@ class SharedPrefixes:
         said = everyones_numbers(self.module, [kind, wants], device)
         return kind != 0 and all(other[0] == kind for other in said) and any(wanted for _, wanted in said)
 
-    def _refuse_on_ranks(self, error: Exception) -> None:
-        """One rank alone must not begin its forward again, for whose weights the others would have to be there."""
-        if must_agree(self.module):
-            raise StreamBPError(
-                f"This batch cannot be computed as a packed row: {error}. That was found while the model ran, "
-                "where other ranks wait for this one. Set StreamConfig(rows='as_given')."
-            ) from error
-
 
 def _apart(sites: list[LayerSite]) -> int:
     """Tokens between two places where rows part: a chunk of a layer with states ends at each."""
@@ -221,17 +220,6 @@ def _apart(sites: list[LayerSite]) -> int:
 def _a_chunk(sites: list[LayerSite]) -> float:
     """Tokens that one chunk more costs, of which attention's layers have no more for a packed row."""
     return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
-
-
-def _same(one: list[tuple[Tensor, int | None]], other: list[tuple[Tensor, int | None]]) -> bool:
-    """Whether these are the same tensors, unchanged."""
-    return len(one) == len(other) and all(x is y and i == j for (x, i), (y, j) in zip(one, other, strict=True))
-
-
-def _labels_of(labels: tuple[Any, Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Of the language model around the backbone, or else those among the backbone's kwargs, as `known_names.LABELS`."""
-    plain, shifted = (outer if outer is not None else kwargs.get(name) for outer, name in zip(labels, LABELS, strict=True))
-    return plain, shifted
 
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:

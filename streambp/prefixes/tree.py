@@ -37,10 +37,6 @@ class Piece:
     start: int
     stop: int
 
-    def upto(self, at: int) -> Piece:
-        """Its tokens before the row's token `at`."""
-        return Piece(self.at, self.start, min(self.stop, self.start + at - self.at))
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -201,7 +197,7 @@ def find_tree(
     if isinstance(found, str):
         return found
     known, furthest = found
-    segments, rows = _write_down(_aligned(ids, known), known, least, apart)
+    segments, rows = _write_down(ids, known, least, apart)
     tree = Tree(ids.shape[1], rows, segments, furthest)
     if not tree.tokens:
         return "the last call's batch is padding alone"
@@ -245,76 +241,45 @@ def _look_at(
     return [_Known(row[0], row[2], row[5]) for row in rows], None if read in (furthest, -1) else furthest
 
 
-def _aligned(ids: Tensor, known: list[_Known]) -> Tensor:
-    """ids [B, T], each row from its first token on; anything behind its last."""
-    if not any(row.column for row in known):
-        return ids
-    starts = torch.tensor([row.column for row in known], device=ids.device)
-    columns = (torch.arange(ids.shape[1], device=ids.device) + starts[:, None]).clamp(max=ids.shape[1] - 1)
-    return ids.gather(1, columns)
-
-
-@dataclasses.dataclass
-class _Branch:
-    """Rows that have the tokens of `before` in common, and are not written down yet."""
-
-    rows: list[int]
-    before: tuple[Piece, ...]
-
-
 def _write_down(ids: Tensor, known: list[_Known], least: int, apart: int) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
-    """The segments of all rows, depth first, and what each row is made of.
-
-    Args:
-        ids: [B, T], aligned.
-    """
-    waiting = [_Branch(rows, ()) for rows in reversed(_beginning_alike(ids, known, least))]
+    """The segments of all rows, depth first, and what each row is made of."""
+    if any(row.column for row in known):  # each row from its first token on; anything behind its last
+        firsts = torch.tensor([row.column for row in known], device=ids.device)
+        columns = (torch.arange(ids.shape[1], device=ids.device) + firsts[:, None]).clamp(max=ids.shape[1] - 1)
+        ids = ids.gather(1, columns)
+    # Rows that have `least` tokens in common are looked at together: most rows of most batches are alone.
+    starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, (known_row, start) in enumerate(zip(known, starts, strict=True)):
+        alike.setdefault((known_row.position, start) if known_row.length >= least else (index,), []).append(index)
+    # Rows that are not written down yet, and the pieces that they have in common.
+    waiting: list[tuple[list[int], tuple[Piece, ...]]] = [(rows, ()) for rows in reversed(alike.values())]
     segments: list[Segment] = []
     pieces: dict[int, tuple[Piece, ...]] = {}
     end = 0
     while waiting:
-        branch = waiting.pop()
-        pivot, *others = branch.rows
-        depth = sum(piece.stop - piece.start for piece in branch.before)
-        pieces[pivot] = branch.before
+        (pivot, *others), before = waiting.pop()
+        depth = sum(piece.stop - piece.start for piece in before)
+        pieces[pivot] = before
         if known[pivot].length > depth:
             own = Piece(depth, end, end + known[pivot].length - depth)
-            segments.append(Segment(pivot, own, branch.before))
-            pieces[pivot], end = _joined((*branch.before, own)), own.stop
+            segments.append(Segment(pivot, own, before))
+            pieces[pivot], end = (*before, own), own.stop
+            if before and before[-1].stop == own.start:  # they follow each other in the packed row
+                pieces[pivot] = (*before[:-1], Piece(before[-1].at, before[-1].start, own.stop))
         common = _common(ids, pivot, others, depth, [row.length for row in known], least)
-        common = {row: _parting(at, known[row].length, known[pivot].length, apart) for row, at in common.items()}
+        for row, at in common.items() if apart > 1 else ():
+            if at != known[row].length:  # a row that ends there adds nothing
+                at = min(at, known[row].length - apart, known[pivot].length - apart)
+                common[row] = at - at % apart
         beside = [row for row in others if common[row] - depth < least]
         if beside:
-            waiting.append(_Branch(beside, branch.before))
+            waiting.append((beside, before))
         for at in sorted({at for at in common.values() if at - depth >= least}):  # the longest is popped first
-            path = tuple(piece.upto(at) for piece in pieces[pivot] if piece.at < at)
-            waiting.append(_Branch([row for row in others if common[row] == at], path))
+            ahead = (piece for piece in pieces[pivot] if piece.at < at)
+            path = tuple(Piece(p.at, p.start, min(p.stop, p.start + at - p.at)) for p in ahead)
+            waiting.append(([row for row in others if common[row] == at], path))
     return tuple(segments), tuple(Row(row.column, pieces[index]) for index, row in enumerate(known))
-
-
-def _parting(at: int, length: int, pivot: int, apart: int) -> int:
-    """After how many tokens a row of `length` parts from one of `pivot`, of those `at` that they have in common."""
-    if apart == 1 or at == length:  # it ends there, and adds nothing
-        return at
-    at = min(at, length - apart, pivot - apart)
-    return at - at % apart
-
-
-def _beginning_alike(ids: Tensor, known: list[_Known], least: int) -> list[list[int]]:
-    """The rows, those together that have `least` tokens in common: most rows of most batches are alone."""
-    starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
-    found: dict[tuple[int, ...], list[int]] = {}
-    for index, (row, start) in enumerate(zip(known, starts, strict=True)):
-        found.setdefault((row.position, start) if row.length >= least else (index,), []).append(index)
-    return list(found.values())
-
-
-def _joined(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """The same with pieces that follow each other in the packed row made one."""
-    *before, last = pieces
-    if before and before[-1].stop == last.start:
-        return (*before[:-1], Piece(before[-1].at, before[-1].start, last.stop))
-    return pieces
 
 
 def _common(ids: Tensor, pivot: int, others: list[int], depth: int, lengths: list[int], least: int) -> dict[int, int]:

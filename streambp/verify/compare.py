@@ -37,16 +37,7 @@ from streambp.model.fused_layers import fused_modules
 from streambp.model.patching import patch, unpatch
 from streambp.verify.choices import Choices
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
-from streambp.verify.verdict import (
-    Distances,
-    Losses,
-    ParameterError,
-    Verification,
-    choice_notes,
-    find_notes,
-    find_problems,
-    rate,
-)
+from streambp.verify.verdict import NOTABLE, Distances, Losses, ParameterError, Verification, find_problems, rate
 
 DRAWS = 4  # of tokens. [Note: choices]
 OTHER_TOKENS = 1_000_003  # from one draw's seed to the next's
@@ -87,21 +78,18 @@ def verify(
         StreamBPError: the model cannot be streamed, or cannot be judged in this way. A bad verdict is no exception.
     """
     config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
-    narrow, wide = _dtypes(model)
-    _check(model, seq_len, narrow, wide)
+    narrow, wide = _check(model, seq_len)
     undecided = []  # how many choices differed, by draw
     for draw in range(DRAWS):
         batch = _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding)
-        judged = _judge(model, config, batch, narrow, wide, said or _silent)
+        judged = _judge(model, config, batch, narrow, wide, said or (lambda what, done: None))
         differing = judged.streamed.choices.differing(judged.unpatched.choices)
         if not judged.problems or not differing:
             break
         undecided.append(differing)
     losses, whole, problems = judged.losses, judged.whole, judged.problems
     window = _window(model)
-    notes = [*judged.notes, *choice_notes(undecided, DRAWS), *([PADDING_NOTE] if left_padding else [])]
-    notes += [*_window_notes(window, seq_len), *find_notes(whole, _name(narrow), not problems)]
-    notes += _untouched(model, judged.streamed.gradients.keys() | judged.unpatched.gradients.keys())
+    notes = _find_notes(model, judged, undecided, bool(left_padding), window, seq_len, _name(narrow))
     size = int(config.chunk_size)
     return Verification(
         exact=not problems,
@@ -136,10 +124,6 @@ class Judged:
     notes: list[str]
 
 
-def _silent(what: str, done: float) -> None:
-    """Where nobody asked for progress."""
-
-
 def _judge(
     model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.dtype, wide: torch.dtype, said: Said
 ) -> Judged:
@@ -153,7 +137,11 @@ def _judge(
             unpatched = _run(model, batch, scale)
         finally:
             fused.take_off()
-        _check_finite(unpatched, narrow)
+        if not all(bool(gradient.isfinite().all()) for gradient in unpatched.gradients.values()):
+            raise StreamBPError(
+                f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there is nothing to compare "
+                "with. Try float32."
+            )
         said(f"the truth in {_name(wide)}", 0.6)
         loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
     losses = Losses(streamed.loss, unpatched.loss, loss)
@@ -162,8 +150,11 @@ def _judge(
     return Judged(streamed, unpatched, losses, rated, whole, problems, notes)
 
 
-def _dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype]:
-    """The least precise dtype among the parameters, and one that is wide enough to be its truth."""
+def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
+    """The least precise dtype among the parameters, and one that is wide enough to be its truth.
+
+    Raises if this model cannot be judged, before anything is computed.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.itemsize < 2:
             raise UnsupportedModelError(
@@ -171,11 +162,7 @@ def _dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype]:
                 "parameters only. Verify the checkpoint without quantisation."
             )
     narrow = max((p.dtype for p in model.parameters()), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-    return narrow, torch.float32 if torch.finfo(narrow).bits == 16 else torch.float64
-
-
-def _check(model: nn.Module, seq_len: int, narrow: torch.dtype, wide: torch.dtype) -> None:
-    """Raise if this model cannot be judged, before anything is computed."""
+    wide = torch.float32 if torch.finfo(narrow).bits == 16 else torch.float64
     name = type(model).__name__
     if any("_streambp" in module.__dict__ for module in model.modules()):
         raise StreamBPError(
@@ -203,14 +190,7 @@ def _check(model: nn.Module, seq_len: int, narrow: torch.dtype, wide: torch.dtyp
             f"memory; {available / GIB:.1f} are free. Use a machine with more memory or a narrower dtype, or call "
             "streambp.verify.verify on the model loaded with fewer layers (from_pretrained(..., num_hidden_layers=4))."
         )
-
-
-def _check_finite(unpatched: VerifyRun, narrow: torch.dtype) -> None:
-    if not all(bool(gradient.isfinite().all()) for gradient in unpatched.gradients.values()):
-        raise StreamBPError(
-            f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there is nothing to compare with. "
-            "Try float32."
-        )
+    return narrow, wide
 
 
 def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0) -> Batch:
@@ -289,14 +269,10 @@ def _backward(
                 f"{type(model).__name__} returns no loss when labels are given. Pass a causal language model "
                 "(AutoModelForCausalLM)."
             )
-        streamed_layers = _count_streamed(loss)
+        # In the loss's graph: a model that quietly ran as unpatched would pass every bar.
+        streamed_layers = sum(getattr(type(n), FUNCTION_OF_NODE, None) is StreamedLayer for n in nodes_behind([loss]))
         (loss * scale).backward()
     return loss.item(), streamed_layers
-
-
-def _count_streamed(loss: Tensor) -> int:
-    """How many streamed layers the loss's graph holds: a model that quietly ran as unpatched would pass every bar."""
-    return sum(getattr(type(node), FUNCTION_OF_NODE, None) is StreamedLayer for node in nodes_behind([loss]))
 
 
 def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[VerifyRun, list[str]]:
@@ -368,19 +344,44 @@ def _window(model: nn.Module) -> int | None:
     return max((size for size in sizes if isinstance(size, int)), default=None)
 
 
-def _window_notes(window: int | None, seq_len: int) -> list[str]:
-    if window is None:
-        return []
-    if window >= seq_len:
+def _find_notes(
+    model: nn.Module, judged: Judged, undecided: list[int], padded: bool, window: int | None, seq_len: int, dtype: str
+) -> list[str]:
+    """What a verdict does not say, and how far it reaches in this dtype.
+
+    undecided: for each draw of tokens that decided nothing, how many choices differed. [Note: choices]
+    """
+    notes = list(judged.notes)
+    if undecided:
+        notes.append(
+            f"{len(undecided)} of at most {DRAWS} draws of tokens decided nothing: {undecided} choices of experts fell "
+            "otherwise streamed than unpatched, which a tie does, or an error"
+        )
+    notes += [PADDING_NOTE] if padded else []
+    if window is not None and window < seq_len:
+        notes.append(f"the window of {window} was crossed")
+    elif window is not None:
         longer = window + window // 4 + 1
-        return [f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} or more to check it"]
-    return [f"the window of {window} was crossed"]
-
-
-def _untouched(model: nn.Module, touched: set[str]) -> list[str]:
+        told = f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} or more to check it"
+        notes.append(told)
+    whole = judged.whole
+    if dtype == "float64":
+        notes.append(
+            "transformers computes norms, softmax and the loss in float32 even here: that is the model's own error"
+        )
+    elif dtype != "float32":
+        notes.append(f"{dtype} hides differences below its noise, {whole.unpatched:.1e} here; --dtype float32 shows them")
+        if not judged.problems and whole.streamed > NOTABLE * whole.unpatched:
+            notes.append(
+                f"an error {whole.streamed / whole.unpatched:.2f} x the model's own happens by chance; if other seeds "
+                f"(--seed) agree on more than {NOTABLE}, please report it"
+            )
+    touched = judged.streamed.gradients.keys() | judged.unpatched.gradients.keys()
     names = [name for name, p in model.named_parameters() if p.requires_grad and name not in touched]
-    some = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
-    return [f"{len(names)} trainable parameters get no gradient, streamed or unpatched: {some}"] if names else []
+    if names:
+        some = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+        notes.append(f"{len(names)} trainable parameters get no gradient, streamed or unpatched: {some}")
+    return notes
 
 
 def _text_config(model: nn.Module) -> Any:

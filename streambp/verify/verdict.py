@@ -142,15 +142,14 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
         noises[_role(name)] = max(noises.get(_role(name), whole.unpatched), d.unpatched / sizes[name])
     rated = [
         ParameterError(
-            name, d.streamed / sizes[name], d.unpatched / sizes[name], _factor(d.elements) * noises[_role(name)] + FLOOR
+            name,
+            d.streamed / sizes[name],
+            d.unpatched / sizes[name],
+            max(EACH, math.exp(SPREADS / math.sqrt(max(d.elements - 1, 1)))) * noises[_role(name)] + FLOOR,
         )
         for name, d in distances.items()
     ]
     return tuple(sorted(rated, key=lambda p: -math.inf if math.isnan(p.streamed) else -p.streamed)), whole
-
-
-def _factor(elements: int) -> float:
-    return max(EACH, math.exp(SPREADS / math.sqrt(max(elements - 1, 1))))
 
 
 def _role(name: str) -> str:
@@ -187,28 +186,3 @@ def find_problems(
     if not off <= allowed:
         problems.append(f"the loss is off by {off:.1e}; rounding explains at most {allowed:.1e}")
     return tuple(problems)
-
-
-def find_notes(whole: ParameterError, dtype: str, exact: bool) -> list[str]:
-    """How far the verdict reaches in this dtype."""
-    if dtype == "float64":
-        return ["transformers computes norms, softmax and the loss in float32 even here: that is the model's own error"]
-    if dtype == "float32":
-        return []
-    notes = [f"{dtype} hides differences below its noise, {whole.unpatched:.1e} here; --dtype float32 shows them"]
-    if exact and whole.streamed > NOTABLE * whole.unpatched:
-        notes.append(
-            f"an error {whole.streamed / whole.unpatched:.2f} x the model's own happens by chance; if other seeds (--seed) "
-            f"agree on more than {NOTABLE}, please report it"
-        )
-    return notes
-
-
-def choice_notes(undecided: list[int], draws: int) -> list[str]:
-    """undecided: for each draw of tokens that decided nothing, how many choices differed. [Note: choices]"""
-    if not undecided:
-        return []
-    return [
-        f"{len(undecided)} of at most {draws} draws of tokens decided nothing: {undecided} choices of experts fell "
-        "otherwise streamed than unpatched, which a tie does, or an error"
-    ]

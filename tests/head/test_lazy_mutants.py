@@ -58,7 +58,7 @@ def shifted(node, change, unique=True, real=rows.over_tokens):
     return real(node, lambda x: change(x.roll(1, 0)), unique)
 
 
-def unseen(self, other, real=lazy_rows.LazyRows.become):
+def unseen(self, other, real=lazy_rows.LazyLogits.become):
     real(self, other)
     self.memory.writes -= 1
 
@@ -159,12 +159,12 @@ MUTANTS = {
         lambda node, real=row_rules.log_softmaxed: None if real(node) is None else (real(node)[0], 1.0),
         gradient_of("label_smoothing"),
     ),
-    "writes unseen by others": (lazy_rows.LazyRows, "become", unseen, is_refused(WRITES["through a part"])),
+    "writes unseen by others": (lazy_rows.LazyLogits, "become", unseen, is_refused(WRITES["through a part"])),
     "writes through real tensors unseen": (
         lazy_rows.SharedMemory, "watch", lambda self, tensor: None, is_refused(WRITES["through data"]),
     ),
     "writes by a Function unseen": (
-        lazy_rows.LazyRows, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
+        lazy_rows.LazyLogits, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
     ),
     "hooks that see nothing": (standin, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
     "what was made of logits forgotten": (standin, "note_use", lambda *_: None, lost(like_torch.asked_for)),
@@ -173,19 +173,19 @@ MUTANTS = {
     "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
     "weights written by a pointer": (seen.Seen, "changed", lambda self: None, is_refused_before_backward),
     "what a Function does with the gradient": (
-        lazy_rows.LazyRows, "known", lambda self: True, builds("autograd.Function that returns logits"),
+        lazy_rows.LazyLogits, "known", lambda self: True, builds("autograd.Function that returns logits"),
     ),
     "gradients of all values lost": (
         lazy_rows.Place, "backward", staticmethod(lambda ctx, _: (None,) * len(ctx.needs_input_grad)),
         builds("autograd.Function"),
     ),
-    "engines' nodes not run": (lazy_rows.LazyRows, "heed", lambda self: None, test_lazy.run_engines),
+    "engines' nodes not run": (lazy_rows.LazyLogits, "heed", lambda self: None, test_lazy.run_engines),
     "a hub that keeps what reads it": (
         hub.Hub, "read",
         lambda self, *given, real=hub.Hub.read: setattr(self, "kept", real(self, *given)) or self.kept,
         lambda: test_lazy.test_nothing_is_held_by_a_cycle(FRAMEWORKS["dpo_with_metrics"]),
     ),
-    "engines' hooks that are not called": (lazy.LazyRows, "hook", None, test_lazy.hooked_by_an_engine),
+    "engines' hooks that are not called": (lazy.LazyLogits, "hook", None, test_lazy.hooked_by_an_engine),
     "engines' hooks taken for a program's": (standin, "scales", lambda hook: False, late_by_an_engine),
     "logits beside the loss without a gradient": (causal_lm, "_hand_out", cut_off, beside_the_loss),
     "gradients of an earlier backward": (hub.Hub, "leave", of_any_backward, test_lazy.left_behind),

@@ -1,13 +1,14 @@
 """Stream*Trainer against TRL's own: same seeds and data, SGD, some steps, float64 with float32 casts lifted on both.
 
 covers: integrations/trl/__init__.py, integrations/trl/dpo.py, integrations/trl/grpo.py,
-  integrations/trl/head.py, integrations/trl/settings.py, integrations/trl/sft.py, integrations/trl/trainer.py,
+  integrations/trl/settings.py, integrations/trl/sft.py, integrations/trl/trainer.py,
   model/fused_head.py
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -273,11 +274,12 @@ def test_a_batch_without_a_label_has_fields_like_trls():
     """DPO gathers is_top1 as bools."""
     from trl.trainer.utils import add_fused_lm_head
 
-    from streambp.integrations.trl.head import adder
-    from streambp.model.fused_head import OPTIONAL_OUTPUTS
+    from streambp.integrations.trl.trainer import add_streamed_head
+    from streambp.model.fused_head import OPTIONAL_OUTPUTS, FusedHead
 
     outputs = []
-    for add in (add_fused_lm_head, adder(streambp.StreamConfig(chunk_size=5))):
+    ours = functools.partial(add_streamed_head, streambp.StreamConfig(chunk_size=5), FusedHead)
+    for add in (add_fused_lm_head, ours):
         model = build("qwen3")
         add(model, outputs=OPTIONAL_OUTPUTS)
         ids = torch.randint(3, VOCABULARY, (2, 9))
@@ -291,14 +293,16 @@ def test_a_batch_without_a_label_has_fields_like_trls():
 
 def test_patching_anew_keeps_the_head_that_a_trainer_calls():
     """As `launch` does where evaluation turns out to want logits."""
-    from streambp.integrations.trl.head import adder
+    from streambp.integrations.trl.trainer import add_streamed_head
+    from streambp.model.fused_head import FusedHead
 
     model, ids = build("qwen3", torch.float64), torch.randint(3, VOCABULARY, (2, 13), generator=seeded())
 
     def scored():
         return model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)
 
-    adder(streambp.StreamConfig(chunk_size=5))(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    config = streambp.StreamConfig(chunk_size=5)
+    add_streamed_head(config, FusedHead, model, temperature=0.7, outputs=("log_probs", "entropy"))
     before = scored()
     streambp.patch(model, streambp.StreamConfig(chunk_size=4, eval_logits=True))
     after = scored()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from streambp.launch import groups
-from streambp.launch.groups import Prepares, grouped
+from streambp.launch.groups import grouped, prepare_groups
 from streambp.prefixes.tree import Tree, find_tree
 from tests.seeds import seeded
 
@@ -162,8 +162,8 @@ def test_a_trainer_can_be_sent_to_another_process():
     trainer.model = None
     groups.keep_groups(trainer)
     again = pickle.loads(pickle.dumps(trainer))
-    assert isinstance(again._prepare_inputs, Prepares)
-    assert again._prepare_inputs.trainer is again
+    assert again._prepare_inputs.func is prepare_groups
+    assert again._prepare_inputs.args[0] is again
 
 
 def rows_in_order_of_their_numbers(batches):

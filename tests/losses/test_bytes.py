@@ -14,7 +14,7 @@ from streambp.head import token_log_probs
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest, Recipe
 from streambp.lazy.deferred import Deferred
-from streambp.lazy.dispatch import LazyLogits
+from streambp.lazy.dispatch import lazy_logits
 from streambp.losses import ppo_loss
 from streambp.planner.count import LiveBytes
 from tests.head import losses_on_logits
@@ -84,7 +84,7 @@ def step_on_logits(loss, length, rows=2):
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
     request = HeadRequest(Pending())
     with LiveBytes() as count:
-        logits = LazyLogits.of(Deferred.make(hidden, Recipe(request, weight=weight, logits=True)), request)
+        logits = lazy_logits(Deferred.make(hidden, Recipe(request, weight=weight, logits=True)), request)
         loss(logits, ids).backward()
     assert hidden.grad.shape == hidden.shape
     return count, request.outcome

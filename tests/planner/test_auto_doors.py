@@ -1,6 +1,6 @@
 """`chunk_size="auto"` and `saves="auto"` are one rule through every door: the device's memory decides wherever it is known.
 
-covers: integrations/deepspeed.py, integrations/trl/head.py, integrations/trl/ppo.py, launch/process.py, planner/auto.py
+covers: integrations/deepspeed.py, integrations/trl/trainer.py, integrations/trl/ppo.py, launch/process.py, planner/auto.py
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ def by_deepspeeds_callback(tmp_path):
 
 
 def by_trls_trainers():
-    from streambp.integrations.trl.head import adder
+    from streambp.integrations.trl.trainer import add_streamed_head
+    from streambp.model.fused_head import FusedHead
 
     found = model()
-    adder(streambp.StreamConfig())(found)
+    add_streamed_head(streambp.StreamConfig(), FusedHead, found)
     return found
 
 

@@ -94,7 +94,13 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         super().__init__(*args, **kwargs)
         self.kl_coef = self.beta = settings.beta = settings.kl_coef
         if in_memory and settings.kl_coef != 0.0:
-            self.ref_model = self._copy_as_reference()
+            if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+                raise StreamBPError(
+                    "Under DeepSpeed or FSDP the reference model is loaded by path or id; pass one as `model`, or "
+                    "kl_coef=0."
+                )
+            reference = copy.deepcopy(self.model).eval().requires_grad_(False)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
         policy = self._policy()
         if value_model is not None:
             policy.add_module(VALUE_MODEL, patch(value_model, settings.stream_config()))
@@ -102,14 +108,6 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
             weight = policy.get_output_embeddings().weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             policy.add_module(VALUE_HEAD, ValueHead(full_shape(weight)[1], weight.device, dtype))
-
-    def _copy_as_reference(self) -> Any:
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise StreamBPError(
-                "Under DeepSpeed or FSDP the reference model is loaded by path or id; pass one as `model`, or kl_coef=0."
-            )
-        reference = copy.deepcopy(self.model).eval().requires_grad_(False)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def _policy(self) -> Any:
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
@@ -128,7 +126,12 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         log_probs = output.setdefault("old_per_token_logps", old.log_probs)
         rewards = self._token_rewards(output, log_probs, mask)
         advantages, returns = gae(rewards, old.state_values, mask, gamma=self.args.gamma, lam=self.args.lam)
-        self._log_rollout(old.state_values, returns, mask)
+        mode = "train" if self.model.training else "eval"
+        spread = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
+        error = returns - old.state_values
+        missed = masked_mean((error - masked_mean(error, mask)).square(), mask)
+        self._metrics[mode]["explained_variance"].append((1.0 - missed / spread.clamp(min=1e-8)).item())
+        self._metrics[mode]["value"].append(masked_mean(old.state_values, mask).item())
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask)
         output.update(advantages=advantages, old_values=old.state_values, returns=returns)
@@ -159,14 +162,6 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         if self.args.kl_target is not None and mode == "train":
             error = min(max(mean / self.args.kl_target - 1.0, -0.2), 0.2)
             self.kl_coef *= 1.0 + error * divergences.numel() / self.args.kl_horizon
-
-    def _log_rollout(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
-        mode = "train" if self.model.training else "eval"
-        spread = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
-        error = returns - values
-        missed = masked_mean((error - masked_mean(error, mask)).square(), mask)
-        self._metrics[mode]["explained_variance"].append((1.0 - missed / spread.clamp(min=1e-8)).item())
-        self._metrics[mode]["value"].append(masked_mean(values, mask).item())
 
     def _mask(self, inputs: dict[str, Any]) -> Tensor:
         mask: Tensor = inputs["completion_mask"].bool()
@@ -205,7 +200,7 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         """The policy loads as any model: values go into a file of their own."""
         folder = Path(output_dir or self.args.output_dir)
         state = self.model.state_dict() if state_dict is None else state_dict
-        values = {name: tensor for name, tensor in state.items() if _is_value(name)}
+        values = {name: tensor for name, tensor in state.items() if {VALUE_HEAD, VALUE_MODEL} & set(name.split("."))}
         super()._save(str(folder), {name: tensor for name, tensor in state.items() if name not in values})
         short = {name[name.index("value_") :]: tensor.contiguous() for name, tensor in values.items()}
         save_file(short, str(folder / VALUE_FILE), metadata={"kl_coef": repr(self.kl_coef)})
@@ -221,7 +216,3 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
                 f"{VALUE_FILE} of {resume_from_checkpoint} holds {missing.unexpected_keys[:3]}, which this trainer does "
                 "not have; resume with the same value head or value_model that it was saved with."
             )
-
-
-def _is_value(name: str) -> bool:
-    return any(part in (VALUE_HEAD, VALUE_MODEL) for part in name.split("."))

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any, ClassVar
 
-from streambp.errors import StreamBPError
-from streambp.integrations.trl.head import streamed_heads
+from torch import nn
+
+from streambp.config import StreamConfig
+from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.known_names import SPLITS
 from streambp.launch.groups import keep_groups
 from streambp.launch.logs import StreamCallback
-from streambp.model.fused_head import FusedHead
+from streambp.model.fused_head import FusedHead, add_head
+from streambp.model.patching import streamed_head
+from streambp.nested import replaced
+from streambp.planner.auto import patch
+
+
+def add_streamed_head(
+    config: StreamConfig, head_class: type[FusedHead], model: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """Stream a model, and give it our head where TRL would give it its own.
+
+    Args:
+        config: how it streams, unless its user has patched it.
+        args, kwargs: as TRL's `add_fused_lm_head` takes them.
+
+    Raises:
+        UnsupportedModelError: it has no language-model head.
+    """
+    causal = streamed_head(model)
+    if causal is None:
+        causal = streamed_head(patch(model, config))
+    if causal is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head of its own, so TRL's losses have nothing to score. "
+            "Pass a causal language model."
+        )
+    add_head(causal, *args, **{**kwargs, "head_class": head_class})
 
 
 class StreamedTrainer:
@@ -37,7 +66,8 @@ class StreamedTrainer:
         if not isinstance(settings, StreamArguments):
             settings = next((value for value in args if isinstance(value, StreamArguments)), StreamArguments())
         self._refuse_split(getattr(settings, "parallelism_config", None))
-        with streamed_heads(self.trl_module, settings.stream_config(), self.head_class):
+        add = functools.partial(add_streamed_head, settings.stream_config(), self.head_class)
+        with replaced([self.trl_module], "add_fused_lm_head", add):
             super().__init__(*args, **kwargs)
         self._refuse_split(self.accelerator.parallelism_config)  # type: ignore[attr-defined]  # accelerate launch may ask
         keep_groups(self)

@@ -57,13 +57,13 @@ class PolicyAndValueHead(FusedHead):
         """`FusedHead.output`; for a call with values=True also `state_values`, shaped as log_probs, in float32 or wider."""
         result = super().output(scored, kwargs)
         if self.with_values:
-            result["state_values"] = self._values(scored, kwargs)
+            value_model = getattr(self.module, VALUE_MODEL, None)
+            if value_model is None:
+                head = getattr(self.module, VALUE_HEAD)
+                result["state_values"] = blockwise_values(scored.hidden_states(), scored.norm, head)
+            else:
+                inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
+                values = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
+                wide = values.to(torch.promote_types(values.dtype, torch.float32))
+                result["state_values"] = wide[:, : scored.tokens.log_probs.shape[1]]
         return result
-
-    def _values(self, scored: Scored, kwargs: dict[str, Any]) -> Tensor:
-        value_model = getattr(self.module, VALUE_MODEL, None)
-        if value_model is None:
-            return blockwise_values(scored.hidden_states(), scored.norm, getattr(self.module, VALUE_HEAD))
-        inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
-        values: Tensor = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
-        return values.to(torch.promote_types(values.dtype, torch.float32))[:, : scored.tokens.log_probs.shape[1]]
