@@ -123,7 +123,7 @@ def _why_foreign(
     function, mask = undecorated(function), undecorated(mask)
     who = f"The attention function of {kind} (attn_implementation={implementation!r})"
     if not registered:
-        # It comes from that module, of transformers or a user's own modeling file, or from transformers.
+        # As expected it comes from its modeling file, of transformers or a user's own, or from elsewhere in transformers.
         if function is not None and home_of(function) != home and not home_of(function).startswith("transformers."):
             return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
