@@ -85,11 +85,11 @@ def attend_blocks(
     keep_wide = keep_wide and set(plan.kernels) == {MATH}
     size = site.value_size
     merged, padded = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None), size != site.width
-    whole = cut(q, 0, q.shape[0], 0, q.shape[1])
+    (whole,) = cut((0, q.shape[0], 0, q.shape[1]), q)
     visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
     for number, ((block, k, v), task) in enumerate(visits):
         covers, queries = plan.covers[number], (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
-        o, lse = plan.kernels[number].forward(whole if covers else cut(q, *queries), k, v, task)
+        o, lse = plan.kernels[number].forward(whole if covers else cut(queries, q)[0], k, v, task)
         merged.add(number, narrowed(o, size) if padded else o, lse)
     attended = merged.result()
     attended = attended if sink is None else with_sink(attended, sink)
@@ -180,15 +180,14 @@ class PrefixAttention(torch.autograd.Function):
         do_wide, o_wide = do, o  # [B, C, H, width]. [Note: padded values]
         if size != width:
             do_wide, o_wide = widened(do, width), widened(o, width)
-        whole = 0, q.shape[0], 0, q.shape[1]
-        do_whole, q_whole, o_whole = cut(do_wide, *whole), cut(q, *whole), cut(o_wide, *whole)
+        do_whole, q_whole, o_whole = cut((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
         uncast = without_autocast(q.device.type)  # [Note: scores under autocast]
         visits = zip(site.visit(plan.blocks, gradients=True), params.tasks(plan, layout, q.device), strict=True)
         for number, ((block, k, v), task) in enumerate(visits):
             queries = b0, b1, t0, t1 = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
             do_here, q_here, o_here, lse_here = do_whole, q_whole, o_whole, lse
             if not plan.covers[number]:
-                do_here, q_here, o_here = cut(do_wide, *queries), cut(q, *queries), cut(o_wide, *queries)
+                do_here, q_here, o_here = cut(queries, do_wide, q, o_wide)
                 lse_here = lse[b0:b1, :, t0:t1]
             with uncast:
                 dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)

@@ -105,7 +105,10 @@ class Backend:
 
     def kernel(self, block: Block) -> Kernel:
         """The first kernel that takes the block."""
-        return next(kernel for kernel in self.kernels if kernel.takes(block))
+        for kernel in self.kernels[:-1]:
+            if kernel.takes(block):
+                return kernel
+        return self.kernels[-1]  # plain products take what others leave over
 
     def tiling(self, use: Use) -> Tiling:
         """The limits of blocks for this use, as the preferred kernel wants them.

@@ -86,12 +86,18 @@ class Kernel(Protocol):
         ...
 
 
-def cut(x: Tensor, b0: int, b1: int, t0: int, t1: int) -> Tensor:
-    """Rows [b0, b1) and tokens [t0, t1) of a contiguous x [B, T, H, D], as a view [b, H, t, D]. [Note: one layout]"""
-    _, length, heads, size = x.shape
-    token, rows, tokens = heads * size, b1 - b0, t1 - t0
-    start = x.storage_offset() + (b0 * length + t0) * token
-    return x.as_strided((rows, heads, tokens, size), (token * (length if rows > 1 else tokens), size, token, 1), start)
+def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
+    """Of contiguous tensors [B, T, H, D] the part that is `here`, rows [b0, b1) and tokens [t0, t1), as views [b, H, t, D].
+    [Note: one layout]"""
+    b0, b1, t0, t1 = here
+    rows, tokens, parts = b1 - b0, t1 - t0, list[Tensor]()
+    for x in whole:
+        _, length, heads, size = x.shape
+        token = heads * size
+        start = x.storage_offset() + (b0 * length + t0) * token
+        strides = token * (length if rows > 1 else tokens), size, token, 1
+        parts.append(x.as_strided((rows, heads, tokens, size), strides, start))
+    return parts
 
 
 def widened(x: Tensor, width: int) -> Tensor:

@@ -122,8 +122,7 @@ class KVBuffer:
             )
         found = []
         for block in blocks:
-            here = block.b0, block.b1, block.k0, block.k1
-            found.append((block, cut(self.k, *here), cut(self.v, *here)))
+            found.append((block, *cut((block.b0, block.b1, block.k0, block.k1), self.k, self.v)))
         return found
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
@@ -305,12 +304,12 @@ class KVTiles:
             padded[..., columns:] = 0.0
             for (tile, inside), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):
                 padded[:, of_block, :, :columns] = tile[block.b0 : block.b1, inside]
-            return cut(padded, 0, rows, 0, size)
+            return cut((0, rows, 0, size), padded)[0]
         if len(tiles) == 1:
             ((tile, inside),) = tiles
-            return cut(tile, block.b0, block.b1, inside.start, inside.stop)
+            return cut((block.b0, block.b1, inside.start, inside.stop), tile)[0]
         whole = torch.cat([tile[block.b0 : block.b1, inside] for tile, inside in tiles], 1)
-        return cut(whole, 0, block.b1 - block.b0, 0, block.k1 - block.k0)
+        return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), whole)[0]
 
 
 Site = KVBuffer | KVTiles  # keys and values of one attention call, and the accumulators of their gradients

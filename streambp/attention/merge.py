@@ -27,20 +27,18 @@ class Attended:
     """What one chunk's attention leaves behind: o [B, C, H, D_v], contiguous, and lse [B, H, C]. [Note: one layout]
 
     wide: o before it was rounded, for a backward that can use it. [Note: rounded outputs]
+    version: of o when a layer got it to work with; None: no layer did, or nothing tells.
     """
 
     o: Tensor
     lse: Tensor
     wide: Tensor | None = None
-    version: int = dataclasses.field(init=False)  # of o, which the layer gets to work with
-
-    def __post_init__(self) -> None:
-        self.version = 0 if self.o.is_inference() else self.o._version
+    version: int | None = None
 
     @property
     def changed(self) -> bool:
         """Whether the layer has written to o."""
-        return not self.o.is_inference() and self.o._version != self.version
+        return self.version is not None and self.o._version != self.version
 
 
 class MergedOutput:

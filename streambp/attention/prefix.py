@@ -314,6 +314,7 @@ class ChunkMask(AttentionPoint):
         if self.stage is not Stage.RECOMPUTE:
             plan = backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
             attended = attend_blocks(q, site, layout, chunk, params, sink, plan=plan)
+            attended.version = None if attended.o.is_inference() else attended.o._version
             self.attended.append(attended)
             prefix.note(plan)
             return attended.o
