@@ -198,10 +198,9 @@ def private_names(tree):
 
 
 def test_private_names_stand_in_one_module():
-    ours = {"_work", "_factor"}
     of_torchs_functions = {"_stacklevel", "_grouped_mm"}  # an argument and an operation, which torch checks by itself
     paths = [path for path in PACKAGE.rglob("*.py") if path.name != "known_names.py"]
-    found = {path.name: private_names(ast.parse(path.read_text())) - ours - of_torchs_functions for path in paths}
+    found = {path.name: private_names(ast.parse(path.read_text())) - of_torchs_functions for path in paths}
     assert {name: names for name, names in found.items() if names} == {}
     assert private_names(ast.parse('hasattr(module, "_hf_hook")')) == {"_hf_hook"}
 

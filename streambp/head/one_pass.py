@@ -37,25 +37,16 @@ SMALLEST = 2.0**-64
 class Pending:
     """Whether gradients of a head's earlier forward still wait for their backward, and how the last loss was scaled.
 
+    work: these gradients; it does not keep them alive. factor: what the last upstream gradient was of an unscaled loss's.
     let_go: lets go of what layers keep of their own accord, and says whether something was there; None: they keep nothing.
     """
 
+    work: weakref.ref[HeadGradients] | None = None
+    factor: Tensor | None = None
     let_go: Callable[[], bool] | None = None
 
-    def __init__(self) -> None:
-        self._work: weakref.ref[HeadGradients] | None = None
-        self._factor: Tensor | None = None
-
     def __bool__(self) -> bool:
-        return self._work is not None and self._work() is not None
-
-    def set(self, work: HeadGradients) -> None:
-        """Note that these gradients wait for their backward; the note does not keep them alive."""
-        self._work = weakref.ref(work)
-
-    def expected(self, scale: Tensor) -> Tensor:
-        """The upstream gradient, a scalar, to expect where a loss that is not scaled has `scale`. [Note: expected scale]"""
-        return scale if self._factor is None else scale * self._factor.to(scale)
+        return self.work is not None and self.work() is not None
 
     def learn(self, factor: Tensor) -> None:
         """Expect this factor, a scalar, next time: the upstream gradient that came, over the `scale` of its forward.
@@ -64,10 +55,10 @@ class Pending:
         """
         if type(factor) is Tensor and not factor.is_meta:  # fake tensors would outlive their mode
             size = factor.abs()
-            self._factor = torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), factor, 1.0)
+            self.factor = torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), factor, 1.0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_work": None, "_factor": None}  # a copied or pickled model has nothing pending
+        return {"work": None, "factor": None}  # a copied or pickled model has nothing pending
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
@@ -103,7 +94,7 @@ class OnePassNLL(torch.autograd.Function):
         """
         rows = inputs.rows()
         labels = inputs.labels if rows is None else inputs.labels[rows]
-        expected = pending.expected(scale)
+        expected = scale if pending.factor is None else scale * pending.factor.to(scale)  # [Note: expected scale]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
@@ -124,7 +115,7 @@ class OnePassNLL(torch.autograd.Function):
                     del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)
         ctx.work, ctx.scale, ctx.expected, ctx.pending = work, scale, expected, pending
-        pending.set(work)
+        pending.work = weakref.ref(work)
         return total
 
     @staticmethod

@@ -57,11 +57,6 @@ ANY_SHAPE = (
 )  # fmt: skip
 
 
-def plain_name(name: str) -> str:
-    """add_ -> add, __iadd__ -> __add__."""
-    return f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
-
-
 def flat(node: Node) -> Node:
     """The same function of N tokens in one dimension: [*tokens, W] -> [N, W]."""
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
@@ -323,10 +318,10 @@ class LazyLogits(StandIn):
         if name == "detach_":
             before.become(before.build().detach())
             return self
+        plain = f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]  # add_ -> add, __iadd__ -> __add__
         rows = tensors_in((args, kwargs), LazyLogits)
         follow = all(x.follows_rules() for x in rows)
         if follow and (torch.is_grad_enabled() or not before.requires_grad):
-            plain = plain_name(name)
             out_of_place = method(plain)
             made = NotImplemented
             if out_of_place is not None and plain in self.row_rules:
@@ -346,7 +341,7 @@ class LazyLogits(StandIn):
         if real[id(before)].shape != self.shape:
             raise StreamBPError(
                 f"{name} changes the shape of logits in place, which a tensor that stands for them cannot. Use "
-                f"{plain_name(name)} or StreamConfig(lazy_logits=False)."
+                f"{plain} or StreamConfig(lazy_logits=False)."
             )
         before.memory.watch(real[id(before)])
         return self if result is real[id(before)] else result

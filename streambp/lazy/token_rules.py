@@ -109,11 +109,6 @@ def permute(x: StandIn, *dims: Any) -> Any:
     return x.with_classes(1) if x.dim() > 2 and order == [0, last, *range(1, last)] else NotImplemented
 
 
-def contiguous(x: StandIn, *args: Any, **kwargs: Any) -> Any:
-    """A copy, if the part that it is of the whole is not contiguous: neither are the positions then."""
-    return x if not x.derived or x.is_together() else x.changed()
-
-
 def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     """Casts up, and moves to where the tensor is; all is computed in float32 or wider anyway."""
     wanted = [*args, *kwargs.values()]
@@ -140,7 +135,8 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "swapaxes": transpose,
     "swapdims": transpose,
     "permute": permute,
-    "contiguous": contiguous,
+    # A copy, if the part that it is of the whole is not contiguous: neither are the positions then.
+    "contiguous": lambda x, *_, **__: x if not x.derived or x.is_together() else x.changed(),
     # float64 stays; integers and bools are not cast.
     "float": lambda x, *_, **__: to(
         x, torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32)
