@@ -94,8 +94,8 @@ class Large(StepCount):
         self.parameters = {p.numel() for p in model.parameters()}
         self.found: set[tuple[str, tuple[int, ...]]] = set()
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = super().call(func, args, kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tensors(result):
             held = tensor.untyped_storage().nbytes() // tensor.itemsize
             if max(held, tensor.numel()) >= self.elements and held not in self.parameters:
