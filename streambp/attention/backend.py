@@ -115,19 +115,17 @@ class Backend:
 
         tail: the next kernel's, if the preferred one refuses short blocks. masked: those of the kernel for MASK blocks.
         """
-        limited = list[Tiling]()
+        limited, masked, native_window, native_varlen = list[Tiling](), None, False, False
         for kernel in self.kernels:
             tiling, most = kernel.tiling, kernel.tiling.k_block
             if use is not Use.BACKWARD:
                 most = tiling.k_forward if use is Use.FORWARD else min(most or K_BLOCK, K_BLOCK)
             limited.append(tiling if most == tiling.k_block else dataclasses.replace(tiling, k_block=most))
-        first, *others = limited
+            masked = masked or (limited[-1] if Kind.MASK in kernel.kinds else None)
+            native_window, native_varlen = native_window or tiling.native_window, native_varlen or tiling.native_varlen
+        first, tail = limited[0], limited[1] if limited[0].few is not None else None
         return dataclasses.replace(
-            first,
-            tail=others[0] if first.few is not None else None,
-            masked=next(t for t, kernel in zip(limited, self.kernels, strict=True) if Kind.MASK in kernel.kinds),
-            native_window=any(tiling.native_window for tiling in limited),
-            native_varlen=any(tiling.native_varlen for tiling in limited),
+            first, tail=tail, masked=masked, native_window=native_window, native_varlen=native_varlen
         )
 
     def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:

@@ -323,7 +323,7 @@ def _differentiated(
             outputs.append(output.states[key])
             upstream.append(grad.to(output.states[key].dtype))
     targets = [leaf for leaf in (graph.hidden_chunk, *graph.leaves) if leaf.requires_grad]
-    starts = {key: state for key, state in states.items() if state.requires_grad}
+    starts = {key: state for key, state in states.items() if state.requires_grad} if states else {}
     wanted = [*targets, *starts.values(), *graph.shadows]
     if last:
         refuse_other_leaves(call.layer, outputs, wanted)
@@ -334,8 +334,8 @@ def _differentiated(
     if last:
         refuse_kept(call, kept)
     first, second = len(targets), len(targets) + len(starts)
-    through = {key: grad for key, grad in zip(starts, found[first:second], strict=True) if grad is not None}
-    return found[:first], through, found[second:]
+    through = zip(starts, found[first:second], strict=True)
+    return found[:first], {key: grad for key, grad in through if grad is not None} if starts else {}, found[second:]
 
 
 def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:

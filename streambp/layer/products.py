@@ -116,9 +116,11 @@ class _Replaced:
         self.forwards = forwards
 
     def __enter__(self) -> None:
-        self.before = [(own := module.__dict__, own.get("forward")) for module in self.forwards]
+        self.before: list[tuple[dict[str, Any], Any]] = []
         for module, forward in self.forwards.items():
-            module.__dict__["forward"] = forward
+            own = module.__dict__
+            self.before.append((own, own.get("forward")))
+            own["forward"] = forward
 
     def __exit__(self, *_: object) -> None:
         for own, found in self.before:
