@@ -254,10 +254,11 @@ class Kept:
             see: is given their inputs.
         """
         names = self.products if names is None else names
+        calls: dict[str, int] = {}
 
         def sink(name: str, product: Tensor) -> None:
-            number = sum(kept.startswith(f"product.{name}#") for kept, *_ in self._captured)
-            key = f"product.{name}#{number}"
+            calls[name] = calls.get(name, -1) + 1
+            key = f"product.{name}#{calls[name]}"
             self._captured.append((key, product, product._version))
             if key not in self.product_names:
                 self.product_names.append(key)

@@ -200,7 +200,7 @@ class SavesPolicy:
             watch = self._seen[index] = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
         if kept.device != self._device:
             return Saves(watch=watch)
-        graph = any(candidate.name == GRAPH for candidate in chosen)
+        graph = GRAPH in [candidate.name for candidate in chosen]
         if graph and not (watch is None and can_keep_graph()):
             if watch is None:
                 self._by_name.add(index)
