@@ -122,7 +122,8 @@ class KVBuffer:
             )
         found = []
         for block in blocks:
-            found.append((block, *cut((block.b0, block.b1, block.k0, block.k1), self.k, self.v)))
+            k, v = cut((block.b0, block.b1, block.k0, block.k1), self.k, self.v)
+            found.append((block, k, v))
         return found
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
