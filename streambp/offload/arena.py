@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -135,6 +134,14 @@ def local_ranks() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
+def _text(path: Path) -> str:
+    """What is in a file; "" if it is not there, or is gone since."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 @functools.lru_cache(maxsize=16)
 def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], ...]:
     """Files of this process's control groups and all above them, as a batch system's limit is not at the root: limit, bytes
@@ -175,14 +182,14 @@ def host_limit(
     Raises:
         StreamBPError: less is available than wanted. The out-of-memory killer would give no exception.
     """
-    found = re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    found = re.search(r"^MemAvailable:\s*(\d+)", _text(meminfo), re.MULTILINE)
     limits: list[float] = [] if found is None else [int(found[1]) * 1024]
-    for limit, used, stat, cached in _groups(cgroup, membership.read_text() if membership.exists() else ""):
-        with contextlib.suppress(OSError):  # it was looked for before
-            if (most := limit.read_text().strip()) != "max":
-                counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
-                # MemAvailable counts such cache as free as well: a checkpoint that was just read fills it.
-                limits.append(int(most) - int(used.read_text()) + int(counts.get(cached, 0)))
+    for limit, used, stat, cached in _groups(cgroup, _text(membership)):
+        most = _text(limit).strip()
+        if most.isdigit() and int(most) < NO_LIMIT:
+            # MemAvailable counts such cache as free as well: a checkpoint that was just read fills it.
+            cache = re.search(rf"^{cached} (\d+)", _text(stat), re.MULTILINE)
+            limits.append(int(most) - int(_text(used) or 0) + (0 if cache is None else int(cache[1])))
     ranks = local_ranks()
     available = min(limits, default=math.inf) / ranks
     if wanted is None:
