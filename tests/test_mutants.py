@@ -435,7 +435,7 @@ MUTANTS = {
         merge, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
     ),
     "merged outputs without their weights": (
-        merge, "merge_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), of(graph_cache, "plain"),
+        merge, "merge_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), of(graph_cache, "left-padded"),
     ),
     "outputs of read blocks without their weights": (
         merge, "merge_read_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), oracle,

@@ -267,10 +267,10 @@ def test_a_layer_is_tried_once(float64, monkeypatch):
 
 
 MUTANTS = {
-    "refill not tried": (trials, "_refillable", lambda found, *_: found, "qwen3", ("norm",), {}),
+    "refill not tried": (trials, "_refillable", lambda found, *_: found, "qwen3", ("norm",), {"saves": ()}),
     "refill tried by its shapes": (
         trials, "_same", lambda found, expected: all(a.shape == b.shape for a, b in zip(found, expected, strict=True)),
-        "qwen3", ("norm",), {},
+        "qwen3", ("norm",), {"saves": ()},
     ),
     "recomputation not tried": (trials, "same_gradients", lambda *_: True, "qwen3", ("add what is finite",), {}),
     "recomputation tried for numbers": (
