@@ -138,6 +138,8 @@ MUTANTS = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_far_from_what_was_measured(name, monkeypatch):
+    """Without a witness, whose few KB a chunk are more than a hundredth of this model's bytes."""
+    monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
     owner, attribute, mutant, case = MUTANTS[name]
     difference, _ = compare("llama", *case, 256, 6)
     assert abs(difference) <= 0.01

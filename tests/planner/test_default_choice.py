@@ -460,8 +460,8 @@ def small_chunks(patch):
 
 
 def other_bytes(patch):
-    real = costs_of_steps.LayerCost.of
-    patch.setattr(costs_of_steps.LayerCost, "of", lambda self, tokens: real(self, tokens + 1))
+    real = costs_of_steps.LayerCost.scaled_to
+    patch.setattr(costs_of_steps.LayerCost, "scaled_to", lambda self, tokens: real(self, tokens + 1))
 
 
 MUTANTS = {
