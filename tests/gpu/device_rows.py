@@ -4,7 +4,8 @@
 called in chunks of 8,192 queries, against 8,192, 32,768 and 65,536 keys, TFLOP/s forward and backward beside one causal
 call over all of it. "memory": microseconds of one look at the free memory. "host": microseconds of Python for one layer and
 chunk, forward and backward, of a model so narrow that no kernel takes as long. "pinning": GiB/s at which host memory is
-pinned. "kernels": the 20 largest of one step of four layers of Qwen3-8B's shape at 16,384 tokens.
+pinned. "kernels": the 20 largest of one step of four layers of Qwen3-8B's shape at 16,384 tokens. "kernels 64k" and
+"kernels 64k TRL": at 65,536, with attention's outputs, keys and values saved, and of TRL's selective checkpointing.
 
 Nothing is judged but that it ran. Exit code 0 if every row did, 1 if one did not, 2 without a GPU. `--device cpu --tiny`
 runs the same code on a CPU.
@@ -28,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import streambp
 from paper_repro.figures import GIB, kernel_times
+from paper_repro.methods import Method, StreamBP, Unavailable
+from paper_repro.recipes import METHODS
 from paper_repro.rows import Deadline, Result, each
 from streambp.attention.backend import choose_backend
 from streambp.attention.kernels import Task
@@ -42,7 +45,12 @@ from streambp.planner.work import pairs
 from tests.gpu import script
 from tests.gpu.report import backends
 
-LARGEST = 20
+LARGEST, CHUNK = 20, 16384
+STEPS: tuple[tuple[str, int, Callable[[], Method]], ...] = (
+    ("kernels", 16384, METHODS["streambp-default"]),
+    ("kernels 64k", 65536, lambda: StreamBP(saves=("attn_out", "kv"), liger=True)),
+    ("kernels 64k TRL", 65536, METHODS["trl-selective-liger"]),
+)
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
@@ -52,7 +60,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
         ("memory", functools.partial(memory, args)),
         ("host", functools.partial(host, args)),
         ("pinning", functools.partial(pinning, args)),
-        ("kernels", functools.partial(kernels, args)),
+        *((name, functools.partial(kernels, length, method(), args)) for name, length, method in STEPS),
     ]
     yield from each(
         [(n, lambda n=n, row=row: (f"{n:<16}{row()}", True)) for n, row in rows], args.row, Deadline(args.minutes)
@@ -154,8 +162,8 @@ def pinning(args: argparse.Namespace) -> str:
     return f"{size / GIB / seconds:.3g} GiB/s, {size / GIB:.3g} GiB {'pinned' if buffer.is_pinned() else 'NOT pinned'}"
 
 
-def kernels(args: argparse.Namespace) -> str:
-    """Of a step of the default; the second one, after all has been tried."""
+def kernels(length: int, method: Method, args: argparse.Namespace) -> str:
+    """Of the second of three steps: the first one tries the layers."""
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
     sizes |= {"vocab_size": 151936}
     if args.tiny:
@@ -165,22 +173,30 @@ def kernels(args: argparse.Namespace) -> str:
     torch.manual_seed(0)
     with torch.device(args.device):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16).train()
-        ids = torch.randint(0, config.vocab_size, (1, 64 if args.tiny else 16384))
-    streambp.patch(model)
+        ids = torch.randint(0, config.vocab_size, (1, 64 if args.tiny else length))
+    try:
+        method.prepare(model, 24 if args.tiny else CHUNK)
+    except Unavailable as error:
+        return f"not run: {error}"
     spans: list[tuple[str, float, float]] = []
+    seconds = []
     for number in range(3):
         model.zero_grad(set_to_none=True)
-        with kernel_times(spans) if number == 2 and args.device == "cuda" else torch.enable_grad():
-            model(ids, labels=ids, use_cache=False).loss.backward()
+        wait(args.device)
+        start = time.perf_counter()
+        with kernel_times(spans) if number == 1 and args.device == "cuda" else torch.enable_grad(), method.step(model):
+            method.nll(model, ids).backward()
             wait(args.device)
+        seconds.append(time.perf_counter() - start)  # of the last one, since a timeline takes long to read
+    did = streambp.last_step(model) if method.streams else method.name
     if not spans:
-        return f"no times of kernels on this device; {streambp.last_step(model)}"
+        return f"no times of kernels on this device; {did}"
     total, count = collections.defaultdict[str, float](float), collections.Counter(name for name, _, _ in spans)
-    for name, start, end in spans:
-        total[name] += end - start
+    for name, begin, end in spans:
+        total[name] += end - begin
     largest = sorted(total, key=lambda name: -total[name])[:LARGEST]
     lines = [f"    {1e3 * total[name]:9.2f} ms {count[name]:6} x {name[:100]}" for name in largest]
-    return "\n".join([f"{sum(total.values()):.3f} s in all; {streambp.last_step(model)}", *lines])
+    return "\n".join([f"{sum(total.values()):.3f} s in all, a step {seconds[-1]:.3f}; {did}", *lines])
 
 
 def wait(device: str) -> None:

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# A quarter of an hour on a GPU with many cores: bash tests/gpu/quarter_hour.sh FOLDER SECONDS [right] [device] [timed NAME ...]
+# A quarter of an hour on a GPU with many cores: bash tests/gpu/quarter_hour.sh FOLDER SECONDS [right] [STEP ...] [timed NAME ...]
 #
-# "right": every step that judges errors and no seconds, at once, SECONDS for all of them. "device": that step. "timed": tests/gpu/timed_rows.py, one
-# row after the other. WHEELS and PYTHON are those of first_hour.sh. FOLDER gets a file for each step, and all.tar.gz of them.
+# "right": every step that judges errors and no seconds, at once, SECONDS for all of them. STEP: one of first_hour.sh, or "first":
+# scripts/first_step.py without and with LoRA, both at once; 80 seconds each. "timed": tests/gpu/timed_rows.py, one row after the
+# other. WHEELS and PYTHON are those of first_hour.sh. FOLDER gets a file for each step, and all.tar.gz of them.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 folder=${1:?"give a folder for the output"}
@@ -34,10 +35,16 @@ export WHEELS= PYTHONPATH=$others${PYTHONPATH:+:$PYTHONPATH}
         grep -h 'FAILED\|!!\|^E  \|not run\| passed\| failed' "$file" | cut -c 1-400 | head -n 40
     done
 }
-[ "${1-}" != device ] || {
+while [ $# -gt 0 ] && [ "$1" != timed ]; do
+    if [ "$1" = first ]; then
+        "$python" scripts/first_step.py --lora ${TINY:+--device cpu --shape mini} >"$folder/first_lora.txt" 2>&1 &
+        timeout 80 "$python" scripts/first_step.py ${TINY:+--device cpu --shape mini} 2>&1 | tee "$folder/first.txt" | head -n 40 | cut -c 1-160
+        wait
+    else
+        LIMIT=80 bash tests/gpu/first_hour.sh "$folder" "$1" ${TINY:+-- $TINY} | cut -c 1-1200
+    fi
     shift
-    LIMIT=80 bash tests/gpu/first_hour.sh "$folder" device ${TINY:+-- $TINY} | cut -c 1-1200
-}
+done
 [ "${1-}" != timed ] || {
     shift
     "$python" tests/gpu/timed_rows.py "$folder" "$@" ${TINY:+$TINY} 2>&1 | tee -a "$folder/timed.txt"

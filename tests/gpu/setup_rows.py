@@ -2,10 +2,10 @@
 
 Each row patches a small model as its users would, mostly with nothing but `streambp.patch(model)`, and takes three steps.
 Its gradients may be 1.15 x as far from those in float32 as the unpatched model's in the same set-up. "default": Liger's
-kernels where they are installed; "compiled"; "LoRA"; "QLoRA": a 4-bit base by bitsandbytes; "padded"; "weights": those of
-a LoRA model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision. "Trainer" compares
-four logged steps of HF's Trainer in bf16, patched on the CPU, with two micro-batches of padded rows each, with those of
-the unpatched model.
+kernels where they are installed; "compiled"; "LoRA"; "experts": a mixture; "QLoRA": a 4-bit base by bitsandbytes; "padded";
+"weights": those of a LoRA model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision.
+"Trainer" compares four logged steps of HF's Trainer in bf16, patched on the CPU, with two micro-batches of padded rows each,
+with those of the unpatched model.
 
 Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU.
 """
@@ -26,7 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -50,6 +57,7 @@ class Setup:
 
     prepare: gives the model that trains, from one whose weights fit in bfloat16. dtype: of its weights. settings: of
     `StreamConfig`, beside the chunk size. autocast: to bfloat16. tf32: products of float32 in TF32. spans: of the batch.
+    experts: a mixture, each of whose experts takes each token, so that rounding chooses none.
     """
 
     prepare: Callable[[nn.Module, torch.dtype], nn.Module] = lambda model, dtype: model.to(dtype)
@@ -60,6 +68,7 @@ class Setup:
     spans: str = "plain"
     chunks: int = 4
     liger: bool = False
+    experts: bool = False
 
 
 def with_adapters(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -95,6 +104,8 @@ SETUPS = {
     "default short": Setup(liger=True, chunks=1),
     "compiled": Setup(settings={"kernels": "compiled"}),
     "LoRA": Setup(with_adapters),
+    "experts": Setup(experts=True),
+    "experts LoRA": Setup(with_adapters, experts=True),
     "QLoRA": Setup(in_four_bits),
     "padded right": Setup(spans="right-padded"),
     "padded left": Setup(spans="left-padded"),
@@ -115,9 +126,14 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
     yield from each(rows, args.row, Deadline(args.minutes))
 
 
-def made(spans: str, args: argparse.Namespace) -> tuple[nn.Module, Batch]:
+def made(spans: str, args: argparse.Namespace, experts: bool = False) -> tuple[nn.Module, Batch]:
     """A float32 model whose weights fit in bfloat16."""
-    model, batch = small_model(spans, TINY if args.tiny else LENGTH, args.device, 256 if args.tiny else 512)
+    width = 256 if args.tiny else 512
+    model: nn.Module
+    model, batch = small_model(spans, TINY if args.tiny else LENGTH, args.device, width)
+    if experts:
+        sizes = {"moe_intermediate_size": width // 2, "num_experts": 4, "num_experts_per_tok": 4}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**model.config.to_diff_dict() | sizes)).to(args.device).train()
     return model.bfloat16().float(), batch
 
 
@@ -138,7 +154,7 @@ def step(model: nn.Module, batch: Batch, setup: Setup, device: str) -> Gradients
 
 
 def setup_row(name: str, setup: Setup, args: argparse.Namespace) -> Result:
-    model, batch = made(setup.spans, args)
+    model, batch = made(setup.spans, args, setup.experts)
     wide = torch.float64 if setup.dtype == torch.float32 and not setup.autocast else torch.float32
     exact = dataclasses.replace(setup, autocast=False, tf32=False)
     truth = step(setup.prepare(copy.deepcopy(model), wide), batch, exact, args.device)
