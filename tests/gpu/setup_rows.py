@@ -4,8 +4,8 @@ Each row patches a small model as its users would, mostly with nothing but `stre
 Its gradients may be 1.15 x as far from those in float32 as the unpatched model's in the same set-up. "default": Liger's
 kernels where they are installed; "compiled"; "LoRA"; "experts": a mixture; "QLoRA": a 4-bit base by bitsandbytes; "padded";
 "weights": those of a LoRA model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision.
-"Trainer" compares four logged steps of HF's Trainer in bf16, patched on the CPU, with two micro-batches of padded rows each,
-with those of the unpatched model.
+"Trainer" compares four logged steps of HF's Trainer in bf16, patched on the CPU, with two micro-batches of padded rows
+each, with those of the unpatched model.
 
 Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU.
 """
