@@ -15,6 +15,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 import streambp
@@ -231,6 +232,16 @@ class TestWhatLigerComputesOtherwise:
         assert self.check(model, "LlamaRMSNorm") <= BAR
         assert fused_layers.fused_modules(model.model.layers[0]) == {"liger_kernel": ["mlp"]}
 
+    def test_a_block_without_an_activation(self, liger):
+        """As a mixture's under a dense model's type: Liger's forward reads products that it does not have."""
+        model = build("llama")
+        for layer in model.model.layers:
+            layer.mlp = RoutedMLP(layer.mlp)
+        assert self.check(model, "RoutedMLP") <= BAR
+        names = fused_layers.fused_modules(model.model.layers[0])["liger_kernel"]
+        assert "mlp.inner" in names
+        assert "mlp" not in names
+
     def test_nothing_is_alike(self, liger, monkeypatch):
         model = build("llama", hidden_act="gelu")
         monkeypatch.setattr(type(model.model.norm), "forward", in_float32)
@@ -238,6 +249,15 @@ class TestWhatLigerComputesOtherwise:
         with pytest.raises(ConfigError, match=r"it computes otherwise than LlamaMLP, LlamaRMSNorm\. Leave"):
             streambp.patch(model, LIGER)
         assert own(model) == before
+
+
+class RoutedMLP(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
 
 
 def fails(model, **_):

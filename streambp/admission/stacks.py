@@ -86,7 +86,7 @@ def find_stacks(model: nn.Module) -> Found:
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
     stacks: list[Stack] = []
     reasons: list[str] = []
-    lists = [(module, _bare(layers)) for module in models for layers in module.children() if _is_stack(layers)]
+    lists = [(module, bare_layers(layers)) for module in models for layers in module.children() if _is_stack(layers)]
     for module, layers in lists or _deeper_stacks(models):
         _refuse_unsloth(module, *layers)
         problem = _why_not(module, layers, encoded)
@@ -105,11 +105,11 @@ def find_stacks(model: nn.Module) -> Found:
 
 def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
     return isinstance(module, nn.ModuleList) and any(
-        isinstance(layer, GradientCheckpointingLayer) for layer in _bare(module)[:1]
+        isinstance(layer, GradientCheckpointingLayer) for layer in bare_layers(module)[:1]
     )
 
 
-def _bare(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
+def bare_layers(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
     """The layers, out of what `torch.compile` has put around each, as accelerate's regional compilation does: streamed
     layers stay eager."""
     return tuple(layer._modules.get(COMPILED) or layer for layer in layers)
@@ -124,7 +124,7 @@ def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel,
         for module in model.modules():
             if id(module) in inside or not isinstance(module, nn.ModuleList) or not len(module):
                 continue
-            layers = _bare(module)
+            layers = bare_layers(module)
             holds = attends(layers[0]) or cache_argument(layers[0])
             if _is_stack(module) or (holds and ATTENDING.isdisjoint(_names(layers[0]))):
                 found.insert(0, (model, layers))

@@ -238,7 +238,7 @@ def rates_here(device: torch.device) -> Rates:
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
-    skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed")
+    skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed", fewer=True)
     if cast is not None:
         skeleton.model.to(cast)
     return skeleton

@@ -15,7 +15,7 @@ from streambp.model.unpatched import is_plain
 from streambp.offload.costs import Cost, Figures, LayerCost, Product
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import StepCount
-from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.skeleton import Skeleton
 
 SEEN = 1024  # tokens of the chunks in which layers are seen
 HERE = torch.device("cuda", 0)  # where a plan takes all layers to be
@@ -26,7 +26,8 @@ def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) 
     Costs are {} where the model has several stacks of layers. The skeleton is used up."""
     if len(find_stacks(skeleton.model).stacks) > 1:
         return {}, False
-    reduced = reduce_layers(skeleton.model.eval())  # without dropout, whose numbers no tensor without data has
+    reduced = skeleton.reduce()
+    skeleton.model.eval()  # without dropout, whose numbers no tensor without data has
     patching.patch(skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"))
     sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
     known = Figures()

@@ -24,7 +24,7 @@ from streambp.planner.counted import Asked, counted
 from streambp.planner.default import ByDefault, by_default
 from streambp.planner.host import UncountedHost
 from streambp.planner.profile import Setting, static
-from streambp.planner.skeleton import Device, Skeleton, reduce_layers
+from streambp.planner.skeleton import Device, Skeleton
 from streambp.planner.step import run_step
 from streambp.planner.survey import PLAIN, STREAMED, Counter, SurveyRecipe
 
@@ -56,8 +56,10 @@ def compare_step(
         raise StreamBPError("A memory snapshot needs a CUDA device; torch records only what CUDA allocates.")
     recipe = SurveyRecipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
     target: Device = "cuda" if tells_memory(device) else "cpu"  # the law of the one serves other accelerators
-    skeleton = Skeleton(model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch")
-    counter = Counter(skeleton, reduce_layers(skeleton.model), ids.shape[0], "cudnn" if target == "cuda" else None)
+    skeleton = Skeleton(
+        model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch", fewer=True
+    )
+    counter = Counter(skeleton, skeleton.reduce(), ids.shape[0], "cudnn" if target == "cuda" else None)
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
     predicted, *_ = unroll(steps, counter.reduced)
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)

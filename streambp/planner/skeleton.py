@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from streambp.admission.stacks import find_stacks, states_argument
+from streambp.admission.stacks import bare_layers, find_stacks, states_argument
 from streambp.distributed.engines import drops_masks
 from streambp.distributed.zero import full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
@@ -56,6 +56,7 @@ class Skeleton:
             "torch", or kernels where they are "installed" here; None: kernels on a GPU, torch on a CPU.
         kernels: of norms, gated activations and rotary embeddings, as in `StreamConfig`; "auto": Liger's on a GPU if
             liger-kernel is installed here.
+        fewer: layers of a model that is its source are copied only as far as they stand for others.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not go with it.
@@ -70,13 +71,15 @@ class Skeleton:
         device: Device,
         mixers: Mixers | None = None,
         kernels: Kernels = "own",
+        fewer: bool = False,
     ) -> None:
         self.device, self.bits = device, bits
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
         self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
+        self._reduced: Reduced | None = None
         with self.active():
             if isinstance(source, nn.Module):
-                self.model = self._copy(source)
+                self.model = self._copy(source, fewer)
             else:
                 config = read_config(source)
                 trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
@@ -144,9 +147,19 @@ class Skeleton:
             decoded.append(sum(sizes) - max(sizes, default=0))
         return {} if self.bits == 8 else {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
-    def _copy(self, model: nn.Module) -> nn.Module:
+    def reduce(self) -> Reduced:
+        """Take layers out that are like others, if they are there."""
+        if self._reduced is None:
+            self._reduced = reduced_layers(self.model)
+            self._reduced.apply(self.model)
+        return self._reduced
+
+    def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
         """The same modules with empty tensors."""
         memo: dict[int, Any] = {}
+        if fewer:
+            self._reduced = reduced_layers(model)
+            memo |= {id(layer): nn.Identity() for layer in self._reduced.left_out(model)}
         device = torch.device("cpu" if self.mode is not None else "meta")
         for module in model.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
@@ -166,6 +179,8 @@ class Skeleton:
         # A program's hooks are not to see tensors without data; that there are some counts.
         for table in (getattr(module, name) for module in copied.modules() for name in MODULE_HOOKS):
             table.update({key: hook if drops_masks(hook) else lambda *_, **__: None for key, hook in table.items()})
+        if self._reduced is not None:
+            self._reduced.apply(copied)
         return copied
 
 
@@ -253,10 +268,15 @@ def _quantise(model: nn.Module, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """Which layers of the longest stack were kept, by their index in the full model, and the kind of every layer there."""
+    """Which layers of the longest stack are kept, by their index in the full model, and the kind of every layer there.
+
+    backbone, layers: names of the module that runs the stack, and of its list of them.
+    """
 
     kept: tuple[int, ...]
     kinds: tuple[int, ...]
+    backbone: str
+    layers: str
 
     def stand_in(self, index: int) -> int:
         """The place among the kept layers of the one that stands for layer `index`."""
@@ -265,23 +285,41 @@ class Reduced:
         inner = [place for place, kept in enumerate(self.kept) if 0 < kept < len(self.kinds) - 1]
         return next(place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index])
 
+    def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The layers of the full model that are not kept."""
+        layers = getattr(model.get_submodule(self.backbone), self.layers)
+        return (layer for index, layer in enumerate(layers) if index not in self.kept)
 
-def reduce_layers(model: nn.Module) -> Reduced:
-    """Take layers out that are like others: kept are the first, the last, and one in between. Where there are several
-    kinds, or states, the first INNER of each: what happens once, in backward of the first of a kind, is not each layer's.
+    def apply(self, model: nn.Module) -> None:
+        """Take the others out of the full model, or of its copy."""
+        if len(self.kept) == len(self.kinds):
+            return
+        backbone: Any = model.get_submodule(self.backbone)
+        config, layers = backbone.config, getattr(backbone, self.layers)
+        fields, own, computed = values_by_layer(backbone, len(layers))
+        setattr(backbone, self.layers, nn.ModuleList([layers[index] for index in self.kept]))
+        for holder, found in ((config, fields), (backbone, own)):
+            for field, values in found.items():
+                setattr(holder, field, type(values)(values[index] for index in self.kept))
+        if computed:
+            answers = {field: type(values)(values[index] for index in self.kept) for field, values in computed.items()}
+            constant = {field: property(lambda _, value=value: value) for field, value in answers.items()}  # type: ignore[misc]
+            config.__class__ = type(type(config).__name__, (type(config),), constant)
+        config.num_hidden_layers = len(self.kept)
+
+
+def reduced_layers(model: nn.Module) -> Reduced:
+    """Layers that stand for all: the first, the last, and one in between. Where there are several kinds, or states, the
+    first INNER of each: what happens once, in backward of the first of a kind, is not each layer's.
 
     Layers that read another's keys and values (`num_kv_shared_layers`) depend on all of them: then all are kept.
     """
     stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
-    config, depth = stack.backbone.config, len(stack.layers)
-    kind = type(config)
-    # Some compute the layers' kinds from their number. What every configuration has says nothing of layers, and may warn.
-    names = [name for name in dir(kind) if name not in vars(PreTrainedConfig)]
-    properties = {name: getattr(config, name, None) for name in names if isinstance(getattr(kind, name, None), property)}
-    fields, own, computed = (
-        {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
-        for values in (vars(config), vars(stack.backbone), properties)
-    )
+    depth = len(stack.layers)
+    path = next(name for name, module in model.named_modules() if module is stack.backbone)
+    lists = [name for name, child in stack.backbone.named_children() if isinstance(child, nn.ModuleList)
+             and bare_layers(child) == stack.layers]  # fmt: skip
+    fields = values_by_layer(stack.backbone, depth)[0]
     signatures = []
     for index, layer in enumerate(stack.layers):  # the same for layers that compute alike
         parts: list[Any] = [repr(layer), *(values[index] for values in fields.values())]
@@ -298,17 +336,21 @@ def reduce_layers(model: nn.Module) -> Reduced:
     each = 1 if alike else INNER
     inner = [index for index in range(1, depth - 1) if kinds[1:index].count(kinds[index]) < each]
     kept = (0, *inner, depth - 1) if depth > 1 else (0,)
-    if getattr(config, "num_kv_shared_layers", 0) or len(kept) == depth:
-        return Reduced(tuple(range(depth)), kinds)
-    name = next(name for name, child in stack.backbone.named_children() if isinstance(child, nn.ModuleList)
-                and next(iter(child), None) is stack.layers[0])  # fmt: skip
-    setattr(stack.backbone, name, nn.ModuleList([stack.layers[index] for index in kept]))
-    for holder, found in ((config, fields), (stack.backbone, own)):
-        for field, values in found.items():
-            setattr(holder, field, type(values)(values[index] for index in kept))
-    if computed:
-        answers = {field: type(values)(values[index] for index in kept) for field, values in computed.items()}
-        constant = {field: property(lambda _, value=value: value) for field, value in answers.items()}  # type: ignore[misc]
-        config.__class__ = type(kind.__name__, (kind,), constant)
-    config.num_hidden_layers = len(kept)
-    return Reduced(kept, kinds)
+    if getattr(stack.backbone.config, "num_kv_shared_layers", 0) or not lists:
+        kept = tuple(range(depth))
+    return Reduced(kept, kinds, path, lists[0] if lists else "")
+
+
+def values_by_layer(backbone: Any, depth: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Lists of one value a layer, by their names: of the config, of the backbone's own, and of the config's properties.
+    Some compute the layers' kinds from their number. Names that every configuration has say nothing of layers, and may
+    warn."""
+    config = backbone.config
+    kind = type(config)
+    names = [name for name in dir(kind) if name not in vars(PreTrainedConfig)]
+    properties = {name: getattr(config, name, None) for name in names if isinstance(getattr(kind, name, None), property)}
+    fields, own, computed = (
+        {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
+        for values in (vars(config), vars(backbone), properties)
+    )
+    return fields, own, computed

@@ -35,7 +35,7 @@ from streambp.planner.profile import (
     Node,
     Profile,
 )
-from streambp.planner.skeleton import Reduced, Skeleton, parameters_of, reduce_layers
+from streambp.planner.skeleton import Reduced, Skeleton, parameters_of
 from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
 from streambp.planner.step import CountedHead, Span, fused_attention, run_step
 from streambp.planner.tree import module_tree
@@ -110,7 +110,7 @@ def survey(
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
     on_host = skeleton.on_host()
-    reduced = reduce_layers(skeleton.model)
+    reduced = skeleton.reduce()
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods, left_out, refused = [], [], set[str]()
     chunks = [2 if one.config is None else 15 if one.config.gpu_memory is None else 30 for one in recipes]  # about

@@ -132,8 +132,9 @@ def made(spans: str, args: argparse.Namespace, experts: bool = False) -> tuple[n
     model: nn.Module
     model, batch = small_model(spans, TINY if args.tiny else LENGTH, args.device, width)
     if experts:
+        own = {name: value for name, value in model.config.to_diff_dict().items() if name != "model_type"}
         sizes = {"moe_intermediate_size": width // 2, "num_experts": 4, "num_experts_per_tok": 4}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**model.config.to_diff_dict() | sizes)).to(args.device).train()
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**own | sizes)).to(args.device).train()
     return model.bfloat16().float(), batch
 
 

@@ -12,7 +12,7 @@ from streambp.admission.stacks import find_stacks
 from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
 from streambp.planner.measure import uncount_host
-from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import run_step
 from streambp.planner.survey import CHECKPOINTING, Counter, streamed
 from tests import zoo
@@ -52,7 +52,7 @@ def build(family, lora, layers=LAYERS):
 def predict(model, recipe, length, chunk_size):
     """Phases of a first step of the whole model, from a few of its layers."""
     skeleton = Skeleton(model, torch.float32, None, 16, "cpu")
-    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, None)
+    counter = Counter(skeleton, skeleton.reduce(), 1, None)
     (spans,) = counter.count(recipe, (length, chunk_size), accumulate=False)
     return unroll(spans, counter.reduced)
 

@@ -24,7 +24,7 @@ from streambp.planner.batches import Batch, both_ways, work
 from streambp.planner.plan import Memory
 from streambp.planner.profile import Setting, peak
 from streambp.planner.profile import work as work_of_one_row
-from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import Counter, streamed, survey
 from streambp.prefixes import calls, spread
 from streambp.prefixes.tree import find_tree
@@ -78,7 +78,7 @@ def count(batch_size, length, chunk_size, shared=False):
             patched.setattr(recipe, "_loss_at_places", loss_at_places)
             patched.setattr(recipe, "taken", lambda source, places: real[1](source, places.to("meta")))
             patched.setattr(recipe, "blockwise_loss", lambda x, r, labels, *more: real[2](x, r, labels.to("meta"), *more))
-        counter = Counter(skeleton(), reduce_layers(skeleton().model), batch_size, "cudnn")
+        counter = Counter(skeleton(), skeleton().reduce(), batch_size, "cudnn")
         (spans,) = counter.count(method, (length, chunk_size), accumulate=False)
     return spans
 

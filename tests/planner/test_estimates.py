@@ -24,7 +24,7 @@ from streambp.planner.count import StepCount, aten
 from streambp.planner.estimate import UNPATCHED
 from streambp.planner.laws import Law, fit_bytes
 from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json, work
-from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, parameter_groups, streamed, survey
 from tests import test_families, zoo
 from tests.families import build
@@ -181,8 +181,8 @@ def test_lines_hold_at_other_lengths(recipe):
     point = (98304, 6144)
     skeleton = Skeleton(DEEP, torch.bfloat16, None, 16, "cuda")
     profile = survey(skeleton, [recipe], tree=False, accumulating=False)
-    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
-    counter.reduced = reduce_layers(Skeleton(DEEP, torch.bfloat16, None, 16, "cuda").model)
+    counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
+    counter.reduced = Skeleton(DEEP, torch.bfloat16, None, 16, "cuda").reduce()
     counter.fused(recipe)  # the layers' trials, which a later step has behind it
     (spans,) = counter.count(recipe, point, accumulate=False)
     counted, host, whole, _ = unroll(spans, counter.reduced)

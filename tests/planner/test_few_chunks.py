@@ -15,7 +15,7 @@ from transformers import Gemma2Config, Gemma3TextConfig, Qwen3Config, Qwen3MoeCo
 import streambp.planner.survey as module
 from streambp.planner.compose import fit, unroll
 from streambp.planner.laws import features, fit_bytes
-from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, survey
 
 SHAPE = {
@@ -41,7 +41,7 @@ def configs():
 def many(config, recipe):
     """Lines through counts in four, five and sixteen chunks, with a first and a second step at each point."""
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
-    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
+    counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     length, chunk, small = (LENGTH, CHUNK, SMALL_CHUNK)
     if not counter.fused(recipe):
         length, chunk, small = TILED_LENGTH, TILED_CHUNK, TILED_CHUNK // 2
@@ -102,7 +102,7 @@ def test_two_chunks_are_too_few(monkeypatch):
 @pytest.mark.parametrize("recipe", [STREAMED[1], STREAMED[5]], ids=lambda recipe: recipe.name)
 def test_a_step_is_counted_without_the_trials_that_the_first_one_makes(recipe):
     skeleton = Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda")
-    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
+    counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     assert counter.fused(recipe)
     first, second = counter.count(recipe, (2048, 512))
     for one, two in zip(first, second, strict=True):
@@ -118,7 +118,7 @@ def test_what_leaves_for_the_host_moves_as_much_more_at_any_length(number):
         Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda"), recipes, accumulating=False, tree=False
     ).methods
     skeleton = Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda")
-    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
+    counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     counter.fused(recipes[0])
     point = 2 * LENGTH, CHUNK
     counted = [unroll(counter.count(recipe, point, accumulate=False)[0], counter.reduced)[2] for recipe in recipes]

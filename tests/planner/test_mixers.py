@@ -20,7 +20,7 @@ from streambp.planner.mixers import KERNELS, assumed, mixers_of, out_of_reach, s
 from streambp.planner.plan import Memory, plan, plan_profile
 from streambp.planner.profile import Setting
 from streambp.planner.report import plan_table
-from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.skeleton import Skeleton
 from streambp.planner.state_spaces import FusedMamba, FusedMamba2, Mamba2Scan, SelectiveScan
 from streambp.planner.survey import Counter, streamed, survey
 from tests import zoo
@@ -189,7 +189,7 @@ def test_what_is_assumed_is_said(monkeypatch):
 def operations(config, choice, point):
     """Operations of a streamed step's count, and calls of stand-ins in it."""
     skeleton = Skeleton(config, HALF, None, 16, "cuda", choice)
-    counter = Counter(skeleton, reduce_layers(skeleton.model), 1, "cudnn")
+    counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     calls, number = [], 0
     real_call, real_kernel = StepCount.__torch_dispatch__, mixers.MixerStandIn.__call__
 

@@ -30,7 +30,7 @@ from streambp.planner.laws import Law
 from streambp.planner.plan import Choice, choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
 from streambp.planner.report import duration, plan_table, tree_lines
-from streambp.planner.skeleton import Skeleton, reduce_layers
+from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import streamed
 from streambp.planner.tree import module_tree
 from tests import zoo
@@ -237,7 +237,7 @@ def test_the_module_tree_has_no_empty_rows():
         setattr(config, name, 0.0)
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
     assert any(isinstance(module, torch.nn.Dropout) for module in skeleton.model.modules())
-    tree = module_tree(skeleton, reduce_layers(skeleton.model), 1)
+    tree = module_tree(skeleton, skeleton.reduce(), 1)
     lines = tree_lines(tree)
     assert not [line for line in lines if "Dropout" in line]
     assert [line for line in lines if "LayerNorm" in line]
