@@ -346,7 +346,7 @@ MUTANTS = {
     "one pass without the label's term": (blocks, "logits_gradient", without_onehot, oracle),
     "one pass ignores the upstream gradient": (
         log_probs.HeadGradients, "results",
-        lambda self, upstream=None, real=log_probs.HeadGradients.results: real(self), test_contract.test_scaled_upstream,
+        lambda self, *_, real=log_probs.HeadGradients.results: real(self), test_contract.test_scaled_upstream,
     ),
     "dW of the last block alone": (
         log_probs, "add_product", lambda total, a, b: a @ b if total is None else total.copy_(a @ b), several_blocks,

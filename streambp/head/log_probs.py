@@ -339,10 +339,19 @@ class HeadGradients:
             self.d_hidden[block if rows is None else rows[block]] = parts.pop(0)  # type: ignore[assignment]
         self.d_norm.add(parts)
 
-    def results(self, upstream: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def places(self) -> tuple[Tensor | None, ...]:
+        """Where `results` may write the gradients of hidden, weight and bias: sums that have their dtype already, and new
+        tensors for others."""
+        sums = ((self.d_hidden, self.hidden), (self.d_weight, self.weight), (self.d_bias, self.bias))
+        return tuple(None if total is None or like is None else _place(total, like) for total, like in sums)
+
+    def results(
+        self, upstream: Tensor | None = None, places: tuple[Tensor | None, ...] = (None, None, None)
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters, in their own dtypes.
 
         upstream: a scalar tensor that multiplies them, in place where a sum has that dtype already; None: nothing does.
+        places: of `places`, or made here.
         """
         values = self.inputs.norm_values()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
@@ -350,18 +359,22 @@ class HeadGradients:
             torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)
         ]
         return (
-            _finished(self.d_hidden, upstream, self.hidden),
-            _finished(self.d_weight, upstream, self.weight),
-            None if self.bias is None else _finished(self.d_bias, upstream, self.bias),
+            _finished(self.d_hidden, upstream, self.hidden, places[0]),
+            _finished(self.d_weight, upstream, self.weight, places[1]),
+            None if self.bias is None else _finished(self.d_bias, upstream, self.bias, places[2]),
             *(_finished(total, upstream, value) for total, value in zip(d_norm, values, strict=True)),
         )
 
 
-def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor) -> Tensor | None:
+def _place(total: Tensor, like: Tensor) -> Tensor:
+    return total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
+
+
+def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor, place: Tensor | None = None) -> Tensor | None:
     """`total` times a scalar tensor in the dtype of `like`, in one pass and in place where the dtype stays."""
     if total is None or factor is None:
         return None if total is None else total.to(like.dtype)
-    out = total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
+    out = _place(total, like) if place is None else place
     one = factor.reshape(1)  # with a dimension, lest it be rounded to total's dtype before it multiplies
     parts, places = (torch.atleast_1d(x).split(ROWS) for x in (total, out))  # a CPU casts through a copy
     for part, place in zip(parts, places, strict=True):

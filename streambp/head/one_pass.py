@@ -28,7 +28,7 @@ from streambp.device import autocast_dtype
 from streambp.errors import BackwardError
 from streambp.head.blocks import Products, Softmax, Upstream, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
-from streambp.layer.oom import explaining
+from streambp.layer.oom import explaining, once_more
 from streambp.torchs_own import torch_own
 
 SMALLEST = 2.0**-64
@@ -131,6 +131,8 @@ class OnePassNLL(torch.autograd.Function):
                 "backward ran a second time, or with create_graph=True, through the blockwise loss; its gradients are "
                 "used up by the first. Compute the loss again, or add losses up and call backward once."
             )
-        with explaining("in the loss' backward"):  # results are made in place: this cannot be repeated
+        where = "in the loss' backward"
+        places = once_more(work.hidden.device, work.inputs.let_go, work.places, where)
+        with explaining(where):  # results are made in place: this cannot be repeated
             ctx.pending.learn(upstream / ctx.scale)
-            return None, None, None, *work.results(upstream / ctx.expected)
+            return None, None, None, *work.results(upstream / ctx.expected, places)

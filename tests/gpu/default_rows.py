@@ -22,6 +22,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,9 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
             limit_memory(one.device, None)
     told = told or one.apart(problems)
     told += f"; {streambp.last_step(one.model)}"
-    left = one.allocated() - one.start
+    deadline = time.monotonic() + 5.0
+    while (left := one.allocated() - one.start) > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)  # autograd's thread lets go of what failed once it gets Python's lock
     problems += [f"{left:,} bytes are left of it"] * (left > 0)
     one()
     again = one.apart(problems)

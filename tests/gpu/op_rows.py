@@ -49,6 +49,7 @@ SIZES = {str(size): (size, size) for size in (128, 64, 80, 96, 192, 256)} | {"19
 SPANS = ("plain", "low", "window", "packed")
 DOCUMENTS = (0.1, 0.3, 0.303, 0.5, 0.95)  # where they end, of the length
 HEADS = 4
+WIDEST = 256  # features of a head that cuDNN and FlashAttention take
 GRADS = ("dq", "dk", "dv")
 # A block's result is rounded, and their sum again: at most sqrt(2) times the error of one rounding.
 WHOLE_BAR, KERNEL_BAR = 1.5, 2.0
@@ -180,11 +181,20 @@ def whole_mask(layout: Spans, length: int, device: str) -> Tensor | None:
 
 
 def whole(given: Tensors, mask: Tensor | None, dtype: torch.dtype) -> Tensors:
-    """o, dq, dk and dv by torch's attention in one call; in float32 by its plain products."""
+    """o, dq, dk and dv by torch's attention in one call; in float32 by its plain products.
+
+    Of heads that its memory-efficient kernel alone takes, the keys are repeated, as transformers does with a mask: a call
+    with fewer of them would be plain products, in float32 inside, which no fused kernel is as near to the truth as.
+    """
     leaves = [given[name].to(dtype).requires_grad_() for name in "qkv"]
+    q, k, v = leaves
+    if dtype != torch.float32 and q.shape[-1] > WIDEST:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     kinds = [torch.nn.attention.SDPBackend.MATH] if dtype == torch.float32 else list(DEFAULT)
     with torch.nn.attention.sdpa_kernel(kinds):
-        o = F.scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] < q.shape[1]
+        )
     grads = torch.autograd.grad(o, leaves, given["do"].to(dtype))
     return {"o": o.detach(), **dict(zip(GRADS, grads, strict=True))}
 

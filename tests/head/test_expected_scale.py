@@ -25,7 +25,12 @@ def late_factors(monkeypatch):
 
 def record_late_factors(monkeypatch):
     seen, real = [], HeadGradients.results
-    monkeypatch.setattr(HeadGradients, "results", lambda self, factor: seen.append(float(factor)) or real(self, factor))
+
+    def results(self, factor, places):
+        seen.append(float(factor))
+        return real(self, factor, places)
+
+    monkeypatch.setattr(HeadGradients, "results", results)
     return seen
 
 

@@ -1,6 +1,6 @@
 """Whoever says that the device is full, saves are let go of and the chunk is computed again. [Note: once for each chunk]
 
-covers: device.py, head/recipe.py, layer/function.py, layer/oom.py, model/unpatched.py
+covers: device.py, head/one_pass.py, head/recipe.py, layer/function.py, layer/oom.py, model/unpatched.py
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from streambp import device
 from streambp.attention.kv import KVBuffer
 from streambp.attention.spans import Block, Kind
 from streambp.device import is_out_of_memory, make_room
+from streambp.head import log_probs, one_pass
 from streambp.model import unpatched
 from streambp.offload.costs import AsUnpatched
 from tests.families import LENGTH, build
@@ -116,6 +117,38 @@ def test_as_unpatched(kind, monkeypatch):
 
 def same(found, expected):
     return found[1].keys() == expected[1].keys() and all(torch.equal(found[1][n], g) for n, g in expected[1].items())
+
+
+class Once:
+    """A function that finds no memory the first time."""
+
+    def __init__(self, real):
+        self.real, self.calls = real, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        if self.calls == 1:
+            raise torch.OutOfMemoryError("no memory left, says a test")
+        return self.real(*args)
+
+
+def test_the_heads_gradient_takes_the_place_of_saves(monkeypatch):
+    """Its sum is in float32, and needs another tensor in the weight's dtype."""
+    models = [build("qwen3", num_hidden_layers=2).bfloat16() for _ in range(2)]
+    pair = Pair(5, models=models).warmed()
+    expected, _ = pair.reference()
+    monkeypatch.setattr(log_probs, "_place", Once(log_probs._place))
+    assert_same(pair.step(Device()), expected)
+    assert log_probs._place.calls > 1
+    assert streambp.last_step(pair.model).let_go == "the loss ran out of memory"
+    pair.forget()
+    assert_same(pair.step(Device()), expected)
+
+
+def test_a_head_that_does_not_ask_for_saves_is_seen(monkeypatch):
+    monkeypatch.setattr(one_pass, "once_more", lambda device, let_go, compute, where: compute())
+    with pytest.raises(torch.OutOfMemoryError):
+        test_the_heads_gradient_takes_the_place_of_saves(monkeypatch)
 
 
 def test_errors_that_only_torch_knows_are_seen(monkeypatch):
