@@ -9,10 +9,12 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T", bound=Tensor)
+LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)  # contain nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +54,20 @@ def replaced(objects: Collection[Any], name: str, value: Any) -> Iterator[None]:
 
 def tensors_in(value: Any, kind: type[T]) -> list[T]:
     """The tensors of a kind in nested containers."""
-    found = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, kind):
-            found.append(leaf)
+    if isinstance(value, LEAVES):
+        return [value] if isinstance(value, kind) else []
+    if type(value) in (tuple, list, dict):
+        parts = value.values() if type(value) is dict else value
+        return [leaf for part in parts for leaf in tensors_in(part, kind)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+
+
+def changed_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[T], change: Callable[[T], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call with the tensors of a kind changed, those in nested containers too."""
+    if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):  # torch's tree takes many times as long
+        own = tuple([change(value) if isinstance(value, kind) else value for value in args])
+        return own, {name: change(value) if isinstance(value, kind) else value for name, value in kwargs.items()}
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(kind, change, (args, kwargs))
     return found

@@ -19,6 +19,7 @@ was made of the logits and has a hook of its own. It scales what is made of them
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -26,11 +27,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._C import TensorBase
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from streambp.errors import StreamBPError
 from streambp.known_names import SCALING_HOOK, TENSOR_HOOKS
-from streambp.nested import tensors_in
+from streambp.nested import changed_arguments, tensors_in
 from streambp.torchs_own import asked_of, method, rule_name, torch_own
 
 
@@ -123,7 +124,7 @@ class StandIn(Tensor):
         if rule is None or not isinstance(args[0] if args else None, cls) or tensors_in((args[1:], kwargs), cls):
             return NotImplemented
         try:
-            inspect.signature(rule).bind(*args, **kwargs)
+            signature_of(rule).bind(*args, **kwargs)
         except TypeError:  # arguments that the rule does not know
             return NotImplemented
         return rule(*args, **kwargs)
@@ -147,7 +148,7 @@ class StandIn(Tensor):
             stand_ins.append(x.latest(name))
             return stand_ins[-1]
 
-        args, kwargs = tree_map_only(cls, latest, (args, kwargs))
+        args, kwargs = changed_arguments(args, kwargs, cls, latest)
         for x in stand_ins:
             x.check(name)
         refuse_late(func, name, args, kwargs, stand_ins, cls.instead)
@@ -181,7 +182,7 @@ class StandIn(Tensor):
             if id(x) not in built:
                 x.note(needed)
                 built[id(x)] = x, x.build()
-        args, kwargs = tree_map_only(cls, lambda x: built[id(x)][1], (args, kwargs))
+        args, kwargs = changed_arguments(args, kwargs, cls, lambda x: built[id(x)][1])
         result = func(*args, **kwargs)
         tensors = tensors_in(result, Tensor)
         for x, real in built.values():  # [Note: stand-ins and memory]
@@ -220,6 +221,12 @@ METADATA = frozenset(
 IN_PLACE = frozenset(
     {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
 )
+
+
+@functools.cache
+def signature_of(rule: Callable[..., Any]) -> inspect.Signature:
+    """Of one of a class's rules."""
+    return inspect.signature(rule)
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:

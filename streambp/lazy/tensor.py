@@ -21,14 +21,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._C import TensorBase
-from torch.utils._pytree import tree_map_only
 
 from streambp.errors import BackwardError, StreamBPError
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
 from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, with_readings
 from streambp.lazy.head import Function, Result, RunInBackward, Statistic
 from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, scales
-from streambp.nested import tensors_in
+from streambp.nested import changed_arguments, tensors_in
 from streambp.torchs_own import method
 
 METADATA_OF_ROWS = METADATA | {
@@ -336,7 +335,7 @@ class LazyLogits(StandIn):
             # Not as a view of something made under no_grad, which forbids writes.
             real[id(before)] = real[id(before)].detach()
         before.become(real[id(before)])
-        args, kwargs = tree_map_only(LazyLogits, lambda leaf: real[id(leaf)], (args, kwargs))
+        args, kwargs = changed_arguments(args, kwargs, LazyLogits, lambda leaf: real[id(leaf)])
         result = func(*args, **kwargs)
         if real[id(before)].shape != self.shape:
             raise StreamBPError(
@@ -358,5 +357,5 @@ class LazyLogits(StandIn):
             with torch.no_grad():
                 return x.values() if x.written is None else x.written.detach()
 
-        args, kwargs = tree_map_only(LazyLogits, real, (args, kwargs or {}))
+        args, kwargs = changed_arguments(args, kwargs or {}, LazyLogits, real)
         return func(*args, **kwargs)

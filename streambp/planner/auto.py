@@ -47,7 +47,7 @@ OPTIMIZER = 12  # bytes a trained parameter, of an optimizer that has not begun
 USABLE, LEFT = 0.95, 2**30  # the rest, or as many bytes, is left to fragmentation and other libraries
 REMEMBERED = 64  # states of a model, and lengths
 HALF = (torch.float16, torch.bfloat16)
-DECIDES = operator.attrgetter("nbytes", "requires_grad", "dtype", "device")  # of a parameter, on what a step takes
+DECIDES = ("nbytes", "requires_grad", "dtype", "device")  # of a parameter, on what a step takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +149,9 @@ class ModelStates:
     def __init__(self, model: nn.Module, config: StreamConfig) -> None:
         self.model, self.config = model, config
         self._known: dict[tuple[Any, ...], Figures] = {}
+        decides = DECIDES if config.weights == "device" else DECIDES[:-1]  # others are counted as if they were there
+        self._decides = [operator.attrgetter(name) for name in decides]
+        self._last: tuple[Any, ...] = ()
 
     def __reduce__(self) -> Any:
         """A copied or pickled model is counted anew."""
@@ -157,18 +160,23 @@ class ModelStates:
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
         """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
         parameters = contents_of(self.model)[1]
-        look: tuple[Any, ...] = tuple(map(DECIDES, parameters))
-        trained = [(parameter, found[0]) for parameter, found in zip(parameters, look, strict=True) if found[1]]
-        born = sum(size for parameter, size in trained if parameter.is_leaf and parameter.grad is not None)
-        present = born / (sum(size for _, size in trained) or 1)  # ZeRO-3 leaves nothing in place of a parameter
-        if self.config.weights != "device":  # counted as if they were there
-            look = tuple(entry[:-1] for entry in look)
-        key = device, autocast_dtype(device.type), look
-        if key not in self._known:
-            if len(self._known) == REMEMBERED:
-                self._known.clear()
-            self._known[key] = self._count(device)
-        return self._known[key], present
+        cast = autocast_dtype(device.type)
+        look = [list(map(found, parameters)) for found in self._decides]
+        born = total = 0
+        for parameter, size, trains in zip(parameters, look[0], look[1], strict=True):
+            if trains:
+                total += size
+                if parameter.is_leaf and parameter.grad is not None:
+                    born += size
+        if self._last[:3] != (device, cast, look):  # hashing so many values takes longer
+            key = device, cast, *map(tuple, look)
+            if key not in self._known:
+                if len(self._known) == REMEMBERED:
+                    self._known.clear()
+                self._known[key] = self._count(device)
+            self._last = device, cast, look, self._known[key]
+        known: Figures = self._last[3]
+        return known, born / (total or 1)  # ZeRO-3 leaves nothing in place of a parameter
 
     def _count(self, device: torch.device) -> Figures:
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
