@@ -12,7 +12,8 @@ first plain, first lora    the first step of a new model, in which each layer is
 
 Printed are milliseconds of processor time, the minimum over all steps, and their ratio to checkpointing, or to the other
 tree, and of saves="auto" to the same without saves. With another tree two processes, one for each (it comes first in
-PYTHONPATH), take turns, so that a machine that is busy or slows down does so for both.
+PYTHONPATH), take turns, so that a machine that is busy or slows down does so for both. Processes of one tree differ by
+some percent for as long as they live: `--processes 6` takes the minimum over six pairs.
 """
 
 from __future__ import annotations
@@ -119,14 +120,15 @@ def ask(process: subprocess.Popen[str], case: str) -> float:
 
 def rows(arguments: argparse.Namespace) -> Iterator[str]:
     trees = [HERE, *([arguments.against.resolve()] if arguments.against else [])]
-    processes = [served(tree, arguments) for tree in trees]
     found: dict[tuple[str, Path], float] = {}
-    for _ in range(arguments.rounds):
-        for case in arguments.cases:
-            for tree, process in zip(trees, processes, strict=True):
-                found[case, tree] = min(ask(process, case), found.get((case, tree), float("inf")))
-    for process in processes:
-        process.communicate()
+    for _ in range(arguments.processes):
+        processes = [served(tree, arguments) for tree in trees]
+        for _ in range(arguments.rounds):
+            for case in arguments.cases:
+                for tree, process in zip(trees, processes, strict=True):
+                    found[case, tree] = min(ask(process, case), found.get((case, tree), float("inf")))
+        for process in processes:
+            process.communicate()
     for case in arguments.cases:
         here, *there = (found[case, tree] for tree in trees)
         others = there or [found[case, HERE] for case in WARM[:1] if case in arguments.cases]
@@ -143,6 +145,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="features of a layer")
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each tree and case")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="of each tree, one after the other: some are slower for life"
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
