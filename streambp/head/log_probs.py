@@ -340,8 +340,8 @@ class HeadGradients:
         self.d_norm.add(parts)
 
     def places(self) -> tuple[Tensor | None, ...]:
-        """Where `results` may write the gradients of hidden, weight and bias: sums that have their dtype already, and new
-        tensors for others."""
+        """Where `results` may write the gradients of hidden [N, h], weight [V, h] and bias [V]: sums that have their dtype
+        already, and new tensors for others."""
         sums = ((self.d_hidden, self.hidden), (self.d_weight, self.weight), (self.d_bias, self.bias))
         return tuple(None if total is None or like is None else _place(total, like) for total, like in sums)
 

@@ -80,7 +80,8 @@ def on_a_cpu_first(model, card, monkeypatch):
         step(model)
         assert policy_of(model).known.need.method.name == "at most"
     model.zero_grad(set_to_none=True)
-    policy_of(model).states = auto.ModelStates(model, policy_of(model).states.config)  # the CPU stands in for another device as well
+    # The CPU stands in for another device as well.
+    policy_of(model).states = auto.ModelStates(model, policy_of(model).states.config)
     return model
 
 
