@@ -1,6 +1,6 @@
 """Seconds of the first steps of a patched model, and where the first one spends them.
 
-    python scripts/first_step.py [--device cuda] [--shape Qwen3-8B] [--tokens 2048] [--lora] [--only unpatched]
+    python scripts/first_step.py [--device cuda] [--shape Qwen3-8B] [--tokens 2048] [--lora]
     python scripts/first_step.py --device cpu --shape mini
 
 A first step counts itself, tries each layer, and compiles kernels; a program meets it once a process. The model without a

@@ -56,7 +56,8 @@ class Skeleton:
             "torch", or kernels where they are "installed" here; None: kernels on a GPU, torch on a CPU.
         kernels: of norms, gated activations and rotary embeddings, as in `StreamConfig`; "auto": Liger's on a GPU if
             liger-kernel is installed here.
-        fewer: layers of a model that is its source are copied only as far as they stand for others.
+        fewer: of a model, copy only the layers that stand for the others; parameters of the skeleton are those of these
+            layers then.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not go with it.
@@ -286,9 +287,10 @@ class Reduced:
         return next(place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index])
 
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The layers of the full model that are not kept."""
+        """The layers of the full model that are not kept; one that is there several times may be kept elsewhere."""
         layers = getattr(model.get_submodule(self.backbone), self.layers)
-        return (layer for index, layer in enumerate(layers) if index not in self.kept)
+        kept = {id(layers[index]) for index in self.kept}
+        return (layer for layer in layers if id(layer) not in kept)
 
     def apply(self, model: nn.Module) -> None:
         """Take the others out of the full model, or of its copy."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import streambp
+from streambp.errors import UnsupportedModelError
 from streambp.planner.layer_costs import seen_costs
 from streambp.planner.skeleton import Reduced, Skeleton
 from streambp.planner.survey import SurveyRecipe, survey
@@ -87,5 +88,14 @@ def test_the_others_are_not_copied():
 
 def test_a_layer_too_few_is_seen(monkeypatch):
     monkeypatch.setattr(Reduced, "left_out", lambda self, model: iter(model.get_submodule(self.backbone).layers))
-    with pytest.raises(Exception, match=r".+"):
+    with pytest.raises(UnsupportedModelError, match="no stack of transformers decoder layers"):
         check("qwen3", False)
+
+
+def test_one_layer_several_times():
+    model = zoo.build("qwen3", torch.bfloat16, device="cpu", num_hidden_layers=6, layer_types=["full_attention"] * 6)
+    layer = model.model.layers[0]
+    model.model.layers = torch.nn.ModuleList([layer] * 6)
+    whole, few = (Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=fewer) for fewer in (False, True))
+    assert whole.reduce() == few.reduce()
+    assert {type(one) for one in few.model.model.layers} == {type(layer)}
