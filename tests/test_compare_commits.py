@@ -14,7 +14,7 @@ from scripts.compare_served import HERE, Case
 
 # Appended to a copy of the package: what it changes depends on the case.
 MUTANT = """
-_patch, _describe = patch, describe
+_patch, _describe = __getattr__("patch"), __getattr__("describe")  # which are imported when asked for
 
 def patch(model, config):
     model = _patch(model, config)

@@ -46,14 +46,16 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
     """A module with all inside it, and their parameters; each as often as it is there. In a third of the time of
     `modules()` and `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
-    modules, parameters = [module], []
+    modules: list[nn.Module | None] = [module]
+    parameters: list[nn.Parameter | None] = []
     for inner in modules:  # which grows
-        own = inner.__dict__
-        if own[modules_table]:
-            modules += [found for found in own[modules_table].values() if found is not None]
-        if own[parameters_table]:
-            parameters += own[parameters_table].values()
-    return modules, [parameter for parameter in parameters if parameter is not None]
+        if inner is not None:
+            own = inner.__dict__
+            if own[modules_table]:
+                modules += own[modules_table].values()
+            if own[parameters_table]:
+                parameters += own[parameters_table].values()
+    return [inner for inner in modules if inner is not None], [found for found in parameters if found is not None]
 
 
 def held(module: nn.Module) -> Hold:

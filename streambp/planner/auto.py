@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import time
@@ -63,10 +64,16 @@ class StepNeed(Need):
     factor: float = 1.0
     casts: float = 0.0
     rows: int = 1
+    _asked: dict[tuple[int, int, float], tuple[tuple[float, float], ...]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
         """Of so many tokens over all rows, in chunks of `chunk`; between both regimes of gradients by the part of them that
         are there."""
+        key = tokens, chunk, present
+        if key in self._asked:
+            return self._asked[key]
         tokens, chunk = tokens // self.rows, max(1, chunk // self.rows)
         largest: list[dict[float, float]] = []
         for phases in (self.method.first, self.method.accumulating if present else ()):
@@ -78,7 +85,10 @@ class StepNeed(Need):
         first, again = largest
         if again:
             first = {upto: (1 - present) * size + present * again.get(upto, size) for upto, size in first.items()}
-        return tuple((upto, self.factor * size + self.casts) for upto, size in first.items())
+        if len(self._asked) == REMEMBERED:
+            self._asked.clear()
+        found = self._asked[key] = tuple((upto, self.factor * size + self.casts) for upto, size in first.items())
+        return found
 
     def at_work(self, chunk: int) -> float:
         """What computing a chunk of so many tokens takes."""
@@ -162,12 +172,8 @@ class ModelStates:
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)
         look = [list(map(found, parameters)) for found in self._decides]
-        born = total = 0
-        for parameter, size, trains in zip(parameters, look[0], look[1], strict=True):
-            if trains:
-                total += size
-                if parameter.is_leaf and parameter.grad is not None:
-                    born += size
+        sizes, trains = look[0], look[1]
+        born = [p.is_leaf and p.grad is not None for p in itertools.compress(parameters, trains)]
         if self._last[:3] != (device, cast, look):  # hashing so many values takes longer
             key = device, cast, *map(tuple, look)
             if key not in self._known:
@@ -176,7 +182,10 @@ class ModelStates:
                 self._known[key] = self._count(device)
             self._last = device, cast, look, self._known[key]
         known: Figures = self._last[3]
-        return known, born / (total or 1)  # ZeRO-3 leaves nothing in place of a parameter
+        if not any(born):
+            return known, 0.0
+        of_trained = list(itertools.compress(sizes, trains))
+        return known, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)  # ZeRO-3 leaves nothing in place
 
     def _count(self, device: torch.device) -> Figures:
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
