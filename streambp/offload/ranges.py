@@ -59,12 +59,6 @@ class LayerRange:
     wanting: bytes
     trains: bool
 
-    def may_hold(self, places: list[tuple[Tensor, int]], size: int) -> bool:
-        """Whether `size` bytes are as many, and every tensor [...] that lies among them lies at its new place already."""
-        base = self.memory.data_ptr()
-        offsets = ((tensor.data_ptr() - base, offset) for tensor, offset in places)
-        return self.memory.numel() == size and all(not 0 <= at < size or at == offset for at, offset in offsets)
-
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -98,12 +92,7 @@ class HostRanges:
 
     def __getstate__(self) -> Any:
         """A copied or pickled model's weights are put on the host when it is first called."""
-        return self.root, self.host_memory, self.sites
-
-    def __setstate__(self, state: Any) -> None:
-        root, host_memory, sites = state
-        HostRanges.__init__(self, root, host_memory)
-        self.sites = sites
+        return {**vars(HostRanges(self.root, self.host_memory)), "sites": self.sites}
 
     @property
     def bytes(self) -> int:
@@ -218,10 +207,12 @@ class HostRanges:
             elif not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)  # adapters are made where their base is
         places, size = _laid_out([tensor for tensor in tensors if id(tensor) in streamed])
-        before = 0 if known is None else known.memory.numel()
-        if known is not None and known.may_hold(places, size):
-            memory = known.memory
-        else:
+        memory, before = (None, 0) if known is None else (known.memory, known.memory.numel())
+        if memory is not None:  # it serves if every tensor that lies in it lies at its new place already
+            offsets = ((tensor.data_ptr() - memory.data_ptr(), offset) for tensor, offset in places)
+            stays = before == size and all(not 0 <= at < size or at == offset for at, offset in offsets)
+            memory = memory if stays else None
+        if memory is None:
             memory = self.more(size, engine, f"The weights of layer {index}", before)
         pieces = [Piece(tensor, offset, view_of(memory, offset, tensor)) for tensor, offset in places]
         for piece in pieces:
