@@ -145,26 +145,19 @@ class LayerSeen:
         pairs = zip(self.marks, self.marks[1:], strict=False)
         return [] if self.engine is None else [self.engine.seconds(before, after) for before, after in pairs]
 
-    def paces(self) -> list[tuple[float, float]]:
-        """Of each chunk, FLOPs of attention and seconds, per byte of hidden states: chunks may differ in length."""
-        return [
-            (cost.attention_flops / (cost.x or 1), seconds / (cost.x or 1))
-            for cost, seconds in zip(self.costs, self.times(), strict=True)
-        ]
 
-
-def attention_rate(paces: Iterable[list[tuple[float, float]]]) -> float:
+def attention_rate(layers: Iterable[LayerSeen]) -> float:
     """FLOP/s of attention, from the slope of the chunks' times: they differ in nothing but how much they attend to.
-
-    Args:
-        paces: of each chunk's attention, layer by layer: FLOPs and seconds, both for the same number of tokens.
 
     Returns:
         Infinity if longer spans take no longer.
     """
     above = below = 0.0
-    for layer in paces:
-        whole = layer[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
+    for layer in layers:
+        chunks = zip(layer.costs, layer.times(), strict=True)
+        # FLOPs of attention and seconds, per byte of hidden states: chunks may differ in length.
+        paces = [(cost.attention_flops / (cost.x or 1), seconds / (cost.x or 1)) for cost, seconds in chunks]
+        whole = paces[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
         mean_work, mean_time = (sum(values) / len(whole) for values in zip(*whole, strict=True))
         above += sum((w - mean_work) ** 2 for w, _ in whole)
         below += sum((w - mean_work) * (t - mean_time) for w, t in whole)

@@ -17,7 +17,7 @@ from streambp.admission.stacks import find_stacks
 from streambp.model.patching import patch
 from streambp.offload import gradients, ranges
 from streambp.offload import weights as host_weights
-from streambp.offload.engines import SynchronousEngine
+from streambp.offload.engines import Engine
 from streambp.planner import Setting
 from streambp.planner.count import StepCount
 from streambp.planner.estimate import estimate
@@ -44,7 +44,7 @@ CASES = {
 }  # fmt: skip
 
 
-class WithoutData(SynchronousEngine):
+class WithoutData(Engine):
     """Host memory without data."""
 
     def host_buffer(self, size):
