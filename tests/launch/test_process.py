@@ -298,7 +298,7 @@ def test_what_a_model_did_is_told_when_it_is_gone(at_train, hook, capsys):
     del model
     (told,) = hook.launched.account().models
     assert "blockwise loss, no logits" in told.description
-    hook.launched.finish()  # without a command that waits for the account
+    hook.launched.tell(at_end=True)  # without a command that waits for the account
     assert "streams: 2 x Qwen3DecoderLayer" in capsys.readouterr().err
 
 
