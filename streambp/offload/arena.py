@@ -103,27 +103,22 @@ class Arena:
             self.allocated -= self._free.pop(0).size
         if self.allocated + size > self.limit:
             return False
-        segment = self._allocate(size)
-        if segment is None and self._free:
-            self.settle()
+        while True:
+            try:
+                stack.segments.append(self.buffer(size))
+            except (MemoryError, RuntimeError) as error:
+                if not isinstance(error, MemoryError) and NO_HOST_MEMORY.search(str(error)) is None:
+                    raise
+                self.refused = reason(error)
+            else:
+                stack.size += size
+                self.allocated += size
+                return True
+            if not self._free:
+                return False
+            self.settle()  # once more without the stacks that are free
             while self._free:
                 self.allocated -= self._free.pop().size
-            segment = self._allocate(size)
-        if segment is None:
-            return False
-        stack.segments.append(segment)
-        stack.size += size
-        self.allocated += size
-        return True
-
-    def _allocate(self, size: int) -> Tensor | None:
-        try:
-            return self.buffer(size)
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and NO_HOST_MEMORY.search(str(error)) is None:
-                raise
-            self.refused = reason(error)
-            return None
 
 
 def local_ranks() -> int:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,29 +61,19 @@ class LayerRange:
     trains: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One of the model's layers. ask: what a function says of the module, remembered while that is made of the same parts
-    (`layer.site.LayerSite.of`)."""
-
-    index: int
-    layer: nn.Module
-    ask: Callable[..., Any]
-
-
 class HostRanges:
     """The weights of a model's layers on the host.
 
     Args:
         root: the model. host_memory: bytes that they may take; None: what is available.
 
-    sites: of the layers, by their index. layers: their ranges. beside: bytes of host memory for gradients.
-    staying: those that live on the device. [Note: layers that stay]
+    sites: of the layers (`layer.site.LayerSite`), by their index. layers: their ranges. staying: those that live on the
+    device. [Note: layers that stay] beside: bytes of host memory for gradients.
     """
 
     def __init__(self, root: nn.Module, host_memory: int | None) -> None:
         self.root, self.host_memory = root, host_memory
-        self.sites: dict[int, Layer] = {}
+        self.sites: dict[int, Any] = {}
         self.layers: dict[int, LayerRange] = {}
         self.staying: frozenset[int] = frozenset()
         self.beside = 0
@@ -99,7 +90,7 @@ class HostRanges:
         """Of all ranges."""
         return sum(one.memory.numel() for one in self.layers.values())
 
-    def install(self, sites: Iterable[Layer]) -> None:
+    def install(self, sites: Iterable[Any]) -> None:
         """Have the layers' weights stay on the host when the model is moved from now on."""
         self.sites = {site.index: site for site in sites}
         for site in self.sites.values():
@@ -162,7 +153,7 @@ class HostRanges:
         self._holders.clear()
         for index, site in self.sites.items():
             if index in self.staying:
-                for tensor in site.ask(tensors_inside):
+                for tensor in site.of(tensors_inside):
                     if tensor.device != device and not tensor.is_meta:
                         tensor.data = tensor.data.to(device)
             elif self.known(index) is None:
@@ -174,7 +165,7 @@ class HostRanges:
         known = self.layers.get(index)
         if known is None:
             return None
-        tensors = self.sites[index].ask(tensors_inside)
+        tensors = self.sites[index].of(tensors_inside)
         same = tensors is known.tensors or list(map(id, tensors)) == list(map(id, known.tensors))
         at_home = (piece.tensor.data_ptr() == piece.home.data_ptr() for piece in known.pieces)
         current = same and known.wanting == bytes(map(WANTS_GRADIENT, tensors)) and all(at_home)
@@ -192,7 +183,7 @@ class HostRanges:
         """
         engine.settle()
         streamed, known = self.streamed(index), self.layers.get(index)
-        tensors = self.sites[index].ask(tensors_inside)
+        tensors = self.sites[index].of(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
                 if type(tensor.data) is not Tensor or tensor.is_meta or hasattr(tensor, STATISTICS_8BIT):
@@ -281,7 +272,7 @@ def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[i
     """What the frozen weights of each of a model's layers take of the host, and the weights of layers that train as a
     whole; they need no data."""
     ranges = HostRanges(root, None)
-    ranges.sites = {i: Layer(i, layer, lambda question, layer=layer: question(layer)) for i, layer in enumerate(layers)}
+    ranges.sites = {index: SimpleNamespace(layer=layer) for index, layer in enumerate(layers)}
     frozen, trained = (tuple(ranges.bytes_of(index, trains) for index in ranges.sites) for trains in (False, True))
     return frozen, trained
 

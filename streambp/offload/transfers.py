@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -115,8 +116,7 @@ class Transfers:
         if key == self._key:
             return
         self._key, self._group = key, self._group + 1
-        while self._in_flight and self._in_flight[0].group <= self._group - GROUPS_IN_FLIGHT:
-            self._let_go(self._in_flight.popleft())
+        self.let_go(upto=self._group - GROUPS_IN_FLIGHT)
 
     def send(
         self, holding: Holding, entry: Entry, tensor: Tensor, host_is_free: Iterable[Any], foreign: bool = False
@@ -139,13 +139,10 @@ class Transfers:
         self.bytes[OUT] += tensor.nbytes
         self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
 
-    def _let_go(self, departure: Departure) -> None:
-        departure.entry.engine.wait(COMPUTE, departure.event)  # 6
-        if departure.entry.source is departure.tensor:
-            departure.entry.source = None
-
-    def let_go(self, entry: Entry | None = None) -> None:
-        """Let an entry's sources go, or all: compute waits for their copies."""
-        for departure in [d for d in self._in_flight if entry is None or d.entry is entry]:
+    def let_go(self, entry: Entry | None = None, upto: float = math.inf) -> None:
+        """Let an entry's sources go, or those of all groups up to one: compute waits for their copies."""
+        for departure in [d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)]:
             self._in_flight.remove(departure)
-            self._let_go(departure)
+            departure.entry.engine.wait(COMPUTE, departure.event)  # 6
+            if departure.entry.source is departure.tensor:
+                departure.entry.source = None

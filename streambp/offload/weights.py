@@ -190,7 +190,7 @@ class HostWeights:
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
             if decodes:  # [Note: decode on arrival]
-                linears = self.ranges.sites[index].ask(packed_linears)
+                linears = self.ranges.sites[index].of(packed_linears)
             for linear in linears:
                 vars(linear)[FORWARD] = DecodedLinear(linear)
             yield

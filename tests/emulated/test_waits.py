@@ -29,7 +29,7 @@ SETTINGS = {
 }
 SLOW = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}  # seconds a copy, or a kernel
 LONGER = (1, 5, 25)  # a wait that is left out may show itself only in the second or third: the host can be late as well
-NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in peek": "back", "6 in _let_go": "out"}
+NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in peek": "back", "6 in let_go": "out"}
 IMPLIED = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
 BROKEN_OFF = "4 in _retire"  # reached where a step ends before its backward does
 NUMBERED = re.compile(r"# (?:\[Note: offload order\], )?(\d)")
