@@ -64,9 +64,9 @@ def counted(config, rank, monkeypatch):
     patch(model, StreamConfig(CHUNK, saves=(), weights="cpu", host_memory=2**50))
     weights = weights_of(model)
     weights._given_engine = WithoutData(META)
-    mutant(monkeypatch, ranges.HostRanges, "put", " or tensor.is_meta", "")  # which would refuse them
     monkeypatch.setattr(ranges, "view_of", viewed)
     monkeypatch.setattr(host_weights, "view_of", viewed)
+    mutant(monkeypatch, ranges.HostRanges, "put", " or tensor.is_meta", "")  # which would refuse them
     (layers,) = (stack.layers for stack in find_stacks(model).stacks)
 
     def loss():
