@@ -23,7 +23,7 @@ from streambp.model.describe import describe
 from streambp.model.fused_head import add_head
 from streambp.model.patching import is_patched, streamed_head
 from streambp.planner.auto import patch
-from streambp.reporting import told
+from streambp.reporting import reason, told
 
 
 class Launched:
@@ -129,21 +129,21 @@ class Launched:
     def account(self) -> Account:
         """What was done so far, left for the command that started the program; models that are gone as last seen.
         [Note: reports]"""
-        return told(self._account, otherwise=lambda why: Account(os.getpid(), None, why, self._models))
-
-    def _account(self) -> Account:
-        for model, known in list(self._seen.items()):
-            if known.left is None and is_patched(model):
-                known.description = told(
-                    lambda it: str(describe(it)), model, otherwise=lambda why: f"could not be told ({why})"
-                )
-        here = torch.accelerator.current_accelerator()
-        device: Any = None if here is None else torch.get_device_module(here)
-        used = hasattr(device, "max_memory_allocated") and device.is_initialized()
-        peak = int(device.max_memory_allocated()) if used else None
-        account = Account(os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak)
-        self._left = leave(account)
-        return account
+        try:
+            for model, known in list(self._seen.items()):
+                if known.left is None and is_patched(model):
+                    known.description = told(
+                        lambda it: str(describe(it)), model, otherwise=lambda why: f"could not be told ({why})"
+                    )
+            here = torch.accelerator.current_accelerator()
+            device: Any = None if here is None else torch.get_device_module(here)
+            used = hasattr(device, "max_memory_allocated") and device.is_initialized()
+            peak = int(device.max_memory_allocated()) if used else None
+            account = Account(os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak)
+            self._left = leave(account)
+            return account
+        except Exception as error:
+            return Account(os.getpid(), None, reason(error), self._models)
 
     def tell(self, at_end: bool = False) -> None:
         """Say what is known now: which layers stream, and what became of the head.
