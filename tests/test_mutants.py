@@ -381,7 +381,7 @@ MUTANTS = {
     "host memory of other ranks taken": (arena, "local_ranks", lambda: 1, shared_memory),
     "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
     "inner leaves not reduced": (
-        entry, "reduced_after_backward", lambda layer, hidden_states: hidden_states, inner_leaves,
+        entry.Reduced, "apply", lambda hidden_states, reductions: hidden_states, inner_leaves,
     ),
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "stream whatever comes": (

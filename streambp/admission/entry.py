@@ -21,7 +21,7 @@ from streambp.attention.masks import LazyMask
 from streambp.chunks import Forks
 from streambp.device import MEMORY_ERRORS, has_data, is_out_of_memory
 from streambp.distributed.context_parallel import replaced_attention
-from streambp.distributed.engines import reduced_after_backward, reductions_of
+from streambp.distributed.engines import Reduced, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.looks import versions_of
@@ -170,7 +170,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         if site.offloader is not None:
             call.kept.store = site.offloader.open(site.index, call.device)
         reductions = site.of(reductions_of)
-        hidden_states = reduced_after_backward(reductions, hidden_states) if reductions else hidden_states
+        hidden_states = Reduced.apply(hidden_states, reductions) if reductions else hidden_states
         output, *extras = StreamedLayer.apply(strategy, call, parameters, hidden_states, *inputs, *weights)
         call.arguments.inputs = []
     else:

@@ -109,21 +109,19 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
     ]
 
 
-def reduced_after_backward(reductions: list[Reduction], hidden_states: Tensor) -> Tensor:
-    """hidden_states [..., B, T, h], behind whose backward the layer's inner leaves are reduced. [Note: inner leaves]"""
-    return _Reduced.apply(hidden_states, reductions) if reductions else hidden_states
-
-
-class _Reduced(torch.autograd.Function):
-    """The identity. Autograd accumulates the gradients of parameters before it goes on to an input's own graph."""
+class Reduced(torch.autograd.Function):
+    """The identity, behind whose backward a layer's inner leaves are reduced: autograd accumulates the gradients of
+    parameters before it goes on to an input's own graph. [Note: inner leaves]"""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
+        """hidden_states [..., B, T, h] in their own memory."""
         ctx.reductions = reductions
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient [..., B, T, h] as it came."""
         for module, hook in ctx.reductions:
             hook(module, (), ())
         return grad, None

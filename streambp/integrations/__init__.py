@@ -6,18 +6,19 @@ import importlib
 import importlib.util
 from typing import Any
 
+PLACES = {
+    "StreamCallback": "streambp.launch.logs",
+    "TokenBatchSampler": "streambp.integrations.token_batches",
+    "optimizer_in_backward": "streambp.integrations.in_backward",
+}
 __all__ = ["StreamCallback", "TokenBatchSampler", "optimizer_in_backward"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the callback for a Trainer's logs, the sampler, an optimizer in backward, or a library's module, when it is
     asked for: transformers is slow."""
-    if name == "StreamCallback":
-        return importlib.import_module("streambp.launch.logs").StreamCallback
-    if name == "TokenBatchSampler":
-        return importlib.import_module("streambp.integrations.token_batches").TokenBatchSampler
-    if name == "optimizer_in_backward":
-        return importlib.import_module("streambp.integrations.in_backward").optimizer_in_backward
+    if name in PLACES:
+        return getattr(importlib.import_module(PLACES[name]), name)
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -84,11 +84,7 @@ class TokenBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Numbers of rows, batch by batch."""
         first, step = (0, 1) if self.rank is None else (self.rank, self.num_replicas)
-        skipped, self._done = self._done, 0
-        yield from self._batches(self.epoch)[first::step][skipped:]
-
-    def _batches(self, epoch: int) -> list[list[int]]:
-        """Of all ranks, in the order in which they are dealt."""
+        epoch, skipped, self._done = self.epoch, self._done, 0
         order = self._shuffled(epoch)
         found = self._in_windows(order)
         if len(found) > self._count:
@@ -101,7 +97,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         random.Random(f"{self.seed} {epoch} groups").shuffle(groups)
         longest = [max(self.lengths[row] for batch in group for row in batch) for group in groups]
         groups.insert(0, groups.pop(longest.index(max(longest))))
-        return [batch for group in groups for batch in group]
+        dealt = [batch for group in groups for batch in group]  # to all ranks, in turn
+        yield from dealt[first::step][skipped:]
 
     def _shuffled(self, epoch: int) -> list[int]:
         """All rows; text seeds alike on every machine, and keeps seed 0, epoch 1 apart from seed 1, epoch 0."""

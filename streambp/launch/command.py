@@ -22,7 +22,7 @@ from streambp.launch.hook import VARIABLE
 from streambp.launch.place import place, remove
 from streambp.launch.report import FOLDER, collect, leave, say, streamed, table
 from streambp.launch.settings import Settings, from_flags
-from streambp.reporting import reason, told
+from streambp.reporting import reason
 
 SITE = Path(__file__).parent / "site"
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # as shells have them
@@ -67,9 +67,13 @@ def run(arguments: Any) -> int:
         lost = reason(error)
     try:
         code = call(program, environment(settings, folder))
-        if lost:
-            return _lost(lost, code)
-        return told(_report, program, Path(folder), code, arguments.allow_unpatched, otherwise=lambda why: _lost(why, code))
+        if not lost:
+            try:
+                return _report(program, Path(folder), code, arguments.allow_unpatched)
+            except Exception as error:  # [Note: reports]
+                lost = reason(error)
+        say(f"what the program's processes did could not be told ({lost})")
+        return code
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -83,12 +87,6 @@ def _report(program: Sequence[str], folder: Path, code: int, allowed: bool) -> i
     say(f"end of {shlex.join(program)}")
     say("\n".join([*lost, *([table(accounts)] if accounts or not lost else [])]))
     return code if lost else judge(code, streamed(accounts), allowed)
-
-
-def _lost(why: str, code: int) -> int:
-    """A program's exit code, where its report has failed. [Note: reports]"""
-    say(f"what the program's processes did could not be told ({why})")
-    return code
 
 
 def judge(code: int, patched: int, allowed: bool) -> int:

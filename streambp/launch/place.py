@@ -27,7 +27,7 @@ def place(folder: Path | None = None) -> Path:
     Raises:
         StreamBPError: it cannot be written.
     """
-    file = _file(folder)
+    file = Path(folder or sysconfig.get_path("purelib"), NAME)
     try:
         file.write_text(line(), "utf-8")
     except OSError as error:
@@ -43,7 +43,7 @@ def remove(folder: Path | None = None) -> Path | None:
     Raises:
         StreamBPError: it cannot be removed.
     """
-    file = _file(folder)
+    file = Path(folder or sysconfig.get_path("purelib"), NAME)
     try:
         file.unlink()
     except FileNotFoundError:
@@ -51,7 +51,3 @@ def remove(folder: Path | None = None) -> Path | None:
     except OSError as error:
         raise StreamBPError(f"{file} cannot be removed ({error.strerror}). Remove it by hand.") from error
     return file
-
-
-def _file(folder: Path | None) -> Path:
-    return (Path(sysconfig.get_path("purelib")) if folder is None else folder) / NAME

@@ -23,7 +23,7 @@ from streambp.model.describe import describe
 from streambp.model.fused_head import add_head
 from streambp.model.patching import is_patched, streamed_head
 from streambp.planner.auto import patch
-from streambp.reporting import told
+from streambp.reporting import reason, told
 
 
 class Launched:
@@ -37,9 +37,10 @@ class Launched:
         self.config = config
         self._seen: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakKeyDictionary[nn.Module, StreamConfig] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._models: list[Model] = []
         self._busy = self._left = False
-        atexit.register(self.finish)
+        atexit.register(self.tell, at_end=True)
 
     def __reduce__(self) -> tuple[type[Launched], tuple[StreamConfig]]:
         """Sweeps send a Trainer to other processes, which keep accounts of their own."""
@@ -71,7 +72,14 @@ class Launched:
     def training(self, model: nn.Module) -> None:
         """`train()` was called on a model."""
         if not self._busy and not self._knows(model) and not is_patched(model) and self.streams(model):
-            model.register_forward_hook(AfterFirstStep(self), with_kwargs=False)
+            model.register_forward_hook(self.after_forward, with_kwargs=False)
+
+    @torch.compiler.disable
+    def after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """A forward hook of a model whose loop is the program's own: tells after its first forward in training."""
+        if model.training and model not in self._told:
+            self._told.add(model)
+            self.tell()
 
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
         """Patch a model, unless it is patched already with settings of its user's; False if it cannot be.
@@ -121,36 +129,31 @@ class Launched:
     def account(self) -> Account:
         """What was done so far, left for the command that started the program; models that are gone as last seen.
         [Note: reports]"""
-        return told(self._account, otherwise=lambda why: Account(os.getpid(), None, why, self._models))
+        try:
+            for model, known in list(self._seen.items()):
+                if known.left is None and is_patched(model):
+                    known.description = told(
+                        lambda it: str(describe(it)), model, otherwise=lambda why: f"could not be told ({why})"
+                    )
+            here = torch.accelerator.current_accelerator()
+            device: Any = None if here is None else torch.get_device_module(here)
+            used = hasattr(device, "max_memory_allocated") and device.is_initialized()
+            peak = int(device.max_memory_allocated()) if used else None
+            account = Account(os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak)
+            self._left = leave(account)
+            return account
+        except Exception as error:
+            return Account(os.getpid(), None, reason(error), self._models)
 
-    def _account(self) -> Account:
-        for model, known in list(self._seen.items()):
-            if known.left is None and is_patched(model):
-                known.description = told(
-                    lambda it: str(describe(it)), model, otherwise=lambda why: f"could not be told ({why})"
-                )
-        here = torch.accelerator.current_accelerator()
-        device: Any = None if here is None else torch.get_device_module(here)
-        used = hasattr(device, "max_memory_allocated") and device.is_initialized()
-        peak = int(device.max_memory_allocated()) if used else None
-        account = Account(os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak)
-        self._left = leave(account)
-        return account
+    def tell(self, at_end: bool = False) -> None:
+        """Say what is known now: which layers stream, and what became of the head.
 
-    def after_first_step(self) -> None:
-        """Say what is known now: which layers stream, and what became of the head."""
-        self._say(self.account())
-
-    def finish(self) -> None:
-        """At the end of the process: the last account, said here if no command waits for it."""
+        at_end: of the process. The last account is said here if no command waits for it.
+        """
         account = self.account()
-        if account.models and not self._left:
-            self._say(account)
-
-    @staticmethod
-    def _say(account: Account) -> None:
-        """The other ranks of a machine would say the same."""
-        if os.environ.get("RANK", "0") == "0":
+        if at_end and (self._left or not account.models):
+            return
+        if os.environ.get("RANK", "0") == "0":  # the other ranks of a machine would say the same
             say(told(table, [account], otherwise=lambda why: f"what this process did could not be told ({why})"))
 
 
@@ -173,22 +176,8 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
         """Tells what streams, after the first step alone."""
         if not self.told:
             self.told = True
-            self.launched.after_first_step()
+            self.launched.tell()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """The process may be ended by others before it ends by itself."""
         self.launched.account()
-
-
-class AfterFirstStep:
-    """A forward hook of a model whose loop is the program's own: tells after its first forward in training."""
-
-    def __init__(self, launched: Launched) -> None:
-        self.launched = launched
-        self.told = False
-
-    @torch.compiler.disable
-    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if model.training and not self.told:
-            self.told = True
-            self.launched.after_first_step()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from streambp.fields import check_fields
-from streambp.reporting import told
+from streambp.reporting import reason, told
 
 FOLDER = "STREAMBP_LAUNCH_REPORT"  # in the environment: where processes leave their accounts
 DIGITS = 10  # fewer are a rank's number
@@ -25,9 +25,6 @@ class Model:
     kind: str
     description: str | None = None
     left: str | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass
@@ -45,6 +42,8 @@ class Account:
 
     def __post_init__(self) -> None:
         check_fields(self, process=0, peak=0)
+        for model in self.models:
+            check_fields(model)
 
 
 def leave(account: Account) -> bool:
@@ -65,26 +64,20 @@ def leave(account: Account) -> bool:
 def collect(folder: Path) -> tuple[list[Account], list[str]]:
     """The accounts in a folder, by rank, and why others could not be told. [Note: reports]"""
     found: list[Account] = []
-    why = told(_writable, folder, otherwise=str)
-    left = [] if why is None else [f"what processes did could not be told: no account can be left in {folder} ({why})"]
-    for file in told(lambda: sorted(folder.glob("*.json")), otherwise=lambda why: []):
-        account = told(_read, file, otherwise=str)
-        if isinstance(account, Account):
-            found.append(account)
-        else:
-            left.append(f"what process {file.stem} did could not be told ({account})")
+    left = []
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"a")
+    except Exception as error:
+        left.append(f"what processes did could not be told: no account can be left in {folder} ({reason(error)})")
+    for path in told(lambda: sorted(folder.glob("*.json")), otherwise=lambda why: []):
+        try:
+            fields = json.loads(path.read_text("utf-8"))
+            fields["models"] = [Model(**model) for model in fields["models"]]
+            found.append(Account(**fields))
+        except Exception as error:
+            left.append(f"what process {path.stem} did could not be told ({reason(error)})")
     return sorted(found, key=lambda account: (*_place(account.rank), account.process)), left
-
-
-def _writable(folder: Path) -> None:
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(b"a")
-
-
-def _read(file: Path) -> Account:
-    fields = json.loads(file.read_text("utf-8"))
-    fields["models"] = [Model(**model) for model in fields["models"]]
-    return Account(**fields)
 
 
 def _place(rank: str | None) -> tuple[bool, int, str]:

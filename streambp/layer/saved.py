@@ -31,12 +31,12 @@ from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
 from streambp.offload.costs import Cost, LayerSeen, Product
-from streambp.offload.manager import Access, LayerTensors
+from streambp.offload.manager import Access, HostTensors
 from streambp.recurrent.states import Key, States
 
 
 class InMemory:
-    """Keeps the tensors [...] where they are, each from `put` to `take`; as `LayerTensors` does on the host."""
+    """Keeps the tensors [...] where they are, each from `put` to `take`; as `HostTensors` does on the host."""
 
     copies = False
 
@@ -89,7 +89,7 @@ class Kept:
         self.named = True  # by the user
         self.watch: LayerSeen | None = None
         self.autocast = autocast  # Linears give their outputs in its dtype. [Note: autocast]
-        self.store: InMemory | LayerTensors = InMemory()
+        self.store: InMemory | HostTensors = InMemory()
         self.random: list[RandomState] = []
         self.linears: dict[str, nn.Linear] = {}
         self.products: list[str] = []

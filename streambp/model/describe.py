@@ -288,7 +288,7 @@ def _weights(weights: HostWeights) -> str:
     if not layers:
         return f"weights of all {staying} layers have room on the device"
     beside = f"; those of {staying} layers have room on the device" if staying else ""
-    leaving = f"; gradients have {sized(weights.gradients.bytes)} of the host" if weights.gradients.bytes else ""
+    leaving = f"; gradients have {sized(weights.ranges.beside)} of the host" if weights.ranges.beside else ""
     return (
         f"{sized(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, beside two layers' memory "
         f"({sized(weights.device_bytes)}) on the device: {sum(weights.loads.values()):,} copies of a layer so far, for "

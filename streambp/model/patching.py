@@ -24,7 +24,6 @@ from streambp.model.state import PatchState
 from streambp.model.steps import Steps
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.manager import OffloadManager
-from streambp.offload.ranges import Layer
 from streambp.offload.weights import HostWeights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -80,7 +79,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for wrapper in state.wrappers:
         wrapper.install()
     if state.weights is not None:
-        state.weights.ranges.install(Layer(site.index, site.layer, site.of) for site in state.steps.sites)
+        state.weights.ranges.install(state.steps.sites)
     for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
         head = head_again(causal, heads.get(causal.module))
         if head is not None and config.head and causal.foreign is None:

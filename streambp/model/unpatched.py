@@ -207,9 +207,10 @@ def kept_unpatched(
     Args:
         tokens: of all rows. length: of a row. heads: whose scores each layer builds. factor: of all that is kept.
     """
-    graphs, spare = chooser.graphs(tokens, device), chooser.spare(device, tokens, tokens)
-    if graphs is None or spare is None:
+    known = chooser.graphs(tokens, device)
+    if known is None:
         return None
+    graphs, spare = known
     keys = sum(MASK + SCORES * built for built in heads) * length
     return AsUnpatched(tokens, factor * (graphs + tokens * (keys + LOGITS * vocabulary)), spare)
 

@@ -30,22 +30,18 @@ def padded(size: int) -> int:
 class BufferStack:
     """Ranges handed out one behind the other, all given back together.
 
-    kind: stacks of one kind serve the same purpose and grow to similar sizes.
+    kind: stacks of one kind serve the same purpose and grow to similar sizes. size: bytes, handed out or not.
     last_uses: the events after which its contents may be written over, the last copy of each engine and queue.
         [Note: offload order], wait 5; that a queue waits for another device's copies out matters as well
     """
 
     kind: str
     segments: list[Tensor] = dataclasses.field(default_factory=list)
+    size: int = 0
     used: int = 0
     last_uses: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _segment: int = 0
     _top: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of the stack, handed out or not."""
-        return sum(segment.numel() for segment in self.segments)
 
     @property
     def left(self) -> int:
@@ -107,26 +103,22 @@ class Arena:
             self.allocated -= self._free.pop(0).size
         if self.allocated + size > self.limit:
             return False
-        segment = self._allocate(size)
-        if segment is None and self._free:
-            self.settle()
-            self.allocated -= sum(free.size for free in self._free)
-            self._free.clear()
-            segment = self._allocate(size)
-        if segment is None:
-            return False
-        stack.segments.append(segment)
-        self.allocated += size
-        return True
-
-    def _allocate(self, size: int) -> Tensor | None:
-        try:
-            return self.buffer(size)
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and NO_HOST_MEMORY.search(str(error)) is None:
-                raise
-            self.refused = reason(error)
-            return None
+        while True:
+            try:
+                stack.segments.append(self.buffer(size))
+            except (MemoryError, RuntimeError) as error:
+                if not isinstance(error, MemoryError) and NO_HOST_MEMORY.search(str(error)) is None:
+                    raise
+                self.refused = reason(error)
+            else:
+                stack.size += size
+                self.allocated += size
+                return True
+            if not self._free:
+                return False
+            self.settle()  # once more without the stacks that are free
+            while self._free:
+                self.allocated -= self._free.pop().size
 
 
 def local_ranks() -> int:

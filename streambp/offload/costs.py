@@ -145,26 +145,19 @@ class LayerSeen:
         pairs = zip(self.marks, self.marks[1:], strict=False)
         return [] if self.engine is None else [self.engine.seconds(before, after) for before, after in pairs]
 
-    def paces(self) -> list[tuple[float, float]]:
-        """Of each chunk, FLOPs of attention and seconds, per byte of hidden states: chunks may differ in length."""
-        return [
-            (cost.attention_flops / (cost.x or 1), seconds / (cost.x or 1))
-            for cost, seconds in zip(self.costs, self.times(), strict=True)
-        ]
 
-
-def attention_rate(paces: Iterable[list[tuple[float, float]]]) -> float:
+def attention_rate(layers: Iterable[LayerSeen]) -> float:
     """FLOP/s of attention, from the slope of the chunks' times: they differ in nothing but how much they attend to.
-
-    Args:
-        paces: of each chunk's attention, layer by layer: FLOPs and seconds, both for the same number of tokens.
 
     Returns:
         Infinity if longer spans take no longer.
     """
     above = below = 0.0
-    for layer in paces:
-        whole = layer[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
+    for layer in layers:
+        chunks = zip(layer.costs, layer.times(), strict=True)
+        # FLOPs of attention and seconds, per byte of hidden states: chunks may differ in length.
+        paces = [(cost.attention_flops / (cost.x or 1), seconds / (cost.x or 1)) for cost, seconds in chunks]
+        whole = paces[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
         mean_work, mean_time = (sum(values) / len(whole) for values in zip(*whole, strict=True))
         above += sum((w - mean_work) ** 2 for w, _ in whole)
         below += sum((w - mean_work) * (t - mean_time) for w, t in whole)
@@ -283,20 +276,13 @@ class Figures:
         return sum(one.bytes * one.worth for found in plan.values() for one in found) / self.products
 
 
-class Margin(NamedTuple):
-    """Bytes that a micro-batch leaves free besides, because one like it lacked them. back: the part that a good one gives
-    back."""
-
-    bytes: float = 0.0
-    back: float = BACK
-
-
 @dataclasses.dataclass
 class Shortage:
-    """What one micro-batch lacked of the memory that it had planned with.
+    """What one micro-batch lacked of the memory that it had planned with, and what those like it leave free for that.
 
     room, planned: bytes for saves, and of those that were planned; wished: the latter by layer. missing: the most
     that was at any time, less than 0: that much stayed free. gone: its saves were let go of. failed: the device ran out.
+    margin: bytes that the next one like it leaves free besides; back: the part of them that a good one gives back.
     """
 
     key: tuple[int, int]
@@ -306,11 +292,15 @@ class Shortage:
     missing: float = -math.inf
     gone: bool = False
     failed: bool = False
+    margin: float = 0.0
+    back: float = BACK
 
-    def margin(self, before: Margin | None) -> Margin:
-        """What the next one like it is to leave free besides; `before`: this one."""
-        before = before or Margin()
+    def learn(self, before: Shortage | None) -> None:
+        """Set what the next one like it is to leave free; `before`: what the one before it lacked."""
+        if before is not None:
+            self.margin, self.back = before.margin, before.back
         if self.missing > 0:
-            back = TRIED if self.failed else before.back
-            return Margin(before.bytes + self.room - self.planned + self.missing, back)
-        return before._replace(bytes=before.bytes - before.back * min(before.bytes, -self.missing))
+            self.margin = self.margin + self.room - self.planned + self.missing
+            self.back = TRIED if self.failed else self.back
+        else:
+            self.margin = self.margin - self.back * min(self.margin, -self.missing)

@@ -56,7 +56,10 @@ class DeviceMemory:
 
 
 class Engine:
-    """What moves bytes between a device and the host: here at once, on the calling thread, while nothing is under way."""
+    """What moves bytes between a device and the host: here at once, on the calling thread, while nothing is under way.
+
+    So it is for CPU models, where offloading frees nothing but can be tested.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -64,7 +67,7 @@ class Engine:
 
     def beside(self, device: torch.device) -> Engine:
         """An engine for another device that uses the same host memory. [Note: several devices]"""
-        return SynchronousEngine(device)
+        return Engine(device)
 
     def host_buffer(self, size: int) -> Tensor:
         """`size` bytes of host memory [size], uint8, pinned where that matters."""
@@ -110,28 +113,14 @@ class Engine:
         return float(stop - start)
 
     def memory(self) -> DeviceMemory | None:
-        """Of the device; None where it is the host's, or not told."""
-        return None
-
-
-class SynchronousEngine(Engine):
-    """For CPU models, where offloading frees nothing but can be tested."""
+        """Of the device, as torch's allocator counts it; the limit is `memory_limit`. None where it is not told."""
+        if not tells_memory(self.device):
+            return None
+        allocated, peak = counted_bytes(self.device, "allocated"), counted_bytes(self.device, "peak")
+        return DeviceMemory(allocated, peak, memory_limit(self.device))
 
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices, not for the current one alone
-
-
-def pin(buffer: Tensor) -> int:
-    """Lock host memory [N], uint8, in place, so that devices can copy from and to it by themselves.
-
-    Returns:
-        CUDA's error code; 0: it is locked, until its storage is freed.
-    """
-    runtime: Any = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE))
-    if error == 0:
-        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
-    return error
 
 
 class AcceleratorEngine(Engine):
@@ -168,8 +157,11 @@ class AcceleratorEngine(Engine):
                 error = str(refused).partition("\n")[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # [size]
         if host.pinned and on_cuda:  # in place: torch's own pinned memory has sizes that are powers of two
-            code = pin(buffer)
+            runtime: Any = torch.cuda.cudart()
+            code = int(runtime.cudaHostRegister(buffer.data_ptr(), size, PORTABLE))
             error = f"CUDA error {code}" if code else ""
+            if not code:  # it is locked until its storage is freed
+                weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
         if error:
             host.pinned = False
             forget_error(self.device)
@@ -240,14 +232,7 @@ class AcceleratorEngine(Engine):
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
-    def memory(self) -> DeviceMemory | None:
-        """As torch's allocator counts it, if it does; the limit is `memory_limit`."""
-        if not tells_memory(self.device):
-            return None
-        allocated, peak = counted_bytes(self.device, "allocated"), counted_bytes(self.device, "peak")
-        return DeviceMemory(allocated, peak, memory_limit(self.device))
-
 
 def make_engine(device: torch.device) -> Engine:
-    """An `AcceleratorEngine` for an accelerator, a `SynchronousEngine` for any other device."""
-    return AcceleratorEngine(device) if is_accelerator(device) else SynchronousEngine(device)
+    """An `AcceleratorEngine` for an accelerator, an `Engine` for any other device."""
+    return AcceleratorEngine(device) if is_accelerator(device) else Engine(device)

@@ -58,7 +58,7 @@ class LinkBudget:
         moved, took = transfers.bytes[OUT] - self._sent[0], transfers.spent()[OUT] - self._sent[1]
         warm = seen[1:] or seen  # the first layer's kernels may have been made while it ran
         seconds = sum(sum(layer.times()) for layer in warm) * len(seen) / len(warm)
-        link, rate = moved / took if moved and took else 1.0, attention_rate(layer.paces() for layer in warm)
+        link, rate = moved / took if moved and took else 1.0, attention_rate(warm)
         tokens, length = seen[0].tokens, seen[0].length
         host_room = math.inf if arena is None else arena.limit
         self.measured[length.bit_length()] = Measured(tokens, length, seconds, link, rate, host_room)

@@ -1,9 +1,8 @@
 """Where a model's saved tensors are between forward and backward: on the host, and back a step ahead of their use.
 
     OffloadManager        one for each patched model: the budgets, the arena, the copies
-      Holding             a forward that waits for its backward: one stack of host memory
-        LayerTensors      one layer's saved tensors, by name and chunk, read back in a known order
-      HostTensors         the tiles of the prefix of the layer at work, read and changed: a stack of its own
+      Holding             one stack of host memory: of a forward that waits for its backward, or of a prefix at work
+        HostTensors       one layer's saved tensors, read back in a known order, or the prefix' tiles, read and changed
 
 Forward puts tensors in; the copy starts when their producer is done. Backward's order of access is known when a layer's
 forward ends, so each access starts the copy of the next one, across layers. The sources of the last two chunks stay on the
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from streambp.errors import BackwardError, HostMemoryError
 from streambp.offload.arena import Arena, host_limit, padded
-from streambp.offload.engines import BACK, OUT, STALL, Engine, make_engine
+from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
 from streambp.offload.transfers import MICRO_BATCH, Entry, Holding, Transfers
 
 Access = tuple[str, int]
@@ -65,7 +64,6 @@ class OffloadManager:
         self.transfers = Transfers()
         self.arena: Arena | None = None
         self._current: weakref.ref[Holding] | None = None
-        self._stores: weakref.WeakSet[LayerTensors] = weakref.WeakSet()
         self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
@@ -85,11 +83,11 @@ class OffloadManager:
             self.arena = Arena(limit, engines[device].host_buffer, self.transfers.settle)
         return self.arena, engines[device]
 
-    def open(self, index: int, device: torch.device) -> LayerTensors:
+    def open(self, index: int, device: torch.device) -> HostTensors:
         """The store of one layer's call; a layer that does not come after the last one starts a new micro-batch."""
         arena, engine = self.start(device)
         batch = None if self._current is None else self._current()
-        if batch is None or batch.retired or index <= batch.last_index:
+        if batch is None or not batch.retire.alive or index <= batch.last_index:
             self.workspace = 0
             batch = Holding(arena, MICRO_BATCH)
             self._current = weakref.ref(batch)
@@ -99,10 +97,7 @@ class OffloadManager:
         # known yet; it leaves, as its backward comes last.
         largest = batch.layer_bytes
         stays = largest > 0 and self.has_room((self.layers - index) * largest)
-        tensors = LayerTensors(self, batch, engine, stays)
-        batch.layers.append(weakref.ref(tensors))
-        self._stores.add(tensors)
-        return tensors
+        return HostTensors(self, batch, engine, stays)
 
     def scratch(self, device: torch.device) -> HostTensors:
         """A store for the tiles of one prefix."""
@@ -114,7 +109,7 @@ class OffloadManager:
     @property
     def kept(self) -> int:
         """Bytes of saved tensors that stay on the device."""
-        return sum(tensors.kept for tensors in self._stores)
+        return sum(store.kept for holding in self._holdings for store in holding.alive())
 
     def has_room(self, size: int) -> bool:
         """Whether as many bytes of saved tensors may stay on the device. [Note: device budget]"""
@@ -136,8 +131,8 @@ class OffloadManager:
         host = stack.push(size)
         if host is None:
             wanted = padded(size)
-            if len(holding.layers) > 1:  # as much as those before, for each to come
-                done, staying = len(holding.layers) - 1, 0
+            if len(holding.stores) > 1:  # as much as those before, for each to come
+                done, staying = len(holding.stores) - 1, 0
                 if self.gpu_memory is not None:
                     staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
                 wanted = max(wanted, stack.used // done * max(0, self.layers - done - staying))
@@ -186,9 +181,9 @@ class OffloadManager:
         self.transfers.settle()
         for holding in list(self._holdings):
             holding.retire()
-        for tensors in list(self._stores):
-            tensors._entries.clear()
-            tensors.kept = 0
+            for store in holding.alive():
+                store._entries.clear()
+                store.kept = 0
         self._current = None
 
     def close(self) -> None:
@@ -198,20 +193,29 @@ class OffloadManager:
 
 
 class HostTensors:
-    """Tensors of one device, by name and chunk, in one stack of host memory.
+    """Tensors of one device, by name and chunk, in one stack of host memory: what one layer saves, each tensor taken once,
+    chunks from the last to the first, or the tiles of a prefix.
 
-    kept: bytes of what stays on the device and was not yet taken. [Note: device budget]
+    stays: everything stays on the device. bytes: of everything put in. kept: of what stays on the device and was not yet
+    taken. [Note: device budget]
 
     Raises:
         HostMemoryError: the host budget is used up and `on_host_full` is "raise".
         BackwardError: a tensor is asked for that is not there (any more).
     """
 
-    def __init__(self, manager: OffloadManager, holding: Holding, engine: Engine) -> None:
+    copies = True  # the tensors put in may be changed or freed afterwards
+
+    def __init__(self, manager: OffloadManager, holding: Holding, engine: Engine, stays: bool = False) -> None:
         self._manager, self._transfers = manager, manager.transfers
         self._holding, self._engine = holding, engine
         self._entries: dict[Access, Entry] = {}
-        self.kept = 0
+        self._before = holding.stores[-1] if holding.stores else None
+        holding.stores.append(weakref.ref(self))
+        self._accesses: list[Access] = []  # of backward, once forward is over
+        self._ahead = self._position = 0
+        self.stays = stays
+        self.bytes = self.kept = 0
 
     def reserve(self, size: int) -> None:
         """Make room for `size` bytes at once, if there are as many; otherwise it is made tensor by tensor."""
@@ -224,33 +228,75 @@ class HostTensors:
         self._check_not_retired()
         self._transfers.begin(self, chunk)
         entry = self._entries.get((name, chunk))
-        if entry is None:
-            entry = self._place(name, tensor)
-            if entry is not None:
-                self._entries[name, chunk] = entry
-        elif entry.host is None:
+        if entry is not None and entry.host is None:
             entry.source = tensor
-        else:
+        elif entry is not None:
             self._transfers.send(self._holding, entry, tensor, (entry.read,))
-
-    def _place(self, name: str, tensor: Tensor) -> Entry | None:
-        return self._manager.place(self._holding, self._engine, tensor, optional=False)
+        else:
+            self.bytes += tensor.nbytes
+            if self.stays and self._manager.has_room(tensor.nbytes):
+                self.kept += tensor.nbytes
+                entry = Entry(self._engine, tensor, budgeted=True)
+            else:
+                optional = self._holding.stack.kind == MICRO_BATCH and name.split(".")[0] not in ESSENTIAL
+                entry = self._manager.place(self._holding, self._engine, tensor, optional, foreign=name == "x")
+            if entry is not None:
+                if entry.host is None and name == "x":  # the caller's tensor, not ours
+                    entry.version = tensor._version
+                self._entries[name, chunk] = entry
 
     def has(self, name: str, chunk: int) -> bool:
         """Whether it was put in and not taken."""
         return (name, chunk) in self._entries
 
     def load(self, name: str, chunk: int) -> None:
-        """Start its copy back to the device, if it is not there."""
-        self._transfers.load(self._holding, self._entry(name, chunk))
+        """Start its copy back to the device, unless it is there or on its way."""
+        entry, holding = self._entry(name, chunk), self._holding
+        if entry.source is not None or entry in holding.arriving:
+            return
+        assert entry.host is not None
+        engine = entry.engine
+        tensor = engine.like(entry.host)
+        engine.wait(BACK, engine.record(COMPUTE))  # [Note: offload order], 2
+        engine.wait(BACK, entry.copied_out)  # 3
+        engine.copy(BACK, tensor, entry.host)
+        holding.stack.last_uses[engine, BACK] = entry.read = event = engine.record(BACK)
+        holding.arriving[entry] = (tensor, event)
+        self._transfers.bytes[BACK] += tensor.nbytes
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...], on the device, to be read alone; it stays on the host."""
-        return self._transfers.fetch(self._holding, self._entry(name, chunk))
+        """The tensor [...], on the device, to be read alone; it stays on the host. The copies of what a layer's backward
+        reads next start.
+
+        Raises:
+            BackwardError: it is the layer's input, which stayed on the device and was changed in place since forward.
+        """
+        entry = self._entry(name, chunk)
+        if entry.source is not None:
+            tensor = entry.source
+        else:
+            self.load(name, chunk)
+            tensor, event = self._holding.arriving.pop(entry)
+            entry.engine.wait(COMPUTE, event)  # 4
+            entry.engine.access(COMPUTE, tensor, write=False)
+        if entry.version is not None and entry.version != tensor._version:
+            raise BackwardError(
+                "The input of a streamed layer was changed in place between forward and backward. "
+                "Work on a copy (tensor.clone()) instead."
+            )
+        if self._accesses[self._position : self._position + 1] == [(name, chunk)]:
+            self._position += 1
+        if self._ahead:
+            self.prefetch(self._ahead)
+        return tensor
 
     def borrow(self, name: str, chunk: int) -> Tensor:
         """The tensor [...], on the device, to be changed and put in again."""
-        return self._transfers.borrow(self._holding, self._entry(name, chunk))
+        tensor, entry = self.peek(name, chunk), self._entries[name, chunk]
+        if tensor is entry.source:
+            entry.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
+        entry.engine.access(COMPUTE, tensor, write=True)
+        return tensor
 
     def take(self, name: str, chunk: int) -> Tensor:
         """The tensor [...], on the device, for the last time."""
@@ -260,55 +306,8 @@ class HostTensors:
         self.kept -= tensor.nbytes if entry.budgeted else 0
         return tensor
 
-    def _check_not_retired(self) -> None:
-        if self._holding.retired:
-            raise BackwardError(
-                "The saved tensors of this forward were given up (OffloadManager.abort or close was called since). "
-                "Compute the loss again."
-            )
-
-    def _entry(self, name: str, chunk: int) -> Entry:
-        self._check_not_retired()
-        entry = self._entries.get((name, chunk))
-        if entry is None:
-            raise BackwardError(
-                f"{name} of chunk {chunk} was asked for a second time, or never saved; offloaded tensors are brought back "
-                "once. Compute the loss again, or add losses up and call backward once."
-            )
-        return entry
-
-
-class LayerTensors(HostTensors):
-    """What one layer saves for its backward. Each tensor is taken once, chunks from the last to the first.
-
-    stays: everything stays on the device. bytes: of everything put in.
-    """
-
-    copies = True  # the tensors put in may be changed or freed afterwards
-
-    def __init__(self, manager: OffloadManager, batch: Holding, engine: Engine, stays: bool) -> None:
-        super().__init__(manager, batch, engine)
-        self._before = batch.layers[-1] if batch.layers else None
-        self._accesses: list[Access] | None = None  # None: forward is not over
-        self._ahead = 1
-        self._position = 0
-        self.stays = stays
-        self.bytes = 0
-
-    def _place(self, name: str, tensor: Tensor) -> Entry | None:
-        self.bytes += tensor.nbytes
-        if self.stays and self._manager.has_room(tensor.nbytes):
-            self.kept += tensor.nbytes
-            entry: Entry | None = Entry(self._engine, tensor, budgeted=True)
-        else:
-            optional = name.split(".")[0] not in ESSENTIAL
-            entry = self._manager.place(self._holding, self._engine, tensor, optional, foreign=name == "x")
-        if entry is not None and entry.host is None and name == "x":  # the caller's tensor, not ours
-            entry.version = tensor._version
-        return entry
-
     def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
-        """Forward is over; backward will read in this order, `ahead` tensors of a chunk at a time.
+        """A layer's forward is over; backward will read in this order, `ahead` tensors of a chunk at a time.
 
         workspace: bytes on the device that backward needs beside.
         """
@@ -316,31 +315,29 @@ class LayerTensors(HostTensors):
         self._ahead = ahead
         self._manager.workspace = max(self._manager.workspace, workspace)
 
-    def peek(self, name: str, chunk: int) -> Tensor:
-        """`HostTensors.peek` of a tensor [...], which also starts the copies of what is read next.
-
-        Raises:
-            BackwardError: it is the layer's input, which stayed on the device and was changed in place since forward.
-        """
-        entry = self._entry(name, chunk)
-        tensor = super().peek(name, chunk)
-        if entry.version is not None and entry.version != tensor._version:
-            raise BackwardError(
-                "The input of a streamed layer was changed in place between forward and backward. "
-                "Work on a copy (tensor.clone()) instead."
-            )
-        if self._accesses is not None:
-            if self._accesses[self._position : self._position + 1] == [(name, chunk)]:
-                self._position += 1
-            self.prefetch(self._ahead)
-        return tensor
-
     def prefetch(self, count: int) -> None:
         """Start the copies of what is read next, here and then in the layer whose backward follows."""
-        ahead = (self._accesses or [])[self._position : self._position + count]
+        ahead = self._accesses[self._position : self._position + count]
         for access in ahead:
             if access in self._entries:
                 self.load(*access)
         before = self._before() if self._before is not None else None
         if before is not None and len(ahead) < count:
             before.prefetch(count - len(ahead))
+
+    def _check_not_retired(self) -> None:
+        if not self._holding.retire.alive:
+            raise BackwardError(
+                "The saved tensors of this forward were given up (OffloadManager.abort or close was called since). "
+                "Compute the loss again."
+            )
+
+    def _entry(self, name: str, chunk: int) -> Entry:
+        entry = self._entries.get((name, chunk))
+        if entry is None:
+            self._check_not_retired()
+            raise BackwardError(
+                f"{name} of chunk {chunk} was asked for a second time, or never saved; offloaded tensors are brought back "
+                "once. Compute the loss again, or add losses up and call backward once."
+            )
+        return entry

@@ -41,7 +41,7 @@ import torch
 
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.offload.arena import host_limit
-from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Figures, LayerCost, LayerSeen, Margin, Saves, Shortage
+from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Figures, LayerCost, LayerSeen, Saves, Shortage
 from streambp.offload.link import LinkBudget
 
 SLACK = 0.01  # of the free memory at first: less is no sign that the law is wrong
@@ -91,7 +91,7 @@ class SavesPolicy:
         self._at_work = -math.inf  # bytes that should be free as a chunk begins; whatever is free where nothing was saved
         self._shortage: Shortage | None = None
         self._retries = 0
-        self.margins: dict[tuple[int, int], Margin] = {}  # by tokens and those of a chunk
+        self.margins: dict[tuple[int, int], Shortage] = {}  # by tokens and those of a chunk: the last, with its margin
 
     def __reduce__(self) -> Any:
         """A copied or pickled model has seen nothing."""
@@ -161,8 +161,8 @@ class SavesPolicy:
     def _rooms(self, free: float, tokens: int, chunk: int) -> Rooms:
         """What is left for saves beside a step without any."""
         assert self.known.need is not None
-        margin = self.margins.get((tokens, chunk))
-        free -= 0.0 if margin is None else margin.bytes
+        lack = self.margins.get((tokens, chunk))
+        free -= 0.0 if lack is None else lack.margin
         return [[upto, free - size] for upto, size in self.known.need.by_layer(tokens, chunk, self.present)]
 
     def saves(self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]) -> Saves:
@@ -223,8 +223,8 @@ class SavesPolicy:
             retries = getattr(self.free, "retries", lambda _: 0)(self._device)
             if retries > self._retries:  # the allocator gave its cache back to go on
                 lack.missing = max(lack.missing, self._slack)
-            margin = lack.margin(self.margins.pop(lack.key, None))
-            self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: margin}
+            lack.learn(self.margins.pop(lack.key, None))
+            self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: lack}
         self._seen, self._plan, self.latest, self._at_work = {}, {}, None, -math.inf
         length, chunk = kept.plan.length, rows * min(kept.plan.size, kept.plan.length)
         if self.link is not None:
@@ -355,18 +355,16 @@ class SavesPolicy:
                 del self._seen[index]
         return costs
 
-    def graphs(self, tokens: int, device: torch.device) -> float | None:
-        """Bytes that the graphs of all layers take in a call of so many tokens over all rows, in one chunk; None where a
-        layer's are not known, or lie elsewhere."""
-        costs = self.learn()
+    def graphs(self, tokens: int, device: torch.device) -> tuple[float, float] | None:
+        """Bytes that the graphs of all layers take in a call of so many tokens over all rows, in one chunk, and those that
+        a step without saves leaves free on the device; None where one of them is not known, or a layer lies elsewhere."""
+        costs, free, need = self.learn(), self.free(device), self.known.need
         if len(costs) < self.layers or not all(cost.graph and cost.device == device for cost in costs.values()):
             return None
-        return sum(cost.graph * tokens / cost.tokens for cost in costs.values())
-
-    def spare(self, device: torch.device, tokens: int, chunk: int) -> float | None:
-        """Bytes that a step without saves leaves free on a device; None where that is not known."""
-        free, need = self.free(device), self.known.need
-        return None if free is None or need is None else free - need(tokens, chunk, self.present)
+        if free is None or need is None:
+            return None
+        taken = sum(cost.graph * tokens / cost.tokens for cost in costs.values())
+        return taken, free - need(tokens, tokens, self.present)
 
     def _free_now(self) -> float | None:
         free = self.free(self._device)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,22 +60,6 @@ class LayerRange:
     wanting: bytes
     trains: bool
 
-    def may_hold(self, places: list[tuple[Tensor, int]], size: int) -> bool:
-        """Whether `size` bytes are as many, and every tensor [...] that lies among them lies at its new place already."""
-        base = self.memory.data_ptr()
-        offsets = ((tensor.data_ptr() - base, offset) for tensor, offset in places)
-        return self.memory.numel() == size and all(not 0 <= at < size or at == offset for at, offset in offsets)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One of the model's layers. ask: what a function says of the module, remembered while that is made of the same parts
-    (`layer.site.LayerSite.of`)."""
-
-    index: int
-    layer: nn.Module
-    ask: Callable[..., Any]
-
 
 class HostRanges:
     """The weights of a model's layers on the host.
@@ -82,13 +67,13 @@ class HostRanges:
     Args:
         root: the model. host_memory: bytes that they may take; None: what is available.
 
-    sites: of the layers, by their index. layers: their ranges. beside: bytes of host memory for gradients.
-    staying: those that live on the device. [Note: layers that stay]
+    sites: of the layers (`layer.site.LayerSite`), by their index. layers: their ranges. staying: those that live on the
+    device. [Note: layers that stay] beside: bytes of host memory for gradients.
     """
 
     def __init__(self, root: nn.Module, host_memory: int | None) -> None:
         self.root, self.host_memory = root, host_memory
-        self.sites: dict[int, Layer] = {}
+        self.sites: dict[int, Any] = {}
         self.layers: dict[int, LayerRange] = {}
         self.staying: frozenset[int] = frozenset()
         self.beside = 0
@@ -98,19 +83,14 @@ class HostRanges:
 
     def __getstate__(self) -> Any:
         """A copied or pickled model's weights are put on the host when it is first called."""
-        return self.root, self.host_memory, self.sites
-
-    def __setstate__(self, state: Any) -> None:
-        root, host_memory, sites = state
-        HostRanges.__init__(self, root, host_memory)
-        self.sites = sites
+        return {**vars(HostRanges(self.root, self.host_memory)), "sites": self.sites}
 
     @property
     def bytes(self) -> int:
         """Of all ranges."""
         return sum(one.memory.numel() for one in self.layers.values())
 
-    def install(self, sites: Iterable[Layer]) -> None:
+    def install(self, sites: Iterable[Any]) -> None:
         """Have the layers' weights stay on the host when the model is moved from now on."""
         self.sites = {site.index: site for site in sites}
         for site in self.sites.values():
@@ -173,7 +153,7 @@ class HostRanges:
         self._holders.clear()
         for index, site in self.sites.items():
             if index in self.staying:
-                for tensor in site.ask(tensors_inside):
+                for tensor in site.of(tensors_inside):
                     if tensor.device != device and not tensor.is_meta:
                         tensor.data = tensor.data.to(device)
             elif self.known(index) is None:
@@ -185,7 +165,7 @@ class HostRanges:
         known = self.layers.get(index)
         if known is None:
             return None
-        tensors = self.sites[index].ask(tensors_inside)
+        tensors = self.sites[index].of(tensors_inside)
         same = tensors is known.tensors or list(map(id, tensors)) == list(map(id, known.tensors))
         at_home = (piece.tensor.data_ptr() == piece.home.data_ptr() for piece in known.pieces)
         current = same and known.wanting == bytes(map(WANTS_GRADIENT, tensors)) and all(at_home)
@@ -203,7 +183,7 @@ class HostRanges:
         """
         engine.settle()
         streamed, known = self.streamed(index), self.layers.get(index)
-        tensors = self.sites[index].ask(tensors_inside)
+        tensors = self.sites[index].of(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
                 if type(tensor.data) is not Tensor or tensor.is_meta or hasattr(tensor, STATISTICS_8BIT):
@@ -218,10 +198,12 @@ class HostRanges:
             elif not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)  # adapters are made where their base is
         places, size = _laid_out([tensor for tensor in tensors if id(tensor) in streamed])
-        before = 0 if known is None else known.memory.numel()
-        if known is not None and known.may_hold(places, size):
-            memory = known.memory
-        else:
+        memory, before = (None, 0) if known is None else (known.memory, known.memory.numel())
+        if memory is not None:  # it serves if every tensor that lies in it lies at its new place already
+            offsets = ((tensor.data_ptr() - memory.data_ptr(), offset) for tensor, offset in places)
+            stays = before == size and all(not 0 <= at < size or at == offset for at, offset in offsets)
+            memory = memory if stays else None
+        if memory is None:
             memory = self.more(size, engine, f"The weights of layer {index}", before)
         pieces = [Piece(tensor, offset, view_of(memory, offset, tensor)) for tensor, offset in places]
         for piece in pieces:
@@ -290,7 +272,7 @@ def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[i
     """What the frozen weights of each of a model's layers take of the host, and the weights of layers that train as a
     whole; they need no data."""
     ranges = HostRanges(root, None)
-    ranges.sites = {i: Layer(i, layer, lambda question, layer=layer: question(layer)) for i, layer in enumerate(layers)}
+    ranges.sites = {index: SimpleNamespace(layer=layer) for index, layer in enumerate(layers)}
     frozen, trained = (tuple(ranges.bytes_of(index, trains) for index in ranges.sites) for trains in (False, True))
     return frozen, trained
 

@@ -1,14 +1,15 @@
-"""Tensors on their way: copies between the device and one stack of host memory, ordered by six waits.
+"""Tensors on their way to the host: copies to one stack of its memory; `manager.HostTensors` brings them back.
 
 Holding     a stack, and the tensors on their way back from it
 Entry       one tensor: on the host, on its way, or on the device
-Transfers   the copies of a model, and the sources that must live until theirs are done
+Transfers   the copies of a model to the host, and the sources that must live until theirs are done
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -55,34 +56,31 @@ class Departure:
 class Holding:
     """A stack of host memory in use, given back when nobody refers to this any more, or by `retire`.
 
-    layers: of a micro-batch, a forward that waits for its backward, the stores (`manager.LayerTensors`) in their order.
+    stores: of what lies there (`manager.HostTensors`), in their order; of a forward that waits for its backward, layers.
+    retire: does so once; while it is `alive` it has not.
     """
 
     def __init__(self, arena: Arena, kind: str) -> None:
         self.last_index = -1
-        self.layers: list[weakref.ref[Any]] = []
+        self.stores: list[weakref.ref[Any]] = []
         self.arena, self.stack = arena, arena.take(kind)
         self.free_after = tuple(self.stack.last_uses.values())
         self.arriving: dict[Entry, tuple[Tensor, Any]] = {}  # the tensor, and the event that ends its copy
-        self._finalizer = weakref.finalize(self, _retire, arena, self.stack, self.arriving)
-        self._finalizer.atexit = False
+        self.retire = weakref.finalize(self, _retire, arena, self.stack, self.arriving)
+        self.retire.atexit = False
+
+    def alive(self) -> list[Any]:
+        """Stores that somebody refers to."""
+        return [store for store in (one() for one in self.stores) if store is not None]
 
     @property
     def layer_bytes(self) -> int:
         """Of the largest layer that has run; 0 if none has."""
-        return max((tensors.bytes for tensors in (layer() for layer in self.layers) if tensors is not None), default=0)
-
-    @property
-    def retired(self) -> bool:
-        """Whether the stack was given back."""
-        return not self._finalizer.alive
-
-    def retire(self) -> None:
-        """Give the stack back to the arena, once; compute waits for what is on its way back from it."""
-        self._finalizer()
+        return max((store.bytes for store in self.alive()), default=0)
 
 
 def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
+    """Give a stack back to the arena; compute waits for what is on its way back from it."""
     for entry, (_, event) in arriving.items():
         entry.engine.wait(COMPUTE, event)  # [Note: offload order], 4: the tensors' memory goes back to compute
     arriving.clear()
@@ -90,7 +88,7 @@ def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor
 
 
 class Transfers:
-    """Starts copies and makes compute wait for them. A group is what belongs to one chunk, or to one tile.
+    """Starts copies to the host and makes compute wait for them. A group is what belongs to one chunk, or to one tile.
 
     engines: by device. [Note: several devices]
     """
@@ -118,8 +116,7 @@ class Transfers:
         if key == self._key:
             return
         self._key, self._group = key, self._group + 1
-        while self._in_flight and self._in_flight[0].group <= self._group - GROUPS_IN_FLIGHT:
-            self._let_go(self._in_flight.popleft())
+        self.let_go(upto=self._group - GROUPS_IN_FLIGHT)
 
     def send(
         self, holding: Holding, entry: Entry, tensor: Tensor, host_is_free: Iterable[Any], foreign: bool = False
@@ -142,45 +139,10 @@ class Transfers:
         self.bytes[OUT] += tensor.nbytes
         self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
 
-    def _let_go(self, departure: Departure) -> None:
-        departure.entry.engine.wait(COMPUTE, departure.event)  # 6
-        if departure.entry.source is departure.tensor:
-            departure.entry.source = None
-
-    def let_go(self, entry: Entry | None = None) -> None:
-        """Let an entry's sources go, or all: compute waits for their copies."""
-        for departure in [d for d in self._in_flight if entry is None or d.entry is entry]:
+    def let_go(self, entry: Entry | None = None, upto: float = math.inf) -> None:
+        """Let an entry's sources go, or those of all groups up to one: compute waits for their copies."""
+        for departure in [d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)]:
             self._in_flight.remove(departure)
-            self._let_go(departure)
-
-    def load(self, holding: Holding, entry: Entry) -> None:
-        """Start the copy back, unless the tensor is on the device or on its way."""
-        if entry.source is not None or entry in holding.arriving:
-            return
-        assert entry.host is not None
-        engine = entry.engine
-        tensor = engine.like(entry.host)
-        engine.wait(BACK, engine.record(COMPUTE))  # 2
-        engine.wait(BACK, entry.copied_out)  # 3
-        engine.copy(BACK, tensor, entry.host)
-        holding.stack.last_uses[engine, BACK] = entry.read = event = engine.record(BACK)
-        holding.arriving[entry] = (tensor, event)
-        self.bytes[BACK] += tensor.nbytes
-
-    def fetch(self, holding: Holding, entry: Entry) -> Tensor:
-        """The tensor [...], on the device, to be read."""
-        if entry.source is not None:
-            return entry.source
-        self.load(holding, entry)
-        tensor, event = holding.arriving.pop(entry)
-        entry.engine.wait(COMPUTE, event)  # 4
-        entry.engine.access(COMPUTE, tensor, write=False)
-        return tensor
-
-    def borrow(self, holding: Holding, entry: Entry) -> Tensor:
-        """The tensor [...], on the device, to be changed and sent again."""
-        tensor = self.fetch(holding, entry)
-        if tensor is entry.source:
-            entry.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
-        entry.engine.access(COMPUTE, tensor, write=True)
-        return tensor
+            departure.entry.engine.wait(COMPUTE, departure.event)  # 6
+            if departure.entry.source is departure.tensor:
+                departure.entry.source = None

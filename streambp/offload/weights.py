@@ -2,7 +2,7 @@
 
     HostWeights      one for each patched model: which layer is in which slot, and which comes next
       HostRanges     where they live (`ranges.py`)
-      HostGradients  where gradients of those that train arrive (`gradients.py`)
+      Buffer         where gradients of a layer that trains arrive (`gradients.py`)
       Slot           device memory for the weights of one layer; there are two
 
 [Note: weights on the host] A parameter stays one object, with one version, everywhere: in the optimizer, in state_dict, in
@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,9 +40,9 @@ from torch.distributed import is_initialized
 
 from streambp.errors import UnsupportedModelError
 from streambp.offload.decoded import FORWARD, DecodedLinear, packed_linears
-from streambp.offload.engines import BACK, COMPUTE, STALL, Engine, make_engine
-from streambp.offload.gradients import Arrival, Arriving, HostGradients, Leave
-from streambp.offload.ranges import HostRanges, LayerRange
+from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
+from streambp.offload.gradients import Arrival, Arriving, Buffer, Leave
+from streambp.offload.ranges import HostRanges, LayerRange, view_of
 
 SLOTS = 2
 CPU = torch.device("cpu")
@@ -71,22 +72,28 @@ class HostWeights:
         root: the model. host_memory: bytes of host memory that they may take; None: what is available.
         engine: for tests; made for the device of the first call if None.
 
-    ranges: where they are. gradients: of those that train. loads: how often each layer's came to the device, in each
+    ranges: where they are. loads: how often each layer's came to the device, in each
     direction. room: bytes that a device has for weights of layers, those that are there among them, beside a step over so
     many rows of a length; None: none.
     """
 
     def __init__(self, root: nn.Module, host_memory: int | None = None, engine: Engine | None = None) -> None:
         self.ranges = HostRanges(root, host_memory)
-        self.gradients = HostGradients()
         self.loads: dict[Access, int] = {}
         self.room: Callable[[torch.device, int, int], float] | None = None
         self._tokens = -1  # of the longest batch that layers stay beside
         self._given_engine = engine
-        self._start_anew()
-
-    def _start_anew(self) -> None:
         self._engine: Engine | None = None
+        self._buffers: list[Buffer] = []
+        self._leaving: tuple[Engine, Any, list[Tensor]] | None = None  # gradients [...] that leave the device
+        self.close()
+
+    def close(self) -> None:
+        """Give the device's memory back; it is taken again when it is needed."""
+        self._let_go()
+        if self._engine is not None:
+            self._engine.settle()
+        self._engine = None
         self._engines_device: torch.device | None = None
         self._device: torch.device | None = None  # of the running step
         self._slots: list[Slot] = []
@@ -98,12 +105,7 @@ class HostWeights:
 
     def __getstate__(self) -> Any:
         """A copied or pickled model has nothing on its device."""
-        return self.ranges, self.room
-
-    def __setstate__(self, state: Any) -> None:
-        ranges, room = state
-        HostWeights.__init__(self, ranges.root)
-        self.ranges, self.room = ranges, room
+        return {**vars(HostWeights(self.ranges.root)), "ranges": self.ranges, "room": self.room}
 
     @property
     def device_bytes(self) -> int:
@@ -121,13 +123,6 @@ class HostWeights:
         """That compute has waited for weights; waits for the device."""
         return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
 
-    def close(self) -> None:
-        """Give the device's memory back; it is taken again when it is needed."""
-        self.gradients.let_go()
-        if self._engine is not None:
-            self._engine.settle()
-        self._start_anew()
-
     def begin(self, given: Any) -> None:
         """A forward of the model begins: what is in slots counts no more.
 
@@ -144,7 +139,7 @@ class HostWeights:
                 "of all weights. Start a single process without torchrun or accelerate's launcher, or leave weights out."
             )
         device, shape = getattr(given, "device", given) or CPU, tuple(getattr(given, "shape", ())[:2])
-        self.gradients.let_go()
+        self._let_go()
         for slot in self._slots:
             slot.index = -1
         self._device = self._before = None
@@ -195,7 +190,7 @@ class HostWeights:
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
             if decodes:  # [Note: decode on arrival]
-                linears = self.ranges.sites[index].ask(packed_linears)
+                linears = self.ranges.sites[index].of(packed_linears)
             for linear in linears:
                 vars(linear)[FORWARD] = DecodedLinear(linear)
             yield
@@ -241,14 +236,62 @@ class HostWeights:
         arrival: Arrival = []
         on_host = [weight for weight in weights if id(weight) in held]
         found = dict(zip(map(id, on_host), Arriving.apply(arrival, *on_host), strict=True))  # type: ignore[no-untyped-call]
-        return functools.partial(self._leave, index, arrival), [found.get(id(weight), weight) for weight in weights]
+        return functools.partial(self.leave, index, arrival), [found.get(id(weight), weight) for weight in weights]
 
-    def _leave(
+    def leave(
         self, index: int, arrival: Arrival, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gradients [...] of a layer's weights, those of weights on the host on their way there."""
+        """Put copies of a layer's gradients [...] to the host into their queue.
+
+        Args:
+            arrival: of the call. weights: that the gradients are of, in their order.
+
+        Returns:
+            the host's tensors [...] that are on their way; gradients of weights that live on the device, as they are.
+
+        Raises:
+            HostMemoryError: the host has no room for them.
+        """
         assert self._engine is not None
-        return self.gradients.leave(self.ranges, index, self._engine, arrival, weights, gradients)
+        engine, ranges, layer = self._engine, self.ranges, self.ranges.layers[index]
+        pieces = {id(piece.tensor): piece for piece in layer.pieces}
+        pairs = zip(weights, gradients, strict=True)
+        going = {id(w): (pieces[id(w)], g) for w, g in pairs if g is not None and id(w) in pieces}
+        self._let_go()
+        if not going:
+            return list(gradients)
+        # A buffer of as many bytes that nobody needs, or a new one, which is there in training as well.
+        size = layer.memory.numel()
+        fitting = (buffer for buffer in self._buffers if buffer.memory.numel() == size)
+        buffer = next((one for one in fitting if all(storage() is None for storage in one.given)), None)
+        if buffer is None:
+            with torch.inference_mode(False):
+                buffer = Buffer(ranges.more(size, engine, "The gradients of a layer"))
+            ranges.beside += size
+            self._buffers.append(buffer)
+        buffer.given.clear()
+        for _, gradient in going.values():
+            engine.access(COMPUTE, gradient, write=True)
+        engine.wait(OUT, engine.record(COMPUTE))  # 9
+        there = dict[int, Tensor]()
+        for key, (piece, gradient) in going.items():
+            engine.copy(OUT, piece.within(buffer.memory), gradient)
+            # With a storage of its own, which tells when nobody has it any more.
+            there[key] = view_of(buffer.memory, piece.offset, piece.home)
+            buffer.given.append(weakref.ref(there[key].untyped_storage()))
+        event = engine.record(OUT)
+        arrival[:] = [(engine, event)]
+        self._leaving = engine, event, [gradient for _, gradient in going.values()]
+        return [there.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
+
+    def _let_go(self) -> None:
+        """Of the gradients on the device that left last."""
+        if self._leaving is not None:
+            engine, event, gradients = self._leaving
+            engine.wait(COMPUTE, event)  # 11
+            for gradient in gradients:
+                engine.access(COMPUTE, gradient, write=True)  # as whoever has the memory next may do
+            self._leaving = None
 
     @torch.inference_mode(False)  # what is made here is there in training as well
     def _start(self, device: torch.device) -> None:

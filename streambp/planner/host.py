@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streambp.offload.engines import BACK, OUT, Engine, SynchronousEngine
+from streambp.offload.engines import BACK, OUT, Engine
 from streambp.offload.manager import OffloadManager
 from streambp.offload.transfers import MICRO_BATCH, Entry, Holding
 from streambp.planner.count import one_kernel
 from streambp.planner.skeleton import Skeleton
 
 
-class UncountedHost(SynchronousEngine):
+class UncountedHost(Engine):
     """Copies at once, like a CPU's; host memory stays out of the count of the device's."""
 
     def __init__(self, device: torch.device, skeleton: Skeleton | None = None) -> None:

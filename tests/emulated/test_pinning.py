@@ -42,9 +42,17 @@ def asynchronous(device, monkeypatch):
     return found
 
 
+class Runtime:
+    """CUDA's runtime, which answers with this error code."""
+
+    def __init__(self, error):
+        self.cudaHostRegister = lambda pointer, size, flags: error
+        self.cudaHostUnregister = lambda pointer: None
+
+
 @pytest.mark.parametrize("error", [0, 2])
 def test_memory_that_cannot_be_pinned_is_copied_synchronously_with_one_warning(error, asynchronous, monkeypatch):
-    monkeypatch.setattr(engines, "pin", lambda buffer: error)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error))
     expected = step(model_with(BOTH))
     model = offloaded(gpu_memory=1)
     with warnings.catch_warnings(record=True) as caught:

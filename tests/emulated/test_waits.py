@@ -1,6 +1,6 @@
 """The six waits of the offload engine, left out one by one while copies or kernels are slow.
 
-covers: offload/engines.py, offload/transfers.py
+covers: offload/engines.py, offload/manager.py, offload/transfers.py
 
 A wait is implied if other waits and the order of a stream keep what it keeps ([Note: offload order] says which and why).
 Memory that is freed is overwritten by the stream it belongs to (device.cpp), so a tensor that is read too late shows.
@@ -29,26 +29,28 @@ SETTINGS = {
 }
 SLOW = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}  # seconds a copy, or a kernel
 LONGER = (1, 5, 25)  # a wait that is left out may show itself only in the second or third: the host can be late as well
-NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in fetch": "back", "6 in _let_go": "out"}
+NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in peek": "back", "6 in let_go": "out"}
 IMPLIED = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
 BROKEN_OFF = "4 in _retire"  # reached where a step ends before its backward does
-LINES = inspect.getsource(transfers).splitlines()
 NUMBERED = re.compile(r"# (?:\[Note: offload order\], )?(\d)")
-WAITS = {}  # the line of each wait in transfers.py, by its number in the note and its function
-for number, line in enumerate(LINES, 1):
-    if ".wait(" in line and "def " not in line:
-        function = next(m[1] for before in reversed(LINES[:number]) if (m := re.match(r"\s*def (\w+)", before)))
-        WAITS[f"{NUMBERED.search(line)[1]} in {function}"] = number
+WAITS = {}  # file and line of each wait, by its number in the note and its function
+for module in (transfers, manager):
+    lines = inspect.getsource(module).splitlines()
+    for number, line in enumerate(lines, 1):
+        if ".wait(" in line and "def " not in line:
+            function = next(m[1] for before in reversed(lines[:number]) if (m := re.match(r"\s*def (\w+)", before)))
+            WAITS[f"{NUMBERED.search(line)[1]} in {function}"] = module.__file__, number
 
 
 class Leaky(engines.AcceleratorEngine):
     """Leaves out the waits of one line."""
 
-    line: int | None = None
+    line: tuple[str, int] | None = None
     left_out = 0
 
     def wait(self, queue, event):
-        if sys._getframe(1).f_lineno == Leaky.line:
+        caller = sys._getframe(1)
+        if (caller.f_code.co_filename, caller.f_lineno) == Leaky.line:
             Leaky.left_out += event is not None
         else:
             super().wait(queue, event)

@@ -166,7 +166,7 @@ def test_with_all_waits_gradients_on_the_host_are_right(whole_run, slow):
     layers = {id(p) for site in weights_of(model).ranges.sites.values() for p in site.layer.parameters()}
     assert {p.grad.device.type for p in model.parameters() if id(p) in layers} == {"cpu"}
     assert "cpu" not in {p.grad.device.type for p in model.parameters() if id(p) not in layers}
-    assert all(buffer.memory.is_pinned() for buffer in weights_of(model).gradients._buffers)
+    assert all(buffer.memory.is_pinned() for buffer in weights_of(model)._buffers)
 
 
 @pytest.mark.parametrize("wait", NEEDED)

@@ -25,7 +25,7 @@ from tests.launch.test_process import bert, settings
 @pytest.fixture
 def modules(monkeypatch):
     """Puts stand-ins of modules where imports find them, and takes ours that were made with them away again."""
-    monkeypatch.setattr(process.atexit, "register", lambda function: None)
+    monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
 
     def place(name, **members):
         for at in range(name.count(".") + 1):

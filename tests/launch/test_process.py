@@ -29,7 +29,7 @@ from tests.launch.programs import VOCABULARY, arguments, model_of, right, rows
 @pytest.fixture
 def hook(monkeypatch):
     """As in a launched process, but for modules that a test hands to it."""
-    monkeypatch.setattr(process.atexit, "register", lambda function: None)
+    monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
     monkeypatch.delenv("STREAMBP_LAUNCH_REPORT", raising=False)
     monkeypatch.setenv(VARIABLE, '{"chunk_size": 5}')
     return Hook()
@@ -298,7 +298,7 @@ def test_what_a_model_did_is_told_when_it_is_gone(at_train, hook, capsys):
     del model
     (told,) = hook.launched.account().models
     assert "blockwise loss, no logits" in told.description
-    hook.launched.finish()  # without a command that waits for the account
+    hook.launched.tell(at_end=True)  # without a command that waits for the account
     assert "streams: 2 x Qwen3DecoderLayer" in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from streambp.config import StreamConfig
 from streambp.head.log_probs import token_log_probs
 from streambp.layer.site import LayerSite
 from streambp.offload.arena import Arena
-from streambp.offload.engines import SynchronousEngine
+from streambp.offload.engines import Engine
 from streambp.offload.manager import OffloadManager
 from streambp.planner.count import LiveBytes
 
@@ -172,7 +172,7 @@ def test_checkpointing_needs_several_times_as_much():
     assert found > 4 * 29 * KB
 
 
-class HostOnMeta(SynchronousEngine):
+class HostOnMeta(Engine):
     """Host memory that the count of the device's bytes does not see."""
 
     def host_buffer(self, size):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streambp.admission.entry import stream_layer
 from streambp.config import StreamConfig
 from streambp.layer.site import LayerSite
-from streambp.offload.engines import SynchronousEngine
+from streambp.offload.engines import Engine
 from streambp.offload.manager import OffloadManager
 from tests.counting import Dispatches
 from tests.layer.test_bytes import empty, qwen3_8b_layer
@@ -82,7 +82,7 @@ class NoWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class OnMeta(SynchronousEngine):
+class OnMeta(Engine):
     """Host memory on meta too: copies are those of an engine, which do not wait."""
 
     def host_buffer(self, size):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import streambp
 from streambp.model.record import offloaded
 from streambp.offload import manager_of
 from streambp.offload.costs import Cost, Figures, LayerCost, LayerSeen, Measured, Product, attention_rate
-from streambp.offload.engines import COMPUTE, OUT, DeviceMemory, SynchronousEngine
+from streambp.offload.engines import COMPUTE, OUT, DeviceMemory, Engine
 from streambp.offload.policy import SavesPolicy
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, layer_bytes, model_with, prefix_bytes, step
@@ -94,25 +95,30 @@ def test_a_link_that_inputs_fill_carries_nothing_else():
     assert "layer inputs alone" in offloaded(choice.chosen)
 
 
+def seen(work, times, x=()):
+    """What a layer was seen to do whose chunks attend for so many FLOPs and take so many seconds."""
+    engine = SimpleNamespace(clock=None, seconds=lambda before, after: after - before)
+    costs = [Cost(x=size, attention_flops=flops) for flops, size in itertools.zip_longest(work, x, fillvalue=0)]
+    marks = list(itertools.accumulate(times, initial=0.0))
+    return LayerSeen(torch.device("cpu"), 0, 0, len(work), {}, engine, costs, marks=marks)
+
+
 def test_attention_rate_is_the_slope_of_the_chunks_times():
     work = [1e12, 3e12, 5e12, 7e12, 1e12]  # the last chunk is a short one
     layers = [[0.5 + w / 4e14 for w in work], [0.25 + w / 4e14 for w in work]]
-    assert attention_rate([list(zip(work, times, strict=True)) for times in layers]) == pytest.approx(4e14)
-    assert attention_rate([[(1e12, 0.5)]]) == math.inf
-    assert attention_rate([[(w, 0.5) for w in work]]) == math.inf
+    assert attention_rate([seen(work, times) for times in layers]) == pytest.approx(4e14)
+    assert attention_rate([seen([1e12], [0.5])]) == math.inf
+    assert attention_rate([seen(work, [0.5] * len(work))]) == math.inf
 
 
 def test_attention_rate_of_chunks_of_different_lengths():
     """20 us a token, and attention at 4e14 FLOP/s: more tokens take longer whatever they attend to."""
-    engine = SimpleNamespace(clock=None, seconds=lambda before, after: after - before)
-    watch = LayerSeen(torch.device("cpu"), 0, 0, 5, {}, engine, marks=[0.0])
-    for tokens, flops in ((8192, 2e12), (1000, 1e12), (8000, 9e12), (3000, 6e12), (10, 1e9)):
-        watch.marks.append(watch.marks[-1] + 20e-6 * tokens + flops / 4e14)
-        watch.costs.append(Cost(x=2 * tokens, attention_flops=flops))
-    assert attention_rate([watch.paces()]) == pytest.approx(4e14)
+    tokens, work = (8192, 1000, 8000, 3000, 10), (2e12, 1e12, 9e12, 6e12, 1e9)
+    times = [20e-6 * size + flops / 4e14 for size, flops in zip(tokens, work, strict=True)]
+    assert attention_rate([seen(work, times, [2 * size for size in tokens])]) == pytest.approx(4e14)
 
 
-class Injected(SynchronousEngine):
+class Injected(Engine):
     """Copies at a given rate, and a clock that goes on by the attention done so far."""
 
     def __init__(self, link=1e12, step=1.0, memory=None):

@@ -38,7 +38,7 @@ def test_last_layers_stay_while_the_device_has_room(layers):
     model = offloaded(gpu_memory=prefix_bytes() + int(layers * layer_bytes()))
     for _ in range(2):
         loss = forward(model, 1)
-        kept = [layer().kept for layer in manager_of(model)._current().layers]
+        kept = [layer().kept for layer in manager_of(model)._current().stores]
         stay = min(int(layers), 2)  # the first layer's size is not known before it has run
         assert [bool(k) for k in kept] == [index >= 3 - stay for index in range(3)]
         assert manager_of(model).kept <= layers * layer_bytes()

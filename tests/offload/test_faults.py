@@ -150,7 +150,7 @@ def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, grante
     """It is as if the budget were used up: `on_host_full` rules, and where that raises it says what to do."""
     expected = step(model_with())
     model = offloaded(on_host_full=on_host_full)
-    real, left = engines.SynchronousEngine.host_buffer, [granted]
+    real, left = engines.Engine.host_buffer, [granted]
 
     def host_buffer(self, size):
         if not left[0]:
@@ -158,7 +158,7 @@ def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, grante
         left[0] -= 1
         return real(self, size)
 
-    monkeypatch.setattr(engines.SynchronousEngine, "host_buffer", host_buffer)
+    monkeypatch.setattr(engines.Engine, "host_buffer", host_buffer)
     if on_host_full == "raise":
         with pytest.raises(streambp.StreamBPError, match=r"(?s)no memory left within.*Free memory, save less"):
             step(model)
@@ -181,7 +181,7 @@ def test_other_errors_of_an_allocation_are_not_taken_for_a_lack_of_memory(monkey
     def host_buffer(self, size):
         raise RuntimeError("a device-side assert")
 
-    monkeypatch.setattr(engines.SynchronousEngine, "host_buffer", host_buffer)
+    monkeypatch.setattr(engines.Engine, "host_buffer", host_buffer)
     with pytest.raises(RuntimeError, match="device-side"):
         step(offloaded())
 

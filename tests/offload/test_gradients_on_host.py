@@ -13,8 +13,9 @@ from torch.optim import SGD, AdamW
 
 from streambp.errors import BackwardError, ConfigError, HostMemoryError
 from streambp.integrations.in_backward import optimizer_in_backward
-from streambp.offload import gradients as host_gradients
-from streambp.offload.gradients import Arriving, Buffer, HostGradients
+from streambp.offload.gradients import Arriving
+from streambp.offload.ranges import view_of
+from streambp.offload.weights import HostWeights
 from tests import zoo
 from tests.families import build, make_batch
 from tests.offload.test_weights import mutant
@@ -69,12 +70,12 @@ def test_gradients_lie_in_their_layers_buffers():
     model, resident = both()
     assert_same(step(model, 1), step(resident, 1))
     found = weights_of(model)
-    spans = [(b.memory.data_ptr(), b.memory.data_ptr() + b.memory.numel()) for b in found.gradients._buffers]
+    spans = [(b.memory.data_ptr(), b.memory.data_ptr() + b.memory.numel()) for b in found._buffers]
     assert len(spans) == len(found.ranges.layers)
     assert all(any(start <= p.grad.data_ptr() < stop for start, stop in spans) for p in of_layers(model))
-    assert found.gradients.bytes == found.ranges.beside == found.ranges.bytes
+    assert found.ranges.beside == sum(b.memory.numel() for b in found._buffers) == found.ranges.bytes
     assert_same(step(model, 3), step(resident, 3))
-    assert found.gradients.bytes == found.ranges.bytes + max(b.memory.numel() for b in found.gradients._buffers)
+    assert found.ranges.beside == found.ranges.bytes + max(b.memory.numel() for b in found._buffers)
 
 
 def test_gradients_that_somebody_keeps_are_not_written_over():
@@ -159,7 +160,7 @@ def test_an_optimizer_in_backward_is_one_after_it(name):
     expected = after_backward(full(weights="device"), make)
     assert_same(in_backward(model, make), expected)
     found = weights_of(model)
-    assert found.gradients.bytes <= 2 * max(layer.memory.numel() for layer in found.ranges.layers.values())
+    assert found.ranges.beside <= 2 * max(layer.memory.numel() for layer in found.ranges.layers.values())
     resident = full(weights="device")
     assert_same(in_backward(resident, make), expected)
 
@@ -250,14 +251,14 @@ def test_an_error_in_backward_leaves_the_model_usable():
 
 
 def test_mutant_a_buffer_that_is_used_again_too_early(monkeypatch):
-    monkeypatch.setattr(Buffer, "is_free", True)
+    mutant(monkeypatch, HostWeights, "leave", "all(storage() is None for storage in one.given)", "True")
     with pytest.raises(AssertionError):
         test_gradients_that_somebody_keeps_are_not_written_over()
 
 
 @pytest.mark.full
 def test_mutant_a_buffer_that_is_never_free(monkeypatch):
-    monkeypatch.setattr(Buffer, "is_free", property(lambda self: not self.given))
+    mutant(monkeypatch, HostWeights, "leave", "all(storage() is None for storage in one.given)", "not one.given")
     with pytest.raises(AssertionError):
         test_gradients_lie_in_their_layers_buffers()
 
@@ -272,7 +273,7 @@ def test_mutant_a_step_that_is_taken_for_a_layers(monkeypatch):
 
 
 def test_what_sees_a_storage_sees_it_go():
-    gradient = host_gradients.view_of(torch.empty(64, dtype=torch.uint8), 0, torch.empty(4))
+    gradient = view_of(torch.empty(64, dtype=torch.uint8), 0, torch.empty(4))
     seen = weakref.ref(gradient.untyped_storage())
     alias = gradient[1:]
     del gradient
@@ -287,4 +288,3 @@ def test_weights_go_into_their_layer_as_they_are():
     assert given.data_ptr() == weight.data_ptr()
     given.sum().backward()
     assert torch.equal(weight.grad, torch.ones(3))
-    assert HostGradients().bytes == 0

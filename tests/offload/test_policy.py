@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -265,27 +266,29 @@ def test_after_an_error_half_is_saved_until_it_fits():
 
 @pytest.mark.full
 def test_a_policy_that_does_not_learn_is_seen(monkeypatch):
-    monkeypatch.setattr(costs.Shortage, "margin", lambda self, before: costs.Margin())
+    monkeypatch.setattr(costs.Shortage, "learn", lambda self, before: None)
     with pytest.raises(AssertionError):
         test_from_the_third_step_on_nothing_is_thrown_away(0.7)
 
 
 def test_a_margin_goes_when_it_is_no_longer_needed():
-    short = costs.Shortage((1, 1), room=100.0, planned=60.0, wished={}, missing=10.0)
-    margin = short.margin(costs.Margin())
-    assert margin.bytes == 100 - 60 + 10  # so that ten less than 60 are planned
-    short.missing = -1000.0
-    steps = [(margin := short.margin(margin)).bytes for _ in range(50)]
+    def after(before, missing):
+        found = costs.Shortage((1, 1), room=100.0, planned=60.0, wished={}, missing=missing)
+        found.learn(before)
+        return found
+
+    lack = after(None, 10.0)
+    assert lack.margin == 100 - 60 + 10  # so that ten less than 60 are planned
+    steps = [(lack := after(lack, -1000.0)).margin for _ in range(50)]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 1
-    short.missing = 0.0
-    assert short.margin(costs.Margin(5.0)).bytes == 5.0  # nothing was free to spare
+    assert after(dataclasses.replace(lack, margin=5.0), 0.0).margin == 5.0  # nothing was free to spare
 
 
 def test_another_length_has_a_margin_of_its_own():
     chooser = policy.SavesPolicy(1, lambda device: 100.0, lambda device: (costs.Figures(Need()), 0.0), True, True)
     chooser.known = costs.Figures(Need())
-    chooser.margins[64, 8] = costs.Margin(30.0)
+    chooser.margins[64, 8] = costs.Shortage((64, 8), 0.0, 0.0, {}, margin=30.0)
     assert chooser._rooms(100.0, 64, 8) == [[math.inf, 70.0]]
     assert chooser._rooms(100.0, 32, 8) == [[math.inf, 100.0]]
 

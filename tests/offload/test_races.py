@@ -1,6 +1,6 @@
 """The manager's copies under the race checker: no races, and one for each wait that is left out.
 
-covers: attention/kv.py, offload/engines.py, offload/transfers.py
+covers: attention/kv.py, offload/engines.py, offload/manager.py, offload/transfers.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streambp.attention import kv as keys
-from streambp.offload import engines, manager_of, transfers
+from streambp.offload import engines, manager, manager_of
 from tests.offload.runs import BOTH, SAVES, SCHEDULES, break_off, model_with, offloaded, prefix_bytes, run, sampled
 from tests.offload.trace_engine import TraceEngine
 
@@ -101,11 +101,11 @@ def test_a_missing_wait_is_a_race(name, gpu_memory):
 
 @pytest.mark.full
 def test_a_tile_must_not_be_changed_while_it_is_copied_out(monkeypatch):
-    def borrow(self, holding, entry):
-        tensor = self.fetch(holding, entry)
-        entry.engine.access(engines.COMPUTE, tensor, write=True)
+    def borrow(self, name, chunk):
+        tensor = self.peek(name, chunk)
+        self._engine.access(engines.COMPUTE, tensor, write=True)
         return tensor
 
-    monkeypatch.setattr(transfers.Transfers, "borrow", borrow)
+    monkeypatch.setattr(manager.HostTensors, "borrow", borrow)
     races = traced("F0 B0", collect=True, gpu_memory=1)[1].races
     assert any("compute writes device" in race and "out may still be reading" in race for race in races)

@@ -83,7 +83,7 @@ def test_bf16_on_plain_products_is_as_precise():
     ("offload", "lost"), [*itertools.product(["none"], ["attn_out", "lse", "product"]), *itertools.product(["cpu"], "kvx")]
 )
 def test_mutant_a_store_that_rounds_what_is_saved(offload, lost, monkeypatch):
-    place = saved.InMemory if offload == "none" else manager.LayerTensors
+    place = saved.InMemory if offload == "none" else manager.HostTensors
     real, rounded = place.put, []
 
     def put(self, name, chunk, tensor):

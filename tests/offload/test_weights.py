@@ -458,6 +458,6 @@ def test_mutant_a_view_with_its_layers_storage(monkeypatch, tmp_path):
 
 
 def test_mutant_memory_that_is_used_again_under_other_places(monkeypatch):
-    monkeypatch.setattr(ranges.LayerRange, "may_hold", lambda self, places, size: self.memory.numel() >= size)
+    mutant(monkeypatch, ranges.HostRanges, "put", "memory if stays else None", "memory if before >= size else None")
     with pytest.raises((AssertionError, StreamBPError)):
         test_freezing_later_and_training_anew()

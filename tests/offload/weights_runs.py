@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.offload.engines import BACK, SynchronousEngine
+from streambp.offload.engines import BACK, Engine
 from tests import zoo
 from tests.families import build, make_batch
 from tests.seeds import seeded
@@ -16,7 +16,7 @@ from tests.seeds import seeded
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1")
 
 
-class Inverting(SynchronousEngine):
+class Inverting(Engine):
     """The bytes on the host are inverted but while they are copied: whatever else reads them finds garbage."""
 
     def copy(self, queue, target, source):

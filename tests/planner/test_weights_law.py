@@ -16,7 +16,8 @@ from streambp import StreamConfig
 from streambp.admission.stacks import find_stacks
 from streambp.model.patching import patch
 from streambp.offload import gradients, ranges
-from streambp.offload.engines import SynchronousEngine
+from streambp.offload import weights as host_weights
+from streambp.offload.engines import Engine
 from streambp.planner import Setting
 from streambp.planner.count import StepCount
 from streambp.planner.estimate import estimate
@@ -24,6 +25,7 @@ from streambp.planner.plan import with_weights_on_host
 from streambp.planner.profile import peak
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import run_step
+from tests.offload.test_weights import mutant
 from tests.offload.weights_runs import weights_of
 
 META = torch.device("meta")
@@ -42,7 +44,7 @@ CASES = {
 }  # fmt: skip
 
 
-class WithoutData(SynchronousEngine):
+class WithoutData(Engine):
     """Host memory without data."""
 
     def host_buffer(self, size):
@@ -62,9 +64,9 @@ def counted(config, rank, monkeypatch):
     patch(model, StreamConfig(CHUNK, saves=(), weights="cpu", host_memory=2**50))
     weights = weights_of(model)
     weights._given_engine = WithoutData(META)
-    monkeypatch.setattr(ranges.HostRanges, "_check", lambda self, tensor, index: None)
     monkeypatch.setattr(ranges, "view_of", viewed)
-    monkeypatch.setattr(gradients, "view_of", viewed)
+    monkeypatch.setattr(host_weights, "view_of", viewed)
+    mutant(monkeypatch, ranges.HostRanges, "put", " or tensor.is_meta", "")  # which would refuse them
     (layers,) = (stack.layers for stack in find_stacks(model).stacks)
 
     def loss():
@@ -77,7 +79,7 @@ def counted(config, rank, monkeypatch):
         for one in weights.ranges.layers.values():
             if one.trains:  # so are buffers
                 buffer = gradients.Buffer(torch.empty_like(one.memory))
-                weights.gradients._buffers.append(buffer)
+                weights._buffers.append(buffer)
         spans = run_step(model, layers, loss, StepCount("cudnn"))
     resident = sum(p.nbytes for p in model.parameters() if id(p) not in held)
     return weights, resident + weights.device_bytes + max(span.peak for span in spans)

@@ -14,7 +14,7 @@ import streambp
 from streambp.chunks import ChunkPlan
 from streambp.layer.carried import Carried
 from streambp.layer.saved import InMemory, Kept
-from streambp.offload.manager import LayerTensors
+from streambp.offload.manager import HostTensors
 from streambp.prefixes import calls
 from streambp.prefixes.tree import A_CHUNK, Tree, find_tree
 from tests.oracle import EXACT, gradients, worst_error
@@ -158,9 +158,9 @@ def test_states_of_branches_are_kept_once_each(offload, monkeypatch):
         real(self, size)
 
     monkeypatch.setattr(Kept, "seal", seal)
-    store = InMemory if offload == "none" else LayerTensors
+    store = InMemory if offload == "none" else HostTensors
     for name, seen in {"put": put_in, "peek": read, "take": read}.items():
-        if (store, name) != (LayerTensors, "take"):  # which peeks
+        if (store, name) != (HostTensors, "take"):  # which peeks
             monkeypatch.setattr(store, name, noted(getattr(store, name), seen))
     gradients(ours, **batch)
     assert read == [access for layer in reversed(announced) for access in layer]

@@ -24,7 +24,7 @@ from streambp.distributed.zero import full_shape
 from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
-from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead, ValueHead
+from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead
 from streambp.known_names import GRPOS_OWN
 from streambp.losses.masked import masked_mean
 from streambp.losses.ppo import gae, ppo_loss, whiten
@@ -107,7 +107,11 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         else:
             weight = policy.get_output_embeddings().weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
-            policy.add_module(VALUE_HEAD, ValueHead(full_shape(weight)[1], weight.device, dtype))
+            size = full_shape(weight)[1]
+            head = nn.Linear(size, 1, device=weight.device, dtype=dtype)  # [..., h] -> one value each [..., 1]
+            nn.init.normal_(head.weight, std=1.0 / (size + 1))  # it starts near zero
+            nn.init.zeros_(head.bias)
+            policy.add_module(VALUE_HEAD, head)
 
     def _policy(self) -> Any:
         return self.model.get_base_model() if is_peft_model(self.model) else self.model

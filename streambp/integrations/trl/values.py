@@ -19,15 +19,6 @@ from streambp.model.fused_head import FusedHead
 VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
 
 
-class ValueHead(nn.Linear):
-    """hidden_states [..., h] -> one value each [..., 1]; starts near zero."""
-
-    def __init__(self, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(hidden_size, 1, device=device, dtype=dtype)
-        nn.init.normal_(self.weight, std=1.0 / (hidden_size + 1))
-        nn.init.zeros_(self.bias)
-
-
 def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Module) -> Tensor:
     """head(norm(hidden_states)) [B, T] in promote_types(dtype, float32), a block of tokens at a time.
 

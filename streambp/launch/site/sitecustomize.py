@@ -12,30 +12,17 @@ from importlib.machinery import PathFinder, SourceFileLoader
 HERE = os.path.dirname(os.path.abspath(__file__))
 HOOK = "streambp_launch_hook"
 
-
-def load_hook() -> None:
-    """By its path, in a module of its own: streambp itself is not imported."""
-    loader = SourceFileLoader(HOOK, os.path.join(os.path.dirname(HERE), "hook.py"))
-    module = type(sys)(HOOK)
-    sys.modules[HOOK] = module
-    loader.exec_module(module)
-    module.install()
-
-
-def load_hidden() -> None:
-    """The sitecustomize that would have been found without ours takes its place."""
+if os.environ.get("STREAMBP_LAUNCH"):  # by its path, in a module of its own: streambp itself is not imported
+    hook = type(sys)(HOOK)
+    sys.modules[HOOK] = hook
+    SourceFileLoader(HOOK, os.path.join(os.path.dirname(HERE), "hook.py")).exec_module(hook)
+    hook.install()
+if __name__ == "sitecustomize":  # the one that would have been found without ours takes its place
     others = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
     spec = PathFinder.find_spec("sitecustomize", others)
-    if spec is None or spec.loader is None:
-        return
-    from importlib.util import module_from_spec
+    if spec is not None and spec.loader is not None:
+        from importlib.util import module_from_spec
 
-    module = module_from_spec(spec)
-    sys.modules["sitecustomize"] = module
-    spec.loader.exec_module(module)
-
-
-if os.environ.get("STREAMBP_LAUNCH"):
-    load_hook()
-if __name__ == "sitecustomize":
-    load_hidden()
+        hidden = module_from_spec(spec)
+        sys.modules["sitecustomize"] = hidden
+        spec.loader.exec_module(hidden)
