@@ -229,11 +229,15 @@ def graph_cache(spans):
         test_graph_cache.check(spans, ("attn_out",), "kept", patch)
 
 
-def merged_with_garbage(o, lse, part_o, part_lse, out):
+def merged_with_garbage(o, lse, part_o, part_lse, out, _):
     merged = torch.logaddexp(lse, part_lse)
     weight, part_weight = (torch.exp(x - merged).transpose(1, 2)[..., None] for x in (lse, part_lse))
     out.copy_(o * weight + part_o * part_weight)
     lse.copy_(merged)
+
+
+def merged_without_weights_if_read(o, lse, part_o, part_lse, out, all_read, real=merge.merge_in_torch):
+    return out.copy_(o + part_o) if all_read else real(o, lse, part_o, part_lse, out)
 
 
 def leave_without_sums(self, indices):
@@ -435,13 +439,14 @@ MUTANTS = {
         merge, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
     ),
     "merged outputs without their weights": (
-        merge, "merge_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), of(graph_cache, "left-padded"),
+        merge, "merge_in_torch", lambda o, lse, part, part_lse, out, _: out.copy_(o + part), of(graph_cache, "left-padded"),
     ),
     "outputs of read blocks without their weights": (
-        merge, "merge_read_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), oracle,
+        merge, "merge_in_torch", merged_without_weights_if_read, oracle,
     ),
     "blocks that may read nothing taken for read": (
-        merge, "merge_in_torch", merge.merge_read_in_torch, test_merge.test_nothing_read_at_all,
+        merge, "merge_in_torch", lambda *given, real=merge.merge_in_torch: real(*given[:5], True),
+        test_merge.test_nothing_read_at_all,
     ),
     "queries' gradient of the last block alone": (
         merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),

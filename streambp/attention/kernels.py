@@ -201,11 +201,16 @@ class CpuFlashKernel(Kernel):
 
 
 class FlashKernel(Kernel):
-    """torch's FlashAttention on CUDA: dense, windowed and varlen (bottom-right causal, grouped queries)."""
+    """torch's FlashAttention on CUDA (grouped queries).
+
+    bottom_right: causal blocks may have more keys than queries. packs: it knows windows and the documents of packed rows.
+    """
 
     name = "flash"
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.VARLEN})
-    tiling = Tiling(k_block=K_BLOCK, bottom_right=True, native_window=True, native_varlen=True)
+
+    def __init__(self, bottom_right: bool = True, packs: bool = True) -> None:
+        self.kinds = frozenset({Kind.FULL, Kind.CAUSAL, *((Kind.WINDOW, Kind.VARLEN) if packs else ())})
+        self.tiling = Tiling(k_block=K_BLOCK, bottom_right=bottom_right, native_window=packs, native_varlen=packs)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D] in q's dtype; VARLEN blocks go to the kernel as one packed row [T, H, D]."""
@@ -241,23 +246,6 @@ class FlashKernel(Kernel):
         return _head_major(dq, kind), _head_major(dk, kind), _head_major(dv, kind)
 
 
-class SquareFlashKernel(FlashKernel):
-    """FlashAttention where causal blocks must be squares: ROCm, whose backward wants as many queries as keys.
-
-    Windows and packed rows have other conventions there (AOTriton's logsumexp of packed rows is [B, H, longest document]).
-    """
-
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
-    tiling = Tiling(k_block=K_BLOCK)
-
-
-class WindowlessFlashKernel(FlashKernel):
-    """FlashAttention where its operators do not differentiate windows: FlashAttention-4 behind torch 2.11."""
-
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL})  # documents of packed rows may have windows
-    tiling = Tiling(k_block=K_BLOCK, bottom_right=True)
-
-
 class CudnnKernel(Kernel):
     """cuDNN's fused attention on Hopper and later; nearly twice FlashAttention-2, but causal only for squares."""
 
@@ -284,7 +272,11 @@ class CudnnKernel(Kernel):
 
 
 MATH, CPU_FLASH, FLASH, CUDNN = MathKernel(), CpuFlashKernel(), FlashKernel(), CudnnKernel()
-SQUARE_FLASH, WINDOWLESS_FLASH = SquareFlashKernel(), WindowlessFlashKernel()
+# ROCm's backward wants as many queries as keys. Windows and packed rows have other conventions there (AOTriton's logsumexp
+# of packed rows is [B, H, longest document]).
+SQUARE_FLASH = FlashKernel(bottom_right=False, packs=False)
+# FlashAttention-4's operators behind torch 2.11 do not differentiate windows, which documents of packed rows may have.
+WINDOWLESS_FLASH = FlashKernel(packs=False)
 
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
