@@ -21,17 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.indexers import picking
 from streambp.attention.interface import own_implementation, routed, unrouted
 from streambp.attention.masks import DenseMask, LazyMask, resolve
-from streambp.attention.own import (
-    OwnMask,
-    PaddingMask,
-    PlainMask,
-    biases_positions,
-    own_mask,
-    why_picked_blocks_stay_whole,
-)
+from streambp.attention.own import OwnMask, biases_positions, own_mask, why_picked_blocks_stay_whole
 from streambp.attention.prefix import AttentionPoint, ChunkMask
 from streambp.attention.spans import Spans
 from streambp.cache import ChunkCache
@@ -58,20 +50,20 @@ class NoAttention:
 
     costs: what `describe` says of it. why_not_split: why ranks cannot have a shard of the tokens each.
     in_tiles: the prefix may be cut into tiles, of which some are elsewhere. reads_a_mask: the layer hands attention_mask to
-    attention alone. readable_apart: queries can be kept from reading other chunks' keys, for a trial. picks_keys: which
-    keys a query reads is found from what is in them.
+    attention alone. ours: its attention, if it has some, is ours while the layer streams, so that queries can be kept from
+    reading other chunks' keys, for a trial. picks_keys: which keys a query reads is found from what is in them.
     """
 
     costs: str | None = None
     why_not_split: str | None = None
     in_tiles = True
     reads_a_mask = False
-    readable_apart = True
+    ours = True
     picks_keys = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """The configs by which the layer's attention is sent to ours while it streams."""
-        return attention_configs(layer)
+        """The configs by which the layer's attention is sent to ours while it streams; none if it stays its own."""
+        return attention_configs(layer) if self.ours else []
 
     def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
         """Why the layer cannot be cut with these arguments; None if it can. The mask among them may become another.
@@ -91,10 +83,6 @@ class NoAttention:
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """A chunk's arguments with what stands in for its mask and cache, and what its cache does with keys and values."""
         return named, None
-
-    def within(self, indexers: list[nn.Module], point: AttentionPoint) -> contextlib.AbstractContextManager[None]:
-        """What the layer's forward over a chunk runs in. indexers: the layer's modules that pick keys."""
-        return contextlib.nullcontext()
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
@@ -150,7 +138,7 @@ class ThroughInterface(NoAttention):
         """Each mask of ours becomes the model's; a layer without one is given a causal one."""
         found = {name: _own_masks(value, mask) for name, value in named.items()}
         if not any(holds_lazy(value) for value in named.values()):
-            found["attention_mask"] = mask(LazyMask({}))
+            found["attention_mask"] = mask(LazyMask())
         return found
 
 
@@ -165,11 +153,7 @@ class Replaced(NoAttention):
 
     by: str
 
-    readable_apart = False
-
-    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """None: its attention stays its own."""
-        return []
+    ours = False
 
     @property
     def why_not_split(self) -> str:  # type: ignore[override]
@@ -209,11 +193,6 @@ class Picking(ThroughInterface):
         point.takes_picks = True
         return super().hand(named, point)
 
-    def within(self, indexers: list[nn.Module], point: AttentionPoint) -> contextlib.AbstractContextManager[None]:
-        """The indexers pick for the point's chunk."""
-        assert isinstance(point, ChunkMask)
-        return picking(indexers, point)
-
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
@@ -240,11 +219,7 @@ class OverCache(NoAttention):
     costs = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
     why_not_split = "it attends by itself, to this rank's shard"
     in_tiles = False  # all of its keys are read at once
-    readable_apart = False
-
-    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """None: its attention stays its own."""
-        return []
+    ours = False
 
     def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
         """The layer's mask becomes an `OwnMask`; x: [..., B, T, h].
@@ -254,11 +229,11 @@ class OverCache(NoAttention):
         """
         mask, length = attention_mask_of(named), x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
-        causal = PlainMask(torch.empty(0, device=x.device)) if mask is None and by_sdpa else None
+        causal = OwnMask(torch.empty(0, device=x.device)) if mask is None and by_sdpa else None
         found = causal or own_mask(mask, length, by_sdpa)
         if isinstance(found, str):
             return found
-        if documents is not None and isinstance(found, PaddingMask | PlainMask):
+        if documents is not None and found.mask.dim() < 4:
             raise UnsupportedModelError(
                 f"position_ids mark {documents} documents of packed rows, which the attention of "
                 f"{type(layer).__name__} is not told of: its mask knows padding alone, while the model's recurrent "

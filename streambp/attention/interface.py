@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.masks import LazyMask, lazy_mask, resolve
+from streambp.attention.masks import LazyMask, resolve
 from streambp.attention.prefix import AttentionCall, AttentionPoint, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
 from streambp.device import autocast_dtype, without_autocast
@@ -120,7 +120,7 @@ def _given(kwargs: Mapping[str, Any], names: Collection[str]) -> list[str]:
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
     """transformers' mask function for our attention: a `LazyMask`."""
     own = _met_by_chance(config)
-    function = lazy_mask if own is None else AttentionMaskInterface().get(own, lazy_mask)
+    function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
     return function(config=config, **description)
 
 
@@ -175,7 +175,7 @@ def own_implementation(config: PreTrainedConfig) -> str | None:
 
 
 def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager[None]:
-    """Within, models with these configs use `stream_attention` and `lazy_mask`. Sub-configs are left alone.
+    """Within, models with these configs use `stream_attention` and `LazyMask`. Sub-configs are left alone.
 
     Our name enters transformers' tables here, so that a model unpickled in a process that never called `patch` runs; no
     model outside of `routed` uses it.

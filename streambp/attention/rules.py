@@ -166,21 +166,19 @@ def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
         yield "cuDNN 9.10.0 and 9.10.1 refuse attention's backward"
     if call.size % 8 or call.value_size % 8:
         yield f"the head sizes are {call.size} and {call.value_size}; cuDNN's attention takes multiples of 8"
-    if max(call.pair) > NATIVE and not _is_native(call.pair, here):
+    native = max(call.pair) <= NATIVE
+    if here.capability == (9, 0):
+        native = native or (call.pair in (MLA, WIDE) and here.cudnn >= 91300)
+    elif here.major == 10:
+        native = native or (call.pair == MLA and here.cudnn >= 91100)
+        native = native or (call.pair == WIDE and here.cudnn >= 92300 and here.torch >= (2, 14))
+    if not native:
         yield (
             f"the head size is {call.size}, of values {call.value_size}; cuDNN's attention has at most {NATIVE}, and "
             f"{MLA} and {WIDE} on compute capability 9.0 and 10.x with new versions"
         )
     if here.deterministic:
         yield "cuDNN's attention is not deterministic, and torch.use_deterministic_algorithms(True) asks for what is"
-
-
-def _is_native(pair: tuple[int, int], here: Platform) -> bool:
-    if here.capability == (9, 0):
-        return pair in (MLA, WIDE) and here.cudnn >= 91300
-    if here.major == 10:
-        return (pair == MLA and here.cudnn >= 91100) or (pair == WIDE and here.cudnn >= 92300 and here.torch >= (2, 14))
-    return False
 
 
 def prefers_cudnn(here: Platform) -> bool:
