@@ -149,10 +149,6 @@ class Trials:
         ]
         self.verdicts[self.kind_of(kwargs)] = found[0], found[-1]
 
-    def settle(self, reason: str) -> None:
-        """All kinds that were tried compute rows from now on."""
-        self.verdicts = dict.fromkeys(self.verdicts, (reason, reason))
-
     def _try(self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> str | None:
         _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         ids = known_by(kwargs)
