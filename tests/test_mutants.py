@@ -82,10 +82,6 @@ def autocast():
     test_training.test_autocast_covers_the_recomputation()
 
 
-def square_alone(b0, b1, q0, q1, k0, tiling):
-    yield Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1)
-
-
 def top_left(task, device, real=kernels._tile):
     block = task.block
     if block.kind is not Kind.CAUSAL:
@@ -302,7 +298,7 @@ MUTANTS = {
     "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
     "lose autocast": (recompute.Autocast, "restored", nothing, autocast),
     "top-left instead of bottom-right": (kernels, "_tile", top_left, bottom_right_block),
-    "keys before the chunk left out": (spans, "_causal_blocks", square_alone, oracle),
+    "keys before the chunk left out": (spans.Tiling, "keys", lambda *_: [], oracle),
     "weights of an empty row": (
         kernels, "_weights", lambda scores, lse: torch.exp(scores - lse[..., None]), dense_mask,
     ),

@@ -75,10 +75,13 @@ class NoAttention:
         return None
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """What each query of hidden_states x [..., B, T, h] may read."""
-        if isinstance(attention_mask_of(named), LazyMask):
-            return THROUGH_INTERFACE.layout(named, x)
-        return Layout(Spans.causal(*x.shape[-3:-1]))  # nobody reads it
+        """What each query of hidden_states x [..., B, T, h] may read: read off the mask, whichever it is."""
+        mask, (batch_size, length) = attention_mask_of(named), x.shape[-3:-1]
+        if not self.reads_a_mask and not isinstance(mask, LazyMask):  # nobody reads it, or the layer itself does
+            return Layout(Spans.causal(batch_size, length), mask.barriers if isinstance(mask, OwnMask) else ())
+        spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
+        barriers = spans.barriers if isinstance(spans, DenseMask) else ()
+        return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)
 
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """A chunk's arguments with what stands in for its mask and cache, and what its cache does with keys and values."""
@@ -114,14 +117,6 @@ class ThroughInterface(NoAttention):
         known = mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)
         return None if known else "its attention_mask is not for attention alone"
 
-    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """Read off the mask, whichever it is; x: [..., B, T, h]."""
-        mask = attention_mask_of(named)
-        batch_size, length = x.shape[-3:-1]
-        spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
-        barriers = spans.barriers if isinstance(spans, DenseMask) else ()
-        return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)
-
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """The point in place of attention's mask."""
         found: dict[str, Any] = {}
@@ -137,7 +132,7 @@ class ThroughInterface(NoAttention):
     def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
         """Each mask of ours becomes the model's; a layer without one is given a causal one."""
         found = {name: _own_masks(value, mask) for name, value in named.items()}
-        if not any(holds_lazy(value) for value in named.values()):
+        if not isinstance(attention_mask_of(named), LazyMask):
             found["attention_mask"] = mask(LazyMask())
         return found
 
@@ -166,7 +161,6 @@ class Replaced(NoAttention):
 
 
 PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})  # arguments that neither are masks of ours nor hold some
-THROUGH_INTERFACE = ThroughInterface()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,13 +244,6 @@ class OverCache(NoAttention):
         named["attention_mask"] = found
         return None
 
-    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """Causal, for x [..., B, T, h]: the layer itself reads the mask."""
-        mask = attention_mask_of(named)
-        return (
-            Layout(Spans.causal(*x.shape[-3:-1]), mask.barriers) if isinstance(mask, OwnMask) else super().layout(named, x)
-        )
-
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """A cache that returns the prefix, and the mask's part for the chunk's queries."""
         assert isinstance(point, ChunkMask)
@@ -300,12 +287,7 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
     return named.get("attention_mask")
 
 
-def holds_lazy(value: Any) -> bool:
-    """Whether it is a mask of ours, or holds one."""
-    return any(isinstance(part, LazyMask) for part in (value.values() if isinstance(value, Mapping) else (value,)))
-
-
 def _own_masks(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
-    if isinstance(value, Mapping) and holds_lazy(value):
+    if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
         return {key: _own_masks(part, mask) for key, part in value.items()}
     return mask(value) if isinstance(value, LazyMask) else value

@@ -138,11 +138,6 @@ class Prefix:
             if isinstance(site, KVBuffer):
                 site.pack()
 
-    def part(self, index: int, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
-        """K [B, C, H_kv, D] and V of a chunk, as views of the buffers; None if they are in tiles."""
-        site = self.sites[index]
-        return site.part(chunk) if isinstance(site, KVBuffer) else None
-
     @property
     def backward_bytes(self) -> int:
         """What all of it takes on the device in backward."""

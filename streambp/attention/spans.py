@@ -193,10 +193,18 @@ class Spans:
         window, found = self.window, list[Block]()
         if window is None:
             for q0, q1, pieces in tiling.queries(run.q0, run.q1):
-                if run.k1 is None:
-                    found += _causal_blocks(b0, b1, q0, q1, run.k0, pieces)
-                else:
+                if run.k1 is not None:
                     found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(run.k0, run.k1)]
+                    continue
+                k0 = run.k0
+                if not pieces.bottom_right:
+                    found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(k0, q0)]
+                    k0 = q0
+                while pieces.k_block and q1 - k0 > max(pieces.k_block, q1 - q0):
+                    stop = min(k0 + pieces.k_block, q0)
+                    found.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
+                    k0 = stop
+                found.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))
             return found
         if tiling.native_window and run.k1 is None:
             return [Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)]
@@ -217,17 +225,3 @@ class Spans:
     def _first_key(self, run: Run) -> int:
         """The first key that any query of a run reads."""
         return run.k0 if self.window is None else max(run.k0, run.q0 - self.window + 1)
-
-
-def _causal_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, tiling: Tiling) -> list[Block]:
-    """Queries [q0, q1) read keys from k0 <= q0 on up to themselves."""
-    found = list[Block]()
-    if not tiling.bottom_right:
-        for keys in tiling.keys(k0, q0):
-            found.append(Block(Kind.FULL, b0, b1, q0, q1, *keys))
-        k0 = q0
-    while tiling.k_block and q1 - k0 > max(tiling.k_block, q1 - q0):
-        stop = min(k0 + tiling.k_block, q0)
-        found.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
-        k0 = stop
-    return [*found, Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1)]
