@@ -52,6 +52,7 @@ class NoAttention:
     in_tiles: the prefix may be cut into tiles, of which some are elsewhere. reads_a_mask: the layer hands attention_mask to
     attention alone. ours: its attention, if it has some, is ours while the layer streams, so that queries can be kept from
     reading other chunks' keys, for a trial. picks_keys: which keys a query reads is found from what is in them.
+    returns_weights: floating tensors behind its hidden states are attention weights, for which nobody has asked.
     """
 
     costs: str | None = None
@@ -60,6 +61,7 @@ class NoAttention:
     reads_a_mask = False
     ours = True
     picks_keys = False
+    returns_weights = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
         """The configs by which the layer's attention is sent to ours while it streams; none if it stays its own."""
@@ -101,10 +103,6 @@ class NoAttention:
         """
         return named
 
-    def extras(self, rest: list[Any]) -> list[Any]:
-        """What a layer returns behind its hidden states, without attention weights that nobody asked for."""
-        return rest
-
 
 class ThroughInterface(NoAttention):
     """A layer that attends through transformers' attention interface: the `AttentionPoint` travels as its mask."""
@@ -119,6 +117,7 @@ class ThroughInterface(NoAttention):
 
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """The point in place of attention's mask."""
+        point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
         for name, value in named.items():
             if type(value) in PLAIN:
@@ -182,11 +181,6 @@ class Picking(ThroughInterface):
         found = "sparse attention: plain products with all keys before, which are masked if they are not picked"
         return found if self.kept is None else f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
 
-    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
-        """The point in place of attention's mask; it takes picks."""
-        point.takes_picks = True
-        return super().hand(named, point)
-
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
@@ -213,6 +207,7 @@ class OverCache(NoAttention):
     costs = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
     why_not_split = "it attends by itself, to this rank's shard"
     in_tiles = False  # all of its keys are read at once
+    returns_weights = True
     ours = False
 
     def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
@@ -260,10 +255,6 @@ class OverCache(NoAttention):
         """The model's own mask, cut to these tokens."""
         keys = {name: named[name][..., :length] for name in PER_KEY if isinstance(named.get(name), Tensor)}
         return {**named, "attention_mask": named["attention_mask"].cut(Chunk(0, 0, length)), **keys}
-
-    def extras(self, rest: list[Any]) -> list[Any]:
-        """Floating tensors are attention weights."""
-        return [None] * len(rest) if any(part is not None and part.is_floating_point() for part in rest) else rest
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:

@@ -200,11 +200,17 @@ def _from_description(
     if packed is not None:
         mask.told = "position_ids", sum(map(len, rows_of(batch_size, length, None, packed)))
     if cu_seq_lens is not None:
-        rows = _rows_of_documents(cu_seq_lens, batch_size, length)
+        ends = cu_seq_lens.tolist()
+        if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
+            raise UnsupportedMaskError(
+                f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must rise from 0 to the length "
+                "of a single row. Flatten the batch into one row, or leave cu_seq_lens out."
+            )
+        rows = (_documents(ends),)
         mask.told = mask.told or (DOCUMENT_ENDS, len(rows[0]))
         if packed is not None and rows != rows_of(batch_size, length, None, packed):
             raise UnsupportedMaskError(
-                f"cu_seq_lens ends its documents at {cu_seq_lens.tolist()[:9]}..., but position_ids restart elsewhere. "
+                f"cu_seq_lens ends its documents at {ends[:9]}..., but position_ids restart elsewhere. "
                 "Make them agree, or pass only one of them."
             )
         return Spans(length, rows, window)
@@ -257,16 +263,6 @@ def rows_of(batch_size: int, length: int, padding: Tensor | None, packed: Tensor
         runs = [Run(first, last, first)] if first < last else []
         rows.append(tuple(runs + ([Run(last, length, first, last)] if runs and last < length else [])))
     return tuple(rows)
-
-
-def _rows_of_documents(cu_seq_lens: Tensor, batch_size: int, length: int) -> tuple[tuple[Run, ...], ...]:
-    ends = cu_seq_lens.tolist()
-    if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
-        raise UnsupportedMaskError(
-            f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must rise from 0 to the length of a "
-            "single row. Flatten the batch into one row, or leave cu_seq_lens out."
-        )
-    return (_documents(ends),)
 
 
 def _documents(ends: list[int]) -> tuple[Run, ...]:

@@ -193,7 +193,8 @@ class LayerCall:
         hidden_states, *rest = result if self.returns_tuple else (result,)
         if isinstance(hidden_states, Tensor):
             hidden_states = self.arguments.one_dimensional(hidden_states)
-        rest = self.site.kind.attention.extras(rest)
+        if self.site.kind.attention.returns_weights and any(x is not None and x.is_floating_point() for x in rest):
+            rest = [None] * len(rest)
         found = {index: part for index, part in enumerate(rest) if part is not None}
         whole = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
         if not whole or not all(isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()):
