@@ -82,10 +82,6 @@ def autocast():
     test_training.test_autocast_covers_the_recomputation()
 
 
-def square_alone(b0, b1, q0, q1, k0, tiling):
-    yield Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1)
-
-
 def top_left(task, device, real=kernels._tile):
     block = task.block
     if block.kind is not Kind.CAUSAL:
@@ -229,11 +225,15 @@ def graph_cache(spans):
         test_graph_cache.check(spans, ("attn_out",), "kept", patch)
 
 
-def merged_with_garbage(o, lse, part_o, part_lse, out):
+def merged_with_garbage(o, lse, part_o, part_lse, out, _):
     merged = torch.logaddexp(lse, part_lse)
     weight, part_weight = (torch.exp(x - merged).transpose(1, 2)[..., None] for x in (lse, part_lse))
     out.copy_(o * weight + part_o * part_weight)
     lse.copy_(merged)
+
+
+def merged_without_weights_if_read(o, lse, part_o, part_lse, out, all_read, real=merge.merge_in_torch):
+    return out.copy_(o + part_o) if all_read else real(o, lse, part_o, part_lse, out)
 
 
 def leave_without_sums(self, indices):
@@ -298,7 +298,7 @@ MUTANTS = {
     "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
     "lose autocast": (recompute.Autocast, "restored", nothing, autocast),
     "top-left instead of bottom-right": (kernels, "_tile", top_left, bottom_right_block),
-    "keys before the chunk left out": (spans, "_causal_blocks", square_alone, oracle),
+    "keys before the chunk left out": (spans.Tiling, "keys", lambda *_: [], oracle),
     "weights of an empty row": (
         kernels, "_weights", lambda scores, lse: torch.exp(scores - lse[..., None]), dense_mask,
     ),
@@ -435,13 +435,14 @@ MUTANTS = {
         merge, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
     ),
     "merged outputs without their weights": (
-        merge, "merge_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), of(graph_cache, "left-padded"),
+        merge, "merge_in_torch", lambda o, lse, part, part_lse, out, _: out.copy_(o + part), of(graph_cache, "left-padded"),
     ),
     "outputs of read blocks without their weights": (
-        merge, "merge_read_in_torch", lambda o, lse, part, part_lse, out: out.copy_(o + part), oracle,
+        merge, "merge_in_torch", merged_without_weights_if_read, oracle,
     ),
     "blocks that may read nothing taken for read": (
-        merge, "merge_in_torch", merge.merge_read_in_torch, test_merge.test_nothing_read_at_all,
+        merge, "merge_in_torch", lambda *given, real=merge.merge_in_torch: real(*given[:5], True),
+        test_merge.test_nothing_read_at_all,
     ),
     "queries' gradient of the last block alone": (
         merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),

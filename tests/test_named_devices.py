@@ -23,9 +23,9 @@ PLACES = {
     CUDAS: """
         accumulate.py:_sums_inside
         attention/backend.py:platform_of
-        attention/rules.py:_why_not_activated
         attention/rules.py:why_not_cudnn
         attention/rules.py:why_not_efficient
+        attention/rules.py:why_not_flash
         attention/rules.py:why_not_fused
         attention/triton_merge.py:fits_triton
         attention/triton_merge.py:merge_in_triton

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -26,6 +27,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.looks import versions_of
 from streambp.instance_forward import is_fsdp_unit
+from streambp.known_names import DOCUMENT_ENDS, OWN_SCAN
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_forward
@@ -38,7 +40,7 @@ from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.unchanged import NOBODY
 from streambp.recurrent.documents import PackedRows
-from streambp.recurrent.scans import scans_selectively
+from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
 
 backward_in_chunks = functools.partial(run_backward, unread_products)
@@ -91,7 +93,7 @@ def admit(
     site.of(_refuse_inner_fsdp)
     counts_when_alone()
     carries = site.kind.states.carries
-    if rows is not None and carries and not site.kind.states.goes_by_document(site.layer):
+    if rows is not None and carries and (site.kind.states.returned or not mixers_of(site.layer)):  # [Note: segments]
         raise UnsupportedModelError(
             f"position_ids mark {rows.number} documents in packed rows, but no module inside "
             f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
@@ -191,10 +193,15 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
     documents = arguments.documents
     if documents is None:
         return None
-    if documents.ids is not None and scans_selectively(site.layer):
+    scans = {name for _, name in scans_of(site.layer)} if documents.ids is not None else set()
+    if scans.difference(("torch", "forward", OWN_SCAN)):  # a selective scan is known by its own name
         # Told in training its fused kernel mixes them, in eval mode its convolution does not: the mode decides.
         return "seq_idx says where documents start, which its selective scan takes no notice of"
-    return documents.why_not_cut(arguments.length)
+    ends = documents.ends
+    rising = all(a < b for a, b in itertools.pairwise(ends))
+    if ends and not (rising and ends[0] == 0 and ends[-1] == arguments.length):
+        return f"{DOCUMENT_ENDS} does not rise from 0 to the sequence's {arguments.length} tokens"
+    return None
 
 
 def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) -> None:

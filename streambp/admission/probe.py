@@ -40,7 +40,7 @@ from streambp.admission.rehearsal import (
     rehearsing,
 )
 from streambp.attention.prefix import Prefix, Stage
-from streambp.attention.spans import Spans
+from streambp.attention.spans import Run, Spans
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, raised_among_kernels
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
@@ -255,10 +255,10 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
     """Whether anything but attention and states takes a gradient from before `cut` to behind it or back."""
     before, behind = slice(cut), slice(cut, x.shape[-2])
     kind = call.site.kind
-    if kind.states.carries or not kind.attention.readable_apart:
+    if kind.states.carries or not kind.attention.ours:
         _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
-    layout = Spans.apart(x.shape[-3], x.shape[-2], cut)
+    layout = Spans(x.shape[-2], ((Run(0, cut, 0), Run(cut, x.shape[-2], cut)),) * x.shape[-3])
     with as_trained(call), torch.enable_grad():
         for there, here in ((before, behind), (behind, before)):
             leaf, output = _on_trial(call, x, layout, origin)

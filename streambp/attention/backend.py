@@ -298,13 +298,8 @@ class AsSdpa:
     same: bool = True
     heads: int = 0
 
-    def __or__(self, other: AsSdpa) -> AsSdpa:
-        return AsSdpa(self.same and other.same, max(self.heads, other.heads))
-
-
-def as_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, same: bool) -> AsSdpa:
-    """Of a call with q [B, H, C, D], k [B, H_kv, C, D] and v [B, H_kv, C, D_v], the same number of queries and keys."""
-    if not has_data(q):
-        return AsSdpa(same)
-    fused = torch._fused_sdp_choice(q, k, v, None, dropout, True, enable_gqa=q.shape[1] != k.shape[1])
-    return AsSdpa(same, 0 if fused else q.shape[1])
+    def with_call(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, same: bool) -> AsSdpa:
+        """With one more, of q [B, H, C, D], k [B, H_kv, C, D] and v [B, H_kv, C, D_v], as many queries as keys."""
+        grouped = q.shape[1] != k.shape[1]
+        fused = not has_data(q) or torch._fused_sdp_choice(q, k, v, None, dropout, True, enable_gqa=grouped)
+        return AsSdpa(self.same and same, self.heads if fused else max(self.heads, q.shape[1]))

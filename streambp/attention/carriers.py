@@ -21,17 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.indexers import picking
 from streambp.attention.interface import own_implementation, routed, unrouted
 from streambp.attention.masks import DenseMask, LazyMask, resolve
-from streambp.attention.own import (
-    OwnMask,
-    PaddingMask,
-    PlainMask,
-    biases_positions,
-    own_mask,
-    why_picked_blocks_stay_whole,
-)
+from streambp.attention.own import OwnMask, biases_positions, own_mask, why_picked_blocks_stay_whole
 from streambp.attention.prefix import AttentionPoint, ChunkMask
 from streambp.attention.spans import Spans
 from streambp.cache import ChunkCache
@@ -58,20 +50,22 @@ class NoAttention:
 
     costs: what `describe` says of it. why_not_split: why ranks cannot have a shard of the tokens each.
     in_tiles: the prefix may be cut into tiles, of which some are elsewhere. reads_a_mask: the layer hands attention_mask to
-    attention alone. readable_apart: queries can be kept from reading other chunks' keys, for a trial. picks_keys: which
-    keys a query reads is found from what is in them.
+    attention alone. ours: its attention, if it has some, is ours while the layer streams, so that queries can be kept from
+    reading other chunks' keys, for a trial. picks_keys: which keys a query reads is found from what is in them.
+    returns_weights: floating tensors behind its hidden states are attention weights, for which nobody has asked.
     """
 
     costs: str | None = None
     why_not_split: str | None = None
     in_tiles = True
     reads_a_mask = False
-    readable_apart = True
+    ours = True
     picks_keys = False
+    returns_weights = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """The configs by which the layer's attention is sent to ours while it streams."""
-        return attention_configs(layer)
+        """The configs by which the layer's attention is sent to ours while it streams; none if it stays its own."""
+        return attention_configs(layer) if self.ours else []
 
     def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
         """Why the layer cannot be cut with these arguments; None if it can. The mask among them may become another.
@@ -83,18 +77,17 @@ class NoAttention:
         return None
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """What each query of hidden_states x [..., B, T, h] may read."""
-        if isinstance(attention_mask_of(named), LazyMask):
-            return THROUGH_INTERFACE.layout(named, x)
-        return Layout(Spans.causal(*x.shape[-3:-1]))  # nobody reads it
+        """What each query of hidden_states x [..., B, T, h] may read: read off the mask, whichever it is."""
+        mask, (batch_size, length) = attention_mask_of(named), x.shape[-3:-1]
+        if not self.reads_a_mask and not isinstance(mask, LazyMask):  # nobody reads it, or the layer itself does
+            return Layout(Spans.causal(batch_size, length), mask.barriers if isinstance(mask, OwnMask) else ())
+        spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
+        barriers = spans.barriers if isinstance(spans, DenseMask) else ()
+        return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)
 
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """A chunk's arguments with what stands in for its mask and cache, and what its cache does with keys and values."""
         return named, None
-
-    def within(self, indexers: list[nn.Module], point: AttentionPoint) -> contextlib.AbstractContextManager[None]:
-        """What the layer's forward over a chunk runs in. indexers: the layer's modules that pick keys."""
-        return contextlib.nullcontext()
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
@@ -110,10 +103,6 @@ class NoAttention:
         """
         return named
 
-    def extras(self, rest: list[Any]) -> list[Any]:
-        """What a layer returns behind its hidden states, without attention weights that nobody asked for."""
-        return rest
-
 
 class ThroughInterface(NoAttention):
     """A layer that attends through transformers' attention interface: the `AttentionPoint` travels as its mask."""
@@ -126,16 +115,9 @@ class ThroughInterface(NoAttention):
         known = mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)
         return None if known else "its attention_mask is not for attention alone"
 
-    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """Read off the mask, whichever it is; x: [..., B, T, h]."""
-        mask = attention_mask_of(named)
-        batch_size, length = x.shape[-3:-1]
-        spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
-        barriers = spans.barriers if isinstance(spans, DenseMask) else ()
-        return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)
-
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """The point in place of attention's mask."""
+        point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
         for name, value in named.items():
             if type(value) in PLAIN:
@@ -149,8 +131,8 @@ class ThroughInterface(NoAttention):
     def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
         """Each mask of ours becomes the model's; a layer without one is given a causal one."""
         found = {name: _own_masks(value, mask) for name, value in named.items()}
-        if not any(holds_lazy(value) for value in named.values()):
-            found["attention_mask"] = mask(LazyMask({}))
+        if not isinstance(attention_mask_of(named), LazyMask):
+            found["attention_mask"] = mask(LazyMask())
         return found
 
 
@@ -165,11 +147,7 @@ class Replaced(NoAttention):
 
     by: str
 
-    readable_apart = False
-
-    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """None: its attention stays its own."""
-        return []
+    ours = False
 
     @property
     def why_not_split(self) -> str:  # type: ignore[override]
@@ -182,7 +160,6 @@ class Replaced(NoAttention):
 
 
 PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})  # arguments that neither are masks of ours nor hold some
-THROUGH_INTERFACE = ThroughInterface()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,16 +180,6 @@ class Picking(ThroughInterface):
         """What `describe` says of it."""
         found = "sparse attention: plain products with all keys before, which are masked if they are not picked"
         return found if self.kept is None else f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
-
-    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
-        """The point in place of attention's mask; it takes picks."""
-        point.takes_picks = True
-        return super().hand(named, point)
-
-    def within(self, indexers: list[nn.Module], point: AttentionPoint) -> contextlib.AbstractContextManager[None]:
-        """The indexers pick for the point's chunk."""
-        assert isinstance(point, ChunkMask)
-        return picking(indexers, point)
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
@@ -240,11 +207,8 @@ class OverCache(NoAttention):
     costs = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
     why_not_split = "it attends by itself, to this rank's shard"
     in_tiles = False  # all of its keys are read at once
-    readable_apart = False
-
-    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """None: its attention stays its own."""
-        return []
+    returns_weights = True
+    ours = False
 
     def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
         """The layer's mask becomes an `OwnMask`; x: [..., B, T, h].
@@ -254,11 +218,11 @@ class OverCache(NoAttention):
         """
         mask, length = attention_mask_of(named), x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
-        causal = PlainMask(torch.empty(0, device=x.device)) if mask is None and by_sdpa else None
+        causal = OwnMask(torch.empty(0, device=x.device)) if mask is None and by_sdpa else None
         found = causal or own_mask(mask, length, by_sdpa)
         if isinstance(found, str):
             return found
-        if documents is not None and isinstance(found, PaddingMask | PlainMask):
+        if documents is not None and found.mask.dim() < 4:
             raise UnsupportedModelError(
                 f"position_ids mark {documents} documents of packed rows, which the attention of "
                 f"{type(layer).__name__} is not told of: its mask knows padding alone, while the model's recurrent "
@@ -274,13 +238,6 @@ class OverCache(NoAttention):
             found = dataclasses.replace(found, empty=None)
         named["attention_mask"] = found
         return None
-
-    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """Causal, for x [..., B, T, h]: the layer itself reads the mask."""
-        mask = attention_mask_of(named)
-        return (
-            Layout(Spans.causal(*x.shape[-3:-1]), mask.barriers) if isinstance(mask, OwnMask) else super().layout(named, x)
-        )
 
     def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
         """A cache that returns the prefix, and the mask's part for the chunk's queries."""
@@ -298,10 +255,6 @@ class OverCache(NoAttention):
         """The model's own mask, cut to these tokens."""
         keys = {name: named[name][..., :length] for name in PER_KEY if isinstance(named.get(name), Tensor)}
         return {**named, "attention_mask": named["attention_mask"].cut(Chunk(0, 0, length)), **keys}
-
-    def extras(self, rest: list[Any]) -> list[Any]:
-        """Floating tensors are attention weights."""
-        return [None] * len(rest) if any(part is not None and part.is_floating_point() for part in rest) else rest
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
@@ -325,12 +278,7 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
     return named.get("attention_mask")
 
 
-def holds_lazy(value: Any) -> bool:
-    """Whether it is a mask of ours, or holds one."""
-    return any(isinstance(part, LazyMask) for part in (value.values() if isinstance(value, Mapping) else (value,)))
-
-
 def _own_masks(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
-    if isinstance(value, Mapping) and holds_lazy(value):
+    if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
         return {key: _own_masks(part, mask) for key, part in value.items()}
     return mask(value) if isinstance(value, LazyMask) else value

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.attention.picked import visible
-from streambp.attention.prefix import ChunkMask, Stage
+from streambp.attention.prefix import AttentionPoint, ChunkMask, Stage
 from streambp.cache import ChunkCache
 from streambp.known_names import CACHES, INDEX_HEADS, INDEXER
 from streambp.nested import rebuilt
@@ -33,8 +33,9 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def picking(indexers: Sequence[nn.Module], point: ChunkMask) -> Iterator[None]:
+def picking(indexers: Sequence[nn.Module], point: AttentionPoint) -> Iterator[None]:
     """Within, these modules pick keys for the queries of the point's chunk, or know what they have picked."""
+    assert isinstance(point, ChunkMask)
     before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
     for number, indexer in enumerate(indexers):
         indexer.forward = functools.partial(_pick, indexer, indexer.forward, number, point)  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.masks import LazyMask, lazy_mask, resolve
+from streambp.attention.masks import LazyMask, resolve
 from streambp.attention.prefix import AttentionCall, AttentionPoint, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
 from streambp.device import autocast_dtype, without_autocast
@@ -70,7 +70,7 @@ def stream_attention(
         not is_causal or getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]
     )
     if elsewhere:
-        foreign += _given(kwargs, SINKS) + ["softcap"] * (softcap is not None)
+        foreign += [name for name in SINKS if kwargs.get(name) is not None] + ["softcap"] * (softcap is not None)
         # sdpa would read that as causal from the first key on, for a chunk as for the whole.
         foreign += ["no mask over keys from elsewhere"] * (attention_mask is None and is_causal)
     elif not is_causal:
@@ -106,21 +106,17 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
 
 def _unusual(mask: Any, kwargs: Mapping[str, Any]) -> tuple[list[str], Tensor | None, Tensor | None]:
     """Of a call's arguments the names of those that are refused, a sink's logits [H] and picks [B, S, k]."""
-    foreign, picks = _given(kwargs, FOREIGN_ARGUMENTS), kwargs.get(PICKS)
+    given = {name for name, value in kwargs.items() if value is not None}
+    foreign, picks = [name for name in FOREIGN_ARGUMENTS if name in given], kwargs.get(PICKS)
     if picks is not None and not (isinstance(mask, AttentionPoint) and mask.takes_picks):
         foreign.append(PICKS)
-    return foreign, next((kwargs[name] for name in _given(kwargs, SINKS)), None), picks
-
-
-def _given(kwargs: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Those of the names that a call has a value for."""
-    return [name for name in names if kwargs.get(name) is not None]
+    return foreign, next((kwargs[name] for name in SINKS if name in given), None), picks
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
     """transformers' mask function for our attention: a `LazyMask`."""
     own = _met_by_chance(config)
-    function = lazy_mask if own is None else AttentionMaskInterface().get(own, lazy_mask)
+    function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
     return function(config=config, **description)
 
 
@@ -175,7 +171,7 @@ def own_implementation(config: PreTrainedConfig) -> str | None:
 
 
 def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager[None]:
-    """Within, models with these configs use `stream_attention` and `lazy_mask`. Sub-configs are left alone.
+    """Within, models with these configs use `stream_attention` and `LazyMask`. Sub-configs are left alone.
 
     Our name enters transformers' tables here, so that a model unpickled in a process that never called `patch` runs; no
     model outside of `routed` uses it.

@@ -22,7 +22,7 @@ there: what lies in memory may be NaN.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -201,11 +201,16 @@ class CpuFlashKernel(Kernel):
 
 
 class FlashKernel(Kernel):
-    """torch's FlashAttention on CUDA: dense, windowed and varlen (bottom-right causal, grouped queries)."""
+    """torch's FlashAttention on CUDA (grouped queries).
+
+    bottom_right: causal blocks may have more keys than queries. packs: it knows windows and the documents of packed rows.
+    """
 
     name = "flash"
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL, Kind.WINDOW, Kind.VARLEN})
-    tiling = Tiling(k_block=K_BLOCK, bottom_right=True, native_window=True, native_varlen=True)
+
+    def __init__(self, bottom_right: bool = True, packs: bool = True) -> None:
+        self.kinds = frozenset({Kind.FULL, Kind.CAUSAL, *((Kind.WINDOW, Kind.VARLEN) if packs else ())})
+        self.tiling = Tiling(k_block=K_BLOCK, bottom_right=bottom_right, native_window=packs, native_varlen=packs)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D] in q's dtype; VARLEN blocks go to the kernel as one packed row [T, H, D]."""
@@ -216,9 +221,8 @@ class FlashKernel(Kernel):
             o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=task.scale)
             return o, lse
         q, k, v = (_token_major(t, kind) for t in (q, k, v))
-        o, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *_lengths(task, q.device), 0.0, True, False, scale=task.scale, **_flash_window(task.block)
-        )
+        lengths, window = _lengths_and_window(task, q.device)
+        o, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, scale=task.scale, **window)
         return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[None]  # varlen gives [H, T]
 
     def backward(
@@ -234,28 +238,12 @@ class FlashKernel(Kernel):
                 scale=task.scale,
             )  # fmt: skip
         do, q, k, v, o = (_token_major(t, kind) for t in (do, q, k, v, o))
+        lengths, window = _lengths_and_window(task, q.device)
+        lse = lse if kind is Kind.WINDOW else lse[0]
         dq, dk, dv = aten._flash_attention_backward(
-            do, q, k, v, o, lse if kind is Kind.WINDOW else lse[0], *_lengths(task, q.device), 0.0, True,
-            *no_dropout, scale=task.scale, **_flash_window(task.block),
-        )  # fmt: skip
+            do, q, k, v, o, lse, *lengths, 0.0, True, *no_dropout, scale=task.scale, **window
+        )
         return _head_major(dq, kind), _head_major(dk, kind), _head_major(dv, kind)
-
-
-class SquareFlashKernel(FlashKernel):
-    """FlashAttention where causal blocks must be squares: ROCm, whose backward wants as many queries as keys.
-
-    Windows and packed rows have other conventions there (AOTriton's logsumexp of packed rows is [B, H, longest document]).
-    """
-
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
-    tiling = Tiling(k_block=K_BLOCK)
-
-
-class WindowlessFlashKernel(FlashKernel):
-    """FlashAttention where its operators do not differentiate windows: FlashAttention-4 behind torch 2.11."""
-
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL})  # documents of packed rows may have windows
-    tiling = Tiling(k_block=K_BLOCK, bottom_right=True)
 
 
 class CudnnKernel(Kernel):
@@ -284,7 +272,11 @@ class CudnnKernel(Kernel):
 
 
 MATH, CPU_FLASH, FLASH, CUDNN = MathKernel(), CpuFlashKernel(), FlashKernel(), CudnnKernel()
-SQUARE_FLASH, WINDOWLESS_FLASH = SquareFlashKernel(), WindowlessFlashKernel()
+# ROCm's backward wants as many queries as keys. Windows and packed rows have other conventions there (AOTriton's logsumexp
+# of packed rows is [B, H, longest document]).
+SQUARE_FLASH = FlashKernel(bottom_right=False, packs=False)
+# FlashAttention-4's operators behind torch 2.11 do not differentiate windows, which documents of packed rows may have.
+WINDOWLESS_FLASH = FlashKernel(packs=False)
 
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -336,14 +328,11 @@ def _head_major(x: Tensor, kind: Kind) -> Tensor:
     return x.transpose(0, 1)[None] if kind is Kind.VARLEN else x.transpose(1, 2)
 
 
-def _flash_window(block: Block) -> dict[str, int]:
-    return {} if block.window is None else {"window_size_left": block.window - 1, "window_size_right": 0}
-
-
-def _lengths(task: Task, device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """cu_seqlens of queries and keys (None unless packed), and the longest of each."""
+def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], dict[str, int]]:
+    """FlashAttention's arguments: cu_seqlens of queries and keys (None unless packed), the longest of each; the window."""
     block = task.block
+    window = {} if block.window is None else {"window_size_left": block.window - 1, "window_size_right": 0}
     if block.kind is not Kind.VARLEN:
-        return None, None, block.q1 - block.q0, block.k1 - block.k0
+        return [None, None, block.q1 - block.q0, block.k1 - block.k0], window
     longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (block.cu_q, block.cu_k)]
-    return *(task.ends or upload(block, device)), longest[0], longest[1]
+    return [*(task.ends or upload(block, device)), *longest], window

@@ -160,18 +160,8 @@ class KVBuffer:
         return dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-@dataclasses.dataclass
-class Tile:
-    """One chunk's K [B, C, H_kv, D] and V on the device; their accumulators once they are needed."""
-
-    k: Tensor
-    v: Tensor
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-
-
 class KVTiles:
-    """Keys and values in tiles, one for each chunk. [Note: tiles]
+    """Keys and values in tiles, one for each chunk. On the device a tile is the buffer of its chunk. [Note: tiles]
 
     Args:
         index: which of the layer's attention calls.
@@ -202,7 +192,7 @@ class KVTiles:
         self.width = width or value_size
         self._keys, self._scratch = keys, scratch
         self._k, self._v, self._dk, self._dv = (f"{part}.{index}" for part in ("k", "v", "dk", "dv"))
-        self._here: dict[int, Tile] = {}
+        self._here: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Copy a chunk's K [B, H_kv, C, D] and V into a tile; tiles of the chunks before leave unless they are resident.
@@ -210,7 +200,8 @@ class KVTiles:
         A store gets the tile if `keeps_all`, or if a later chunk will read it and it is not resident.
         """
         self._leave(list(self._here))
-        tile = Tile(*(part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v)))
+        k, v = (part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v))
+        tile = KVBuffer(k, v)
         if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:  # nobody else reads the last
             for name, part in ((self._k, tile.k), (self._v, tile.v)):
                 self._keys.put(name, chunk.index, part)
@@ -232,8 +223,13 @@ class KVTiles:
             for index in wanted[number]:
                 self._enter(index, gradients)
             following = wanted[number + 1] if number + 1 < len(blocks) else range(0)
-            for index in following:
-                self._load(index, gradients)
+            for index in following:  # it comes while the kernel is at work
+                if index not in self._here:
+                    for name in (self._k, self._v):
+                        self._home(name, index).load(name, index)
+                    if gradients and self._scratch.has(self._dk, index):
+                        self._scratch.load(self._dk, index)
+                        self._scratch.load(self._dv, index)
             yield block, self._part(block, lambda tile: tile.k), self._part(block, lambda tile: tile.v, self.width)
             self._leave(index for index in wanted[number] if index not in following and index != own)
 
@@ -241,38 +237,24 @@ class KVTiles:
         """dk [b, H_kv, k, D] and dv are added tile by tile."""
         rows = slice(block.b0, block.b1)
         for index, inside, of_block in self._overlaps(block):
-            tile = self._here[index]
-            assert tile.dk is not None
-            assert tile.dv is not None
-            tile.dk[rows, inside].add_(dk[:, :, of_block].transpose(1, 2))
-            tile.dv[rows, inside].add_(dv[:, :, of_block].transpose(1, 2))
+            for total, part in zip(self._here[index].grow_accumulators(), (dk, dv), strict=True):
+                total[rows, inside].add_(part[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """dK [B, H_kv, C, D] and dV of the chunk's tile, which leaves the device for good."""
         self._enter(chunk.index, gradients=True)
-        tile = self._here.pop(chunk.index)
-        assert tile.dk is not None
-        assert tile.dv is not None
-        return tile.dk.transpose(1, 2), tile.dv.transpose(1, 2)
+        return self._here.pop(chunk.index).take_gradients(chunk)
 
     def _enter(self, index: int, gradients: bool) -> None:
         if index not in self._here:
-            self._here[index] = Tile(*(self._home(name, index).peek(name, index) for name in (self._k, self._v)))
+            k, v = (self._home(name, index).peek(name, index) for name in (self._k, self._v))
+            self._here[index] = KVBuffer(k, v)
         tile = self._here[index]
         if gradients and tile.dk is None:
             if self._scratch.has(self._dk, index):
                 tile.dk, tile.dv = self._scratch.borrow(self._dk, index), self._scratch.borrow(self._dv, index)
             else:
-                wide = torch.promote_types(tile.k.dtype, torch.float32)
-                tile.dk, tile.dv = torch.zeros_like(tile.k, dtype=wide), torch.zeros_like(tile.v, dtype=wide)
-
-    def _load(self, index: int, gradients: bool) -> None:
-        if index not in self._here:
-            for name in (self._k, self._v):
-                self._home(name, index).load(name, index)
-            if gradients and self._scratch.has(self._dk, index):
-                self._scratch.load(self._dk, index)
-                self._scratch.load(self._dv, index)
+                tile.grow_accumulators()
 
     def _leave(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -295,7 +277,7 @@ class KVTiles:
             k0, k1 = max(block.k0, chunk.start), min(block.k1, chunk.stop)
             yield index, slice(k0 - chunk.start, k1 - chunk.start), slice(k0 - block.k0, k1 - block.k0)
 
-    def _part(self, block: Block, which: Callable[[Tile], Tensor], width: int | None = None) -> Tensor:
+    def _part(self, block: Block, which: Callable[[KVBuffer], Tensor], width: int | None = None) -> Tensor:
         """[b, H_kv, k, D], or with that many columns."""
         tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
         if width is not None and tiles[0][0].shape[3] != width:
@@ -330,21 +312,3 @@ class PrefixMemory:
     room: int | None
     scratch: Callable[[], HostTensors]
     saved: HostTensors | None = None
-
-    def resident_tiles(self, sizes: list[int]) -> list[int | None]:
-        """For each attention call, how many of its tiles stay on the device; None: all, in one buffer.
-
-        Args:
-            sizes: bytes a token of each.
-        """
-        room, found = self.room, list[int | None]()
-        for size in sizes:
-            whole, tile = size * self.plan.length, size * self.plan.longest
-            if room is None or whole <= room:
-                found.append(None)
-                room = None if room is None else room - whole
-            else:
-                resident = max(0, room // tile - WORKING)
-                found.append(resident)
-                room = max(0, room - (resident + WORKING) * tile)
-        return found

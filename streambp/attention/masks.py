@@ -1,7 +1,7 @@
 """From transformers' description of a mask to spans, without ever building a [T, T] tensor.
 
-transformers builds masks from index functions. Registered under our attention's name, `lazy_mask` keeps that description
-(`LazyMask`) instead of calling it. `resolve` then reads the spans off the parts that are known (2-D padding, window,
+transformers builds masks from index functions. In their place stands `LazyMask`, which keeps their description instead of
+calling them. `resolve` then reads the spans off the parts that are known (2-D padding, window,
 packing) and checks them against the index function at the edges of every span. A mask that is no interval becomes a
 `DenseMask`, built tile by tile.
 """
@@ -26,15 +26,15 @@ from streambp.known_names import DOCUMENT_ENDS
 
 
 class LazyMask:
-    """A mask as transformers describes it; `layout` and `whole` cache what `resolve` and `resolve_whole` made of it, for
-    all layers that share it.
+    """A mask as transformers describes it to its mask functions, `sdpa_mask` among them; `layout` and `whole` cache what
+    `resolve` and `resolve_whole` made of it, for all layers that share it.
 
     told: the argument that told `resolve` of packed documents, and how many there are; None: there are none.
     ends: where the documents of each row end, for models that do not tell their masks; None: what the mask says counts.
     tree: of rows in one packed row, what its queries read within a window or without. [Note: tree of rows]
     """
 
-    def __init__(self, description: dict[str, Any]) -> None:
+    def __init__(self, **description: Any) -> None:
         self.description = description
         self.layout: Spans | DenseMask | None = None
         self.whole: Spans | None = None
@@ -56,11 +56,6 @@ class LazyMask:
         return self
 
 
-def lazy_mask(**description: Any) -> LazyMask:
-    """The mask function behind our attention's name; takes what `sdpa_mask` takes."""
-    return LazyMask(description)
-
-
 @dataclasses.dataclass(frozen=True)
 class DenseMask:
     """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]; bool (True is read) or added to the scores.
@@ -73,12 +68,7 @@ class DenseMask:
     length: int
     source: LazyMask | Tensor
     barriers: tuple[Barrier, ...] = ()
-    derived: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict, compare=False, repr=False)  # by others
-
-    @property
-    def causal(self) -> bool:
-        """No query reads a key behind it."""
-        return not self.barriers
+    derived: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)  # by others
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """MASK blocks of queries [start, stop), over keys up to a block's last query if causal, up to `stop` otherwise."""
@@ -87,7 +77,7 @@ class DenseMask:
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):
             q1 = min(q0 + q_step, stop)
-            end = q1 if self.causal else stop
+            end = stop if self.barriers else q1
             for k0 in range(0, end, k_step):
                 found.append(Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end)))
         return found
@@ -132,7 +122,7 @@ def resolve(
     if isinstance(mask, Tensor):
         return _from_tensor(mask, batch_size, length, device)
     if mask is None:
-        mask = LazyMask({"mask_function": causal_mask_function, "q_length": length, "kv_length": length})
+        mask = LazyMask(mask_function=causal_mask_function, q_length=length, kv_length=length)
     if mask.layout is None:
         if mask.tree is None:
             mask.layout = _from_description(mask, batch_size, length, position_ids, cu_seq_lens, device)
@@ -210,11 +200,17 @@ def _from_description(
     if packed is not None:
         mask.told = "position_ids", sum(map(len, rows_of(batch_size, length, None, packed)))
     if cu_seq_lens is not None:
-        rows = _rows_of_documents(cu_seq_lens, batch_size, length)
+        ends = cu_seq_lens.tolist()
+        if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
+            raise UnsupportedMaskError(
+                f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must rise from 0 to the length "
+                "of a single row. Flatten the batch into one row, or leave cu_seq_lens out."
+            )
+        rows = (_documents(ends),)
         mask.told = mask.told or (DOCUMENT_ENDS, len(rows[0]))
         if packed is not None and rows != rows_of(batch_size, length, None, packed):
             raise UnsupportedMaskError(
-                f"cu_seq_lens ends its documents at {cu_seq_lens.tolist()[:9]}..., but position_ids restart elsewhere. "
+                f"cu_seq_lens ends its documents at {ends[:9]}..., but position_ids restart elsewhere. "
                 "Make them agree, or pass only one of them."
             )
         return Spans(length, rows, window)
@@ -267,16 +263,6 @@ def rows_of(batch_size: int, length: int, padding: Tensor | None, packed: Tensor
         runs = [Run(first, last, first)] if first < last else []
         rows.append(tuple(runs + ([Run(last, length, first, last)] if runs and last < length else [])))
     return tuple(rows)
-
-
-def _rows_of_documents(cu_seq_lens: Tensor, batch_size: int, length: int) -> tuple[tuple[Run, ...], ...]:
-    ends = cu_seq_lens.tolist()
-    if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
-        raise UnsupportedMaskError(
-            f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must rise from 0 to the length of a "
-            "single row. Flatten the batch into one row, or leave cu_seq_lens out."
-        )
-    return (_documents(ends),)
 
 
 def _documents(ends: list[int]) -> tuple[Run, ...]:

@@ -100,37 +100,28 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor,
         lse, part_lse: [b, H, t] in float32 or float64; lse is replaced. Where it is -inf, o is not read. [Note: empty rows]
         all_read: every query reads a key of both parts.
     """
-    if o.is_cpu and all_read:
-        merge_read_in_torch(o, lse, part_o, part_lse, out)
-        return
     if not o.is_cpu and fits_triton(o, part_o, out):
         merge_in_triton(o, lse, part_o, part_lse, out)
-        return
-    merge_in_torch(o, lse, part_o, part_lse, out)
+    else:
+        merge_in_torch(o, lse, part_o, part_lse, out, o.is_cpu and all_read)
 
 
-def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
+def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False) -> None:
     """`merge` by torch's operators, which `merge_in_triton` is tested against.
 
     Args:
         o, part_o, out: [b, t, H, D]; out is written and may be o.
         lse, part_lse: [b, H, t]; lse is replaced.
+        all_read: no logsumexp is -inf: the same bits in half the time.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
-    safe = merged.clamp(min=torch.finfo(merged.dtype).min)  # [Note: empty rows]
+    safe = merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)  # [Note: empty rows]
     weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
     part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-    kept = (o * weight).masked_fill_(weight == 0.0, 0.0)  # [b, t, H, D]
+    kept = o * weight  # [b, t, H, D]
+    if not all_read:
+        kept.masked_fill_(weight == 0.0, 0.0)
     torch.add(kept, part_o * part_weight, out=out)
-    lse.copy_(merged)
-
-
-def merge_read_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """`merge_in_torch`, with the same bits in half the time, where no logsumexp [b, H, t] is -inf."""
-    merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
-    weight = (lse - merged).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
-    part_weight = (part_lse - merged).exp_().transpose(1, 2).unsqueeze(-1)
-    torch.add(o * weight, part_o * part_weight, out=out)
     lse.copy_(merged)
 
 

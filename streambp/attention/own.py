@@ -31,13 +31,15 @@ from streambp.source import written_forward
 
 @dataclasses.dataclass(frozen=True)
 class OwnMask:
-    """The 4-D mask of a layer that attends by itself, and what was found out about it.
+    """The mask of a layer that attends by itself, and what was found out about it.
 
     Some are added to the scores. Of the others some say what is read and some what is not (MPT): in a causal one the first
     query does not read the last key, which tells which.
 
     Args:
-        mask: [B or 1, H or 1, T, T].
+        mask: [B or 1, H or 1, T, T]. Or [B, T], the real tokens, for a layer that makes its own mask of them and of what
+            its indexer picks (GLM 5 Next): of the prefix the indexer's cached keys know. Or [0], where the call has none:
+            sdpa takes a whole sequence for causal, and has to be told of a prefix.
         barriers: where no chunk may end. [Note: chunk ends]
         empty: [B or 1, T], queries that read nothing; None if all read something.
     """
@@ -52,7 +54,12 @@ class OwnMask:
         return tile != self.mask[:, :, :1, -1:] if tile.dtype == torch.bool else reads(tile)
 
     def cut(self, chunk: Chunk) -> Tensor:
-        """[B or 1, H or 1, C, e], with empty queries that read themselves."""
+        """[B or 1, H or 1, C, e], with empty queries that read themselves; [B, C] of a mask of tokens."""
+        if self.mask.dim() == 2:
+            return self.mask[:, chunk.start : chunk.stop]
+        if self.mask.dim() == 1:
+            size = chunk.stop - chunk.start
+            return torch.ones(1, 1, size, chunk.stop, dtype=torch.bool, device=self.mask.device).tril(chunk.start)
         part = self.mask[:, :, chunk.start : chunk.stop, : chunk.stop]
         if self.empty is None:
             return part
@@ -67,43 +74,16 @@ class OwnMask:
         return v if self.empty is None else v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
 
     def causal(self, length: int) -> OwnMask:
-        """A plain causal mask of its kind for the first tokens."""
+        """A plain causal mask of its kind for the first tokens, without padding."""
+        if self.mask.dim() == 2:
+            return OwnMask(torch.ones_like(self.mask[:, :length]))
+        if self.mask.dim() == 1:
+            return self
         lower = torch.ones(length, length, dtype=torch.bool, device=self.mask.device).tril()
         not_read = self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else torch.finfo(self.mask.dtype).min
         is_read = ~self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else self.mask.new_zeros(())
         plain = torch.where(lower, is_read, not_read)
         return OwnMask(plain.expand(*self.mask.shape[:2], -1, -1))
-
-
-class PlainMask(OwnMask):
-    """The mask of a call without one: sdpa takes a whole sequence for causal. Over a prefix it has to be told.
-
-    mask: of its device, without elements.
-    """
-
-    def cut(self, chunk: Chunk) -> Tensor:
-        """[1, 1, C, e] in bool, True is read."""
-        size = chunk.stop - chunk.start
-        return torch.ones(1, 1, size, chunk.stop, dtype=torch.bool, device=self.mask.device).tril(chunk.start)
-
-    def causal(self, length: int) -> OwnMask:
-        """Itself: it has no length."""
-        return self
-
-
-class PaddingMask(OwnMask):
-    """The [B, T] mask of real tokens, of a layer that makes its own mask of it and of what its indexer picks (GLM 5 Next).
-
-    A chunk's tokens are all that it says; of the prefix the indexer's cached keys know.
-    """
-
-    def cut(self, chunk: Chunk) -> Tensor:
-        """[B, C], the chunk's part."""
-        return self.mask[:, chunk.start : chunk.stop]
-
-    def causal(self, length: int) -> OwnMask:
-        """[B, length] without padding."""
-        return PaddingMask(torch.ones_like(self.mask[:, :length]))
 
 
 def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
@@ -115,7 +95,7 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] == length:
         # Every query reads the first token where none of the rows starts with padding.
         if by_sdpa or mask.is_meta or isinstance(mask, FakeTensor) or bool(mask[:, 0].all()):
-            return PaddingMask(mask)
+            return OwnMask(mask)
         return "it attends by itself, with padding whose queries read a mean over all keys"
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return "it attends by itself, without a 4-D attention mask"
@@ -160,7 +140,7 @@ def why_picked_blocks_stay_whole(layer: nn.Module, positions: Any, mask: OwnMask
         )
     if isinstance(positions, Tensor) and not bool((positions == torch.arange(length, device=positions.device)).all()):
         return "its indexer picks blocks of keys by position_ids, which are not the places of the keys here"
-    if isinstance(mask, PlainMask):
+    if mask.mask.dim() == 1:
         return None
     kept = mask.read(length - 1, length, 0, length)  # [B or 1, H or 1, 1, T], of the last query
     places = torch.arange(length, device=kept.device)

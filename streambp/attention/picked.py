@@ -41,16 +41,14 @@ class PickedMask(DenseMask):
     below: Spans | DenseMask = dataclasses.field(kw_only=True)
     start: int = dataclasses.field(kw_only=True)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "derived", self.below.derived.setdefault("picked", {}))  # plans, for all layers
-
     @classmethod
     def of(cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor) -> Spans | DenseMask:
         """For picks [B, C, k] of a chunk of `length` positions; `below` itself if all keys are picked."""
         if picks.shape[-1] >= chunk.stop:
             return below
         barriers = below.barriers if isinstance(below, DenseMask) else ()
-        return cls(len(picks), length, picks, barriers, below=below, start=chunk.start)
+        plans = below.derived.setdefault("picked", {})  # for all layers
+        return cls(len(picks), length, picks, barriers, plans, below=below, start=chunk.start)
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """[B, H or 1, q, k], as in `DenseMask`."""

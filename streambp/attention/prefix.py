@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
-from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, as_sdpa, choose_backend
-from streambp.attention.kv import KVBuffer, KVTiles, PrefixMemory, Site
+from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, choose_backend
+from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory, Site
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
 from streambp.attention.picked import PickedMask
@@ -44,26 +44,22 @@ class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
 
 @dataclasses.dataclass(frozen=True)
 class SiteSize:
-    """Bytes that one token of an attention call takes in all rows: its K and V, the accumulators of their gradients, and
-    the zeros behind V where it is padded. [Note: padded values]"""
+    """Bytes that one token of an attention call takes in all rows: its K and V, the accumulators of their gradients, and K
+    and V on the device, with the zeros behind V where it is padded. [Note: padded values]"""
 
     keys: int
     sums: int
+    resident: int
     value_size: int  # D_v
-    padding: int = 0
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None = None) -> SiteSize:
         """k [B, H_kv, C, D], v [B, H_kv, C, D_v], of which V's buffer has `width` columns."""
         wide = torch.promote_types(k.dtype, torch.float32).itemsize
         elements = (k.numel() + v.numel()) // k.shape[2]
+        keys = elements * k.element_size()
         padding = 0 if width is None else v.shape[0] * v.shape[1] * (width - v.shape[3]) * v.element_size()
-        return cls(elements * k.element_size(), elements * wide, v.shape[3], padding)
-
-    @property
-    def resident(self) -> int:
-        """Of K and V, where they are on the device."""
-        return self.keys + self.padding
+        return cls(keys, elements * wide, keys + padding, v.shape[3])
 
 
 class Prefix:
@@ -142,11 +138,6 @@ class Prefix:
             if isinstance(site, KVBuffer):
                 site.pack()
 
-    def part(self, index: int, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
-        """K [B, C, H_kv, D] and V of a chunk, as views of the buffers; None if they are in tiles."""
-        site = self.sites[index]
-        return site.part(chunk) if isinstance(site, KVBuffer) else None
-
     @property
     def backward_bytes(self) -> int:
         """What all of it takes on the device in backward."""
@@ -162,10 +153,21 @@ class Prefix:
         return 4.0 * size * heads * pairs
 
     def resident_tiles(self, backward: bool) -> list[int | None]:
-        """For each attention call, how many of its tiles stay on the device; None: it is one buffer."""
-        if self.memory is None:
-            return [None] * len(self.sizes_seen)
-        return self.memory.resident_tiles([size.resident + backward * size.sums for size in self.sizes_seen])
+        """For each attention call, how many of its tiles stay on the device; None: all, in one buffer."""
+        room, found = None if self.memory is None else self.memory.room, list[int | None]()
+        for size in self.sizes_seen:
+            if self.memory is None or room is None:
+                found.append(None)
+                continue
+            token, plan = size.resident + backward * size.sums, self.memory.plan
+            if token * plan.length <= room:
+                found.append(None)
+                room -= token * plan.length
+            else:
+                resident = max(0, room // (token * plan.longest) - WORKING)
+                found.append(resident)
+                room = max(0, room - (resident + WORKING) * token * plan.longest)
+        return found
 
     def find_saved(self) -> None:
         """K and V of every chunk and attention call are in the memory's store: fill the sites from there."""
@@ -288,7 +290,7 @@ class ChunkMask(AttentionPoint):
         if backend is None:  # backward attends as forward did, whatever is switched on or off between them
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
-            prefix.sdpa |= as_sdpa(q, k, v, dropout, softcap is None and sink is None)
+            prefix.sdpa = prefix.sdpa.with_call(q, k, v, dropout, softcap is None and sink is None)
         asked, place = (scale, dropout, softcap), (chunk.index, index)
         if self.stage is Stage.FORWARD:
             prefix.asked[place] = asked

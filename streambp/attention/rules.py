@@ -105,25 +105,19 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
 
     FlashAttention-2 checks D % 8, D <= 256 and D_v == D (flash_api.cpp); for backward on compute capability 8.6, 8.9, 12.0
     and 12.1 torch's own attention leaves D 200 to 224 out (`check_requires_grad_and_head_dim_gt192_...`, sdp_utils.cpp).
+    FlashAttention-3 and -4 behind torch's operators raise, they never fall back; their devices are those of
+    torch/nn/attention/_fa3.py and _fa4.py, their head sizes those of FlashAttention's own interfaces.
     """
     yield from why_not_fused(call, here)
     if here.device == "cpu":
         return
     if call.padded > FLASH_LIMIT:
         yield f"the head size is {call.padded}; it takes at most {FLASH_LIMIT}"
-    if here.hip:
+    name = here.flash
+    if here.hip or name is None:
+        if not here.hip and 192 < call.padded <= 224 and (here.capability in ((8, 6), (8, 9)) or here.major >= 12):
+            yield f"it has no backward for head size {call.padded} on compute capability {here.capability}"
         return
-    if here.flash is not None:
-        yield from _why_not_activated(call, here, here.flash)
-    elif 192 < call.padded <= 224 and (here.capability in ((8, 6), (8, 9)) or here.major >= 12):
-        yield f"it has no backward for head size {call.padded} on compute capability {here.capability}"
-
-
-def _why_not_activated(call: AttentionShape, here: Platform, name: str) -> Iterator[str]:
-    """Why FlashAttention-3 or -4 behind torch's operators cannot do it. They raise, they never fall back.
-
-    Devices: torch/nn/attention/_fa3.py and _fa4.py. Head sizes: FlashAttention's own interfaces.
-    """
     restore = "torch.nn.attention.restore_flash_attention_impl() brings FlashAttention-2 back"
     wanted = {"FA3": (9,), "FA4": (9, 10)}.get(name)
     if wanted is None:
@@ -166,21 +160,19 @@ def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
         yield "cuDNN 9.10.0 and 9.10.1 refuse attention's backward"
     if call.size % 8 or call.value_size % 8:
         yield f"the head sizes are {call.size} and {call.value_size}; cuDNN's attention takes multiples of 8"
-    if max(call.pair) > NATIVE and not _is_native(call.pair, here):
+    native = max(call.pair) <= NATIVE
+    if here.capability == (9, 0):
+        native = native or (call.pair in (MLA, WIDE) and here.cudnn >= 91300)
+    elif here.major == 10:
+        native = native or (call.pair == MLA and here.cudnn >= 91100)
+        native = native or (call.pair == WIDE and here.cudnn >= 92300 and here.torch >= (2, 14))
+    if not native:
         yield (
             f"the head size is {call.size}, of values {call.value_size}; cuDNN's attention has at most {NATIVE}, and "
             f"{MLA} and {WIDE} on compute capability 9.0 and 10.x with new versions"
         )
     if here.deterministic:
         yield "cuDNN's attention is not deterministic, and torch.use_deterministic_algorithms(True) asks for what is"
-
-
-def _is_native(pair: tuple[int, int], here: Platform) -> bool:
-    if here.capability == (9, 0):
-        return pair in (MLA, WIDE) and here.cudnn >= 91300
-    if here.major == 10:
-        return (pair == MLA and here.cudnn >= 91100) or (pair == WIDE and here.cudnn >= 92300 and here.torch >= (2, 14))
-    return False
 
 
 def prefers_cudnn(here: Platform) -> bool:

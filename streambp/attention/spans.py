@@ -85,40 +85,33 @@ class Tiling:
 
     def takes(self, length: int) -> bool:
         """Whether a block may have so many queries, or keys."""
-        return self.few is None or next(few_lengths(length, self.few, None), None) == length
+        return self.few is None or next(piece_lengths(length, self.few, None), None) == length
 
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
         """Cut [q0, q1); each piece with the tiling of its blocks."""
-        found, start = list[tuple[int, int, Tiling]](), q0
-        if self.few is None:
-            for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
-                found.append((start, min(start + (self.q_block or q1 - q0), q1), self))
-            return found
-        for length in few_lengths(q1 - q0, self.few, self.q_block):
-            found.append((start, start + length, self))
-            start += length
-        if start < q1:
+        found = list[tuple[int, int, Tiling]]()
+        for length in piece_lengths(q1 - q0, self.few, self.q_block):
+            found.append((q0, q0 + length, self))
+            q0 += length
+        if q0 < q1:
             assert self.tail is not None
-            found += self.tail.queries(start, q1)
+            found += self.tail.queries(q0, q1)
         return found
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
         """Cut [k0, k1)."""
         found = list[tuple[int, int]]()
-        if self.few is None:
-            for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
-                found.append((start, min(start + (self.k_block or k1 - k0), k1)))
-            return found
-        for length in few_lengths(k1 - k0, self.few, self.k_block):
+        for length in piece_lengths(k1 - k0, self.few, self.k_block):
             found.append((k0, k0 + length))
             k0 += length
         return [*found, (k0, k1)] if k0 < k1 else found
 
 
-def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
-    """Pieces of at least `few`, up to `most` (a multiple of `GRID`), that leave less than `few`. [Note: few shapes]"""
-    while length >= few:
-        piece = length - length % GRID or 1 << (length.bit_length() - 1)
+def piece_lengths(length: int, few: int | None, most: int | None) -> Iterator[int]:
+    """Pieces up to `most`. With `few`, `most` is a multiple of `GRID`, and pieces have few lengths, of at least `few`; they
+    leave less than that. [Note: few shapes]"""
+    while length >= (few or 1):
+        piece = length if few is None else length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)
         yield piece
         length -= piece
@@ -165,11 +158,6 @@ class Spans:
         """
         return cls(length, ((Run(0, length, 0),),) * batch_size, window)
 
-    @classmethod
-    def apart(cls, batch_size: int, length: int, cut: int) -> Spans:
-        """Causal, and no query from `cut` on reads a key before it."""
-        return cls(length, ((Run(0, cut, 0), Run(cut, length, cut)),) * batch_size)
-
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """The blocks of queries [start, stop)."""
         found, first, count = list[Block](), 0, len(self.rows)
@@ -185,26 +173,38 @@ class Spans:
             packed = list[Run]()
             if tiling.native_varlen and len(clipped) > 1:
                 causal = [run for run in clipped if run.k1 is None]
-                if _is_packed(causal):
-                    packed = causal if self._joins(causal[0]) else causal[1:]
+                if len(causal) > 1 and all(a.q1 == b.q0 == b.k0 for a, b in itertools.pairwise(causal)):
+                    # Documents, one behind the other. The first is in one call with the others if it begins in the chunk as
+                    # well, or reads little of what is before the chunk, which another kernel would read faster.
+                    opening = causal[0]
+                    joins = opening.k0 == opening.q0 or self.window is not None or opening.q1 - opening.k0 <= JOINED
+                    packed = causal if joins else causal[1:]
                     clipped = [*causal[: len(causal) - len(packed)], *(run for run in clipped if run.k1 is not None)]
             for run in clipped:
                 found += self._run_blocks(b0, b1, run, tiling)
             if packed:  # one call for several documents, of which the first may have begun before its queries
                 k0, q0, end = self._first_key(packed[0]), packed[0].q0, packed[-1].q1
                 cu_q, cu_k = ((0, *(run.q1 - first for run in packed)) for first in (q0, k0))
-                for own in range(b0, b1):
-                    found.append(Block(Kind.VARLEN, own, own + 1, q0, end, k0, end, self.window, cu_q, cu_k))
+                for one in range(b0, b1):
+                    found.append(Block(Kind.VARLEN, one, one + 1, q0, end, k0, end, self.window, cu_q, cu_k))
         return found
 
     def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> list[Block]:
         window, found = self.window, list[Block]()
         if window is None:
             for q0, q1, pieces in tiling.queries(run.q0, run.q1):
-                if run.k1 is None:
-                    found += _causal_blocks(b0, b1, q0, q1, run.k0, pieces)
-                else:
+                if run.k1 is not None:
                     found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(run.k0, run.k1)]
+                    continue
+                k0 = run.k0
+                if not pieces.bottom_right:
+                    found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(k0, q0)]
+                    k0 = q0
+                while pieces.k_block and q1 - k0 > max(pieces.k_block, q1 - q0):
+                    stop = min(k0 + pieces.k_block, q0)
+                    found.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
+                    k0 = stop
+                found.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))
             return found
         if tiling.native_window and run.k1 is None:
             return [Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)]
@@ -225,27 +225,3 @@ class Spans:
     def _first_key(self, run: Run) -> int:
         """The first key that any query of a run reads."""
         return run.k0 if self.window is None else max(run.k0, run.q0 - self.window + 1)
-
-    def _joins(self, run: Run) -> bool:
-        """Whether a chunk's first document is in one call with the others: it begins there as well, or reads little of what
-        is before the chunk, which another kernel would read faster."""
-        return run.k0 == run.q0 or self.window is not None or run.q1 - run.k0 <= JOINED
-
-
-def _causal_blocks(b0: int, b1: int, q0: int, q1: int, k0: int, tiling: Tiling) -> list[Block]:
-    """Queries [q0, q1) read keys from k0 <= q0 on up to themselves."""
-    found = list[Block]()
-    if not tiling.bottom_right:
-        for keys in tiling.keys(k0, q0):
-            found.append(Block(Kind.FULL, b0, b1, q0, q1, *keys))
-        k0 = q0
-    while tiling.k_block and q1 - k0 > max(tiling.k_block, q1 - q0):
-        stop = min(k0 + tiling.k_block, q0)
-        found.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
-        k0 = stop
-    return [*found, Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1)]
-
-
-def _is_packed(runs: list[Run]) -> bool:
-    """Several documents, one behind the other, each reading nothing before itself."""
-    return len(runs) > 1 and all(a.q1 == b.q0 == b.k0 for a, b in itertools.pairwise(runs))

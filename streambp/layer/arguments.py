@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from streambp.cache import ChunkCache
 from streambp.chunks import Chunk, Forks
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
-from streambp.known_names import CACHES, PAGED_CACHE, PICKED, STATE, TOKEN_DIMS
+from streambp.known_names import CACHES, DOCUMENT_ENDS, DOCUMENT_IDS, PAGED_CACHE, PICKED, STATE, TOKEN_DIMS
 from streambp.nested import Slot, rebuilt
-from streambp.recurrent.documents import Documents, PackedRows, documents_of
+from streambp.recurrent.documents import Documents, PackedRows
 
 CACHED = frozenset({*CACHES, PAGED_CACHE, STATE})  # the arguments that hold a cache
 
@@ -129,7 +129,7 @@ class Arguments:
     def tell(self, documents: Documents) -> None:
         """The layer's kernels are told of the documents of packed rows, which the call did not."""
         self.named.update(documents.arguments)
-        self.kind |= {("told", documents.names)}
+        self.kind |= {("told", tuple(documents.arguments))}
         self._documents, self.tells = documents, True
 
     def renamed(self, state: tuple[Any, ...]) -> None:
@@ -148,7 +148,8 @@ class Arguments:
     def documents(self) -> Documents | None:
         """The documents of packed rows, if kernels are told of them; reads cu_seq_lens_q, which waits for the device."""
         if self._documents is None:
-            self._documents = documents_of(self.named)
+            ids, ends = self.named.get(DOCUMENT_IDS), self.named.get(DOCUMENT_ENDS)
+            self._documents = None if ids is None and ends is None else Documents(ids, ends)
         return self._documents
 
     def _kind(self, value: Any) -> Any:

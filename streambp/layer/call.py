@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.utils import output_capturing
 
-from streambp.attention.indexers import indexers_of
+from streambp.attention.indexers import indexers_of, picking
 from streambp.attention.interface import routed
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
@@ -193,7 +193,8 @@ class LayerCall:
         hidden_states, *rest = result if self.returns_tuple else (result,)
         if isinstance(hidden_states, Tensor):
             hidden_states = self.arguments.one_dimensional(hidden_states)
-        rest = self.site.kind.attention.extras(rest)
+        if self.site.kind.attention.returns_weights and any(x is not None and x.is_floating_point() for x in rest):
+            rest = [None] * len(rest)
         found = {index: part for index, part in enumerate(rest) if part is not None}
         whole = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
         if not whole or not all(isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()):
@@ -268,13 +269,13 @@ class LayerCall:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
-        picking = kind.attention.within(self.indexers, point) if kind.attention.picks_keys else NOTHING
+        picked = picking(self.indexers, point) if kind.attention.picks_keys else NOTHING
         choosing = NOTHING if self.site.choices is None else self.site.choices.at(chunk, hidden_chunk.shape[-3])
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
         for tensors in self.collected.values():  # of a chunk that raised: its graph would live on
             tensors.clear()
-        with self.autocast.restored() if self.autocast.on else NOTHING, starting, picking, choosing:
+        with self.autocast.restored() if self.autocast.on else NOTHING, starting, picked, choosing:
             try:
                 result = self.forward(hidden_chunk, **named)
             except RefillDone:

@@ -11,7 +11,7 @@ from streambp.chunks import Barrier, Chunk
 from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS
 from streambp.layer.arguments import Arguments
 from streambp.layer.site import LayerSite
-from streambp.recurrent.documents import PackedRows, document_readers, in_several, tried_rows
+from streambp.recurrent.documents import TRIED, PackedRows, document_readers, in_several
 from streambp.recurrent.scans import scans_of, starting_from
 from streambp.recurrent.segments import in_segments, mixers_of
 from streambp.recurrent.states import StateCache
@@ -30,7 +30,7 @@ class Packing:
         self.told: tuple[str, ...] = ()
         self.rows: PackedRows | None = None
         if site is not None and arguments is not None:
-            self.told = () if arguments.documents is None else arguments.documents.names
+            self.told = () if arguments.documents is None else tuple(arguments.documents.arguments)
             self.rows = arguments.packed_rows
             self._scans = scans_of(site.layer)
             self._functions = document_readers(site.layer) if self.told else []
@@ -64,10 +64,14 @@ class Packing:
         return {**named, **documents.within(chunk)}, starting_from(self._scans, cache, (self._functions, documents, chunk))
 
     def tried(self, x: Tensor) -> tuple[dict[str, Tensor], PackedRows | None]:
-        """Arguments and packed rows for a trial on x [..., B, TOKENS, h]: several documents, if the call has several."""
+        """Arguments and packed rows for a trial on x [..., B, TOKENS, h]: several documents, if the call has several, other
+        ones in every second row."""
         rows, length = x.shape[-3:-1]
         told = in_several(self.arguments.named, length) if self.arguments is not None and self.told else {}
-        return told, None if self.rows is None else tried_rows(rows, length)
+        if self.rows is None:
+            return told, None
+        ends = (tuple(end - row % 2 for end in TRIED if end < length) for row in range(rows))
+        return told, PackedRows(tuple((0, *inside, length) for inside in ends))
 
 
 ONE_DOCUMENT = Packing()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streambp.attention.kv import KVBuffer
 from streambp.attention.merge import Attended
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
@@ -166,10 +167,11 @@ class Kept:
                     raise self._attended_overwritten()
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
-            whole = self.carried.prefix.part(site, chunk) if self.moves_kv else None  # tiles are in the store already
-            if whole is not None:
-                self.store.put(f"k.{site}", chunk.index, whole[0])
-                self.store.put(f"v.{site}", chunk.index, whole[1])
+            whole = self.carried.prefix.sites[site] if self.moves_kv else None
+            if isinstance(whole, KVBuffer):  # tiles are in the store already
+                k, v = whole.part(chunk)
+                self.store.put(f"k.{site}", chunk.index, k)
+                self.store.put(f"v.{site}", chunk.index, v)
         if self.watch is None:
             return
         # What each thing would cost to keep and to compute again, by which the next forwards choose.

@@ -370,7 +370,7 @@ class BackboneForward(InstanceForward):
         # As of their last call; a layer that has changed routes its own when it is called.
         found = {id(self._config): self._config}
         for site in self._sites:
-            if not site.kind.attention.readable_apart:
+            if not site.kind.attention.ours:
                 return []  # it attends by itself, with the masks that its own setting builds
             for config in site.of(site.kind.attention.configs):
                 found[id(config)] = config

@@ -30,7 +30,12 @@ def launched_kernels() -> Iterator[None]:
         for module, name, kernel, moved in (
             (blocks, "fold_rows", triton_fold.fold_rows, lambda product, *_: product.nbytes),
             (blocks, "write_gradient", triton_gradient.write_gradient, lambda product, *_: 2 * product.nbytes),
-            (merge, "merge_in_torch", merge.merge_in_torch, lambda o, _, p, __, out: o.nbytes + p.nbytes + out.nbytes),
+            (
+                merge,
+                "merge_in_torch",
+                merge.merge_in_torch,
+                lambda o, _, p, __, out, *___: o.nbytes + p.nbytes + out.nbytes,
+            ),
         ):
             stack.enter_context(mock.patch.object(module, name, functools.partial(launch, kernel, moved)))
         yield

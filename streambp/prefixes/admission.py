@@ -58,7 +58,7 @@ def why_not(
         name = type(site.layer).__name__
         if site.kind.attention.reads_a_mask and not takes_positions:
             return f"{type(module).__name__} takes no position_ids"
-        if not site.kind.attention.readable_apart or site.kind.counts_positions:
+        if not site.kind.attention.ours or site.kind.counts_positions:
             return f"{name} attends by itself, or asks its cache for positions"
         if site.kind.attention.picks_keys:
             return f"{name} picks the keys that its queries read"
@@ -148,10 +148,6 @@ class Trials:
             for with_padding in (False,) * shares + (True,) * padded
         ]
         self.verdicts[self.kind_of(kwargs)] = found[0], found[-1]
-
-    def settle(self, reason: str) -> None:
-        """All kinds that were tried compute rows from now on."""
-        self.verdicts = dict.fromkeys(self.verdicts, (reason, reason))
 
     def _try(self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> str | None:
         _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)

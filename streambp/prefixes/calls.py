@@ -100,7 +100,7 @@ class SharedPrefixes:
                     ) from error
                 known = isinstance(error, UnsharedError)
                 tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"
-                self.trials.settle(tree)
+                self.trials.verdicts = dict.fromkeys(self.trials.verdicts, (tree, tree))  # all kinds compute rows now
             else:
                 padding = len(tree.rows) * tree.width - tree.tokens_of_rows
                 self.last = Shared(len(tree.rows), tree.tokens_of_rows, padding, tree.tokens)

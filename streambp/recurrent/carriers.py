@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from streambp.chunks import Chunk
-from streambp.recurrent.segments import mixers_of
 from streambp.recurrent.states import LEAST_TOKENS, Key, StateCache, States, in_own_memory
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -60,8 +59,3 @@ class StateCarrier:
         if cache is not None:
             cache.after.update({Key("returned", 0, number): in_own_memory(state) for number, state in enumerate(states)})
         return hidden_states, None
-
-    def goes_by_document(self, layer: nn.Module) -> bool:
-        """Whether modules inside it can be called for one document of packed rows after the other: not if the states are
-        the whole layer's. [Note: segments]"""
-        return not self.carries or (not self.returned and bool(mixers_of(layer)))

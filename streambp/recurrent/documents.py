@@ -53,18 +53,6 @@ class Documents:
         """By name, for a layer that is not given them: seq_idx [B, T], cu_seq_lens_q [documents + 1]."""
         return {name: value for name, value in ((DOCUMENT_IDS, self.ids), (DOCUMENT_ENDS, self._ends)) if value is not None}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The arguments that tell them."""
-        return tuple(self.arguments)
-
-    def why_not_cut(self, length: int) -> str | None:
-        """Why chunks cannot be told of them; None if they can."""
-        rising = all(a < b for a, b in itertools.pairwise(self.ends))
-        if self.ends and not (rising and self.ends[0] == 0 and self.ends[-1] == length):
-            return f"{DOCUMENT_ENDS} does not rise from 0 to the sequence's {length} tokens"
-        return None
-
     def within(self, chunk: Chunk) -> dict[str, Tensor]:
         """Arguments that a chunk's are replaced by: where its own documents end, [documents + 1]."""
         if self._ends is None:
@@ -74,10 +62,6 @@ class Documents:
             ends = [0, *inside, chunk.stop - chunk.start]
             self._cut[chunk] = torch.tensor(ends, dtype=self._ends.dtype, device=self._ends.device)
         return {DOCUMENT_ENDS: self._cut[chunk]}
-
-    def goes_on(self, chunk: Chunk) -> bool:
-        """Whether the chunk starts within a document."""
-        return chunk.start not in self.ends
 
 
 class Segment(NamedTuple):
@@ -151,19 +135,8 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
     return PackedRows(ends * (rows // len(ends)))
 
 
-def tried_rows(rows: int, length: int) -> PackedRows:
-    """The same for the probe's rows of `length` tokens: several documents, other ones in every second row."""
-    return PackedRows(tuple((0, *(end - row % 2 for end in TRIED if end < length), length) for row in range(rows)))
-
-
-def documents_of(named: Mapping[str, Any]) -> Documents | None:
-    """The documents that a layer's arguments tell of."""
-    ids, ends = named.get(DOCUMENT_IDS), named.get(DOCUMENT_ENDS)
-    return None if ids is None and ends is None else Documents(ids, ends)
-
-
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those arguments for rows of one document each: seq_idx [B, T], cu_seq_lens_q [2]."""
+    """The arguments of a layer that tell of documents, for rows of one document each: seq_idx [B, T], cu_seq_lens_q [2]."""
     changed = {}
     if named.get(DOCUMENT_IDS) is not None:
         changed[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
@@ -249,6 +222,6 @@ def _tell_rule(real: Function, documents: Documents, chunk: Chunk, *args: Any, *
         return real(*args, **kwargs)
     if state is not None:
         others = state.new_zeros((len(ends) - 2, *state.shape[1:]))  # [N - 1, H, K, V]
-        kwargs["initial_state"] = torch.cat((state, others)) if documents.goes_on(chunk) else None
+        kwargs["initial_state"] = torch.cat((state, others)) if chunk.start not in documents.ends else None
     out, end = real(*args, **kwargs)
     return out, None if end is None else end[-1:]

@@ -75,11 +75,6 @@ def in_torch(function: Any) -> bool:
     return called is not None and called is getattr(function, "__wrapped__", None)
 
 
-def scans_selectively(layer: nn.Module) -> bool:
-    """Whether one of its mixers calls a selective scan (Mamba 1)."""
-    return any(name not in ("torch", "forward", OWN_SCAN) for _, name in scans_of(layer))
-
-
 class Replaced:
     """Within, modules have these attributes of their own: forwards, or functions that their forwards call.
 

@@ -139,20 +139,14 @@ def _by_segment(
         parts.append((segment, result, {} if own is None else own.after))
     if cache is not None:
         cache.after.update(_end_states(parts, rows, tokens))
-    return _joined(module, [(segment, result) for segment, result, _ in parts], rows)
-
-
-def _joined(module: nn.Module, parts: list[tuple[Segment, Any]], rows: int) -> Any:
-    """What a mixer returned for its segments, as it would return it for the chunk."""
-    results = [result for _, result in parts]
+    results = [result for _, result, _ in parts]
     if all(isinstance(result, Tensor) for result in results):
-        whole = _joined_tokens(parts, rows)
+        whole = _joined_tokens(segments, results, rows)
         if whole is not None:
             return whole
     elif all(isinstance(result, tuple) and isinstance(result[0], Tensor) for result in results):
         # What is no tensor of tokens is a state, for which nobody has asked.
-        columns = [[(segment, result[index]) for segment, result in parts] for index in range(len(results[0]))]
-        found = [_joined_tokens(column, rows) for column in columns]
+        found = [_joined_tokens(segments, list(column), rows) for column in zip(*results, strict=True)]
         if found[0] is not None:
             return tuple(found)
     raise UnsupportedModelError(
@@ -176,12 +170,12 @@ def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
     return torch.cat([x[row : row + 1] for row in picked])
 
 
-def _joined_tokens(parts: list[tuple[Segment, Any]], rows: int) -> Tensor | None:
+def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
     """[rows, C, ...] from tensors [rows of a segment, its tokens, ...]; None if one is no such tensor."""
-    for segment, part in parts:
+    for segment, part in zip(segments, parts, strict=True):
         if not isinstance(part, Tensor) or part.shape[:2] != (len(segment.rows), segment.stop - segment.start):
             return None
-    ordered = sorted(parts, key=lambda part: part[0].start)
+    ordered = sorted(zip(segments, parts, strict=True), key=lambda part: part[0].start)
     if all(len(segment.rows) == rows for segment, _ in ordered):
         return torch.cat([part for _, part in ordered], 1)
     by_row: list[list[Tensor]] = [[] for _ in range(rows)]

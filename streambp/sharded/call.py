@@ -28,7 +28,7 @@ from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
 from streambp.offload.manager import Access
-from streambp.sharded.halves import AfterAttention, BeforeAttention
+from streambp.sharded.halves import Cut
 from streambp.sharded.masks import resolve_whole
 from streambp.sharded.shards import Keys, Piece, Shards
 
@@ -153,7 +153,7 @@ def _unread_in_halves(
     x = x.clone().requires_grad_()
 
     def before() -> list[Tensor]:
-        point = BeforeAttention()
+        point = Cut()
         with random.replayed():
             call.run(x, chunk, point)
         made = point.projected
@@ -166,7 +166,7 @@ def _unread_in_halves(
 
     def after() -> list[Tensor]:
         with random.replayed():
-            output = call.run(x, chunk, AfterAttention(o))
+            output = call.run(x, chunk, Cut(o))
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 

@@ -12,18 +12,29 @@ from streambp.attention.prefix import AttentionCall, AttentionPoint, RefillDone
 from streambp.errors import UnsupportedModelError
 
 
-class BeforeAttention(AttentionPoint):
-    """Stops the layer at its attention; `projected` is what it was called with, with its graph if there is one."""
+class Cut(AttentionPoint):
+    """Where a layer is cut: the half before stops at it, the half after goes on from attention's output o [B, H, C, D_v].
 
-    def __init__(self) -> None:
+    Args:
+        o: of the half after, which does not look at queries, keys and values; None: it is the half before.
+
+    projected: what attention was called with, with its graph if there is one.
+    """
+
+    def __init__(self, o: Tensor | None = None) -> None:
+        self.o = o
+        self.calls = 0
         self.projected: AttentionCall | None = None
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """Keep what attention is called with, q [B, H, C, D] among it, and stop the layer by `RefillDone`.
+        """o [B, C, H, D_v], contiguous, whatever is given; the half before is stopped by `RefillDone`.
 
         Raises:
             UnsupportedModelError: the call has dropout.
         """
+        self.calls += 1
+        if self.o is not None:
+            return self.o.transpose(1, 2).contiguous()
         if given.dropout > 0.0:
             raise UnsupportedModelError(
                 f"The model attends with attention dropout of {given.dropout}, which streambp does not support where "
@@ -33,36 +44,16 @@ class BeforeAttention(AttentionPoint):
         raise RefillDone
 
     def finish(self) -> None:
-        """Check that the layer was stopped.
-
-        Raises:
-            UnsupportedModelError: it did not attend.
-        """
-        if self.projected is None:
-            raise UnsupportedModelError(
-                "A layer did not attend through transformers' attention interface, so it cannot see what other ranks hold. "
-                "Train this model without splitting sequences."
-            )
-
-
-class AfterAttention(AttentionPoint):
-    """Lets the layer go on from its attention's output o [B, H, C, D_v]; queries, keys and values are not looked at."""
-
-    def __init__(self, o: Tensor) -> None:
-        self.o = o
-        self.calls = 0
-
-    def attend(self, given: AttentionCall) -> Tensor:
-        """o [B, C, H, D_v], contiguous, whatever is given."""
-        self.calls += 1
-        return self.o.transpose(1, 2).contiguous()
-
-    def finish(self) -> None:
         """Check that the layer attended once.
 
         Raises:
             UnsupportedModelError: it attended more or fewer times.
         """
+        if self.o is None and not self.calls:
+            raise UnsupportedModelError(
+                "A layer did not attend through transformers' attention interface, so it cannot see what other ranks hold. "
+                "Train this model without splitting sequences."
+            )
         if self.calls != 1:
             raise UnsupportedModelError(
                 f"A layer attended {self.calls} times; where sequences are split over ranks it must do so once. Train this "

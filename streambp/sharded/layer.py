@@ -52,7 +52,7 @@ from streambp.layer.recompute import NOTHING, RandomState
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.sharded.call import ShardedCall, keeps
-from streambp.sharded.halves import AfterAttention, BeforeAttention
+from streambp.sharded.halves import Cut
 from streambp.sharded.shards import Keys, Shards
 
 
@@ -119,7 +119,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                     call.kept.random.append(RandomState.capture(call.device))
                 see = call.seeing(chunk, again=False, half="after")
                 with call.kept.capturing(names, see) if keep else NOTHING:
-                    output = call.run(hidden_chunk, chunk, AfterAttention(o[_part(chunk)]))
+                    output = call.run(hidden_chunk, chunk, Cut(o[_part(chunk)]))
                 assert output is not None
                 if call.witness is not None:
                     call.witness.see_output(hidden_chunk, output.hidden_states)
@@ -154,7 +154,7 @@ def _see_projected(see: See | None, found: AttentionCall) -> None:
 
 def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int) -> AttentionCall:
     """Run a chunk up to attention; its first `count` of q, k, v go into the shard's, which the first chunk makes."""
-    point = BeforeAttention()
+    point = Cut()
     call.run(hidden_chunk, chunk, point)
     found = point.projected
     assert found is not None
@@ -278,7 +278,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
                 call.kept.random[chunk.index].replayed(),
                 call.kept.knowing(chunk, call.kept.products_after, sums=work.sums, see=see),
             ):
-                output = call.run(hidden_chunk, chunk, AfterAttention(o_chunk), leaves)
+                output = call.run(hidden_chunk, chunk, Cut(o_chunk), leaves)
             assert output is not None
             if call.witness is not None:
                 call.witness.see_output(hidden_chunk, output.hidden_states)
@@ -347,7 +347,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
         for chunk in call.plan.backward:
             hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.inputs.wanted)
-            point, see = BeforeAttention(), call.seeing(chunk, again=True, half="before")
+            point, see = Cut(), call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory
+from streambp.attention.prefix import Prefix, SiteSize
 from streambp.attention.spans import Run, Spans, Tiling
 from streambp.chunks import ChunkPlan
 from streambp.layer.saved import InMemory
@@ -78,7 +79,10 @@ def test_prefixes_share_their_room_in_order():
     plan = ChunkPlan(100, 10)
 
     def resident(room, sizes):
-        return PrefixMemory(plan, room, InMemory).resident_tiles(sizes)
+        prefix = Prefix(Spans.causal(1, 100), 100, "auto")
+        prefix.memory = PrefixMemory(plan, room, InMemory)
+        prefix.sizes_seen = [SiteSize(size, 0, size, 1) for size in sizes]
+        return prefix.resident_tiles(backward=False)
 
     assert resident(None, [8, 8]) == [None, None]
     assert resident(800, [8]) == [None]

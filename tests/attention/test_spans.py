@@ -188,10 +188,10 @@ def test_one_pair_above_the_diagonal_moves_chunk_ends(value):
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     if value is not True:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    assert resolve(mask, 2, LENGTH, None, None, CPU).causal
+    assert not resolve(mask, 2, LENGTH, None, None, CPU).barriers
     mask[0, 0, 7, 19] = value
     dense = resolve(mask, 2, LENGTH, None, None, CPU)
-    assert not dense.causal
+    assert dense.barriers
     assert dense.barriers == (Barrier(8, 19),)
     assert move_ends(ChunkPlan(LENGTH, 8), dense.barriers).ends == (7, 20, LENGTH)
     assert move_ends(ChunkPlan(LENGTH, 20), dense.barriers) == ChunkPlan(LENGTH, 20)
@@ -205,7 +205,7 @@ def test_added_mask_with_an_empty_row_is_refused_where_others_read_its_key(lowes
     with pytest.raises(UnsupportedMaskError, match="without any key"):
         resolve(mask, 1, LENGTH, None, None, CPU)
     mask[0, :, :, 3] = lowest
-    assert resolve(mask, 1, LENGTH, None, None, CPU).causal
+    assert not resolve(mask, 1, LENGTH, None, None, CPU).barriers
     mask[0, 1, 3, 3] = 0.0
     with pytest.raises(UnsupportedMaskError, match="in some heads"):
         resolve(mask, 1, LENGTH, None, None, CPU)

@@ -14,7 +14,7 @@ import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.attention import carriers as attention_carriers
-from streambp.attention.own import PlainMask
+from streambp.attention.own import OwnMask
 from streambp.cache import ChunkCache, LayerKeys
 from streambp.recurrent import carriers as state_carriers
 from tests import zoo
@@ -195,7 +195,7 @@ MUTANTS = {
     "an indexer's blocks of the chunk alone": (LayerKeys, "update_index", of_the_blocks_alone, "minimax_m3_vl_text"),
     "an indexer's keys of the chunk alone": (ChunkCache, "update_indexer", of_the_chunk_alone, "deepseek_v32"),
     "biases as in the first chunk": (ChunkCache, "get_query_offset", lambda self, *_: 0, "inkling_text"),
-    "a mask as of the first chunk": (PlainMask, "cut", counted_from_zero, "inkling_text"),
+    "a mask as of the first chunk": (OwnMask, "cut", counted_from_zero, "inkling_text"),
     "returned states without their gradient": (state_carriers.StateCarrier, "collect", without_gradient, "xlstm"),
 }  # fmt: skip
 

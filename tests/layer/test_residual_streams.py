@@ -167,7 +167,7 @@ class ChunkAlone(cache.LayerKeys):
 MUTANTS = {
     "streams taken for tokens": (arguments, "_token_shape", lambda hidden_states, *_: hidden_states.shape[-1:]),
     "keys of the chunks before not counted": (cache, "LayerKeys", ChunkAlone),
-    "padding as at the start": (cached.PaddingMask, "cut", lambda self, chunk: self.mask[:, : chunk.stop - chunk.start]),
+    "padding as at the start": (cached.OwnMask, "cut", lambda self, chunk: self.mask[:, : chunk.stop - chunk.start]),
 }  # fmt: skip
 
 

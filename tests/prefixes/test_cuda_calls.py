@@ -5,6 +5,7 @@ covers: attention/spans.py, prefixes/tree.py
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from streambp.attention import spans
+from streambp.attention.kernels import FLASH
 from streambp.attention.spans import Run, Spans
 from streambp.prefixes.tree import Tree, find_tree
 from tests.attention.meta_runs import run
@@ -60,7 +62,7 @@ def test_branches_of_a_chunk_are_one_call(monkeypatch):
 
 
 def test_a_block_for_each_branch_is_found(monkeypatch):
-    monkeypatch.setattr(spans, "_is_packed", lambda runs: False)
+    monkeypatch.setattr(FLASH, "tiling", dataclasses.replace(FLASH.tiling, native_varlen=False))
     with pytest.raises(AssertionError):
         check_counts(monkeypatch)
 
@@ -104,14 +106,18 @@ def test_many_short_rows_launch_no_more_than_a_long_one(monkeypatch, chunk_size,
     check_launches(monkeypatch, chunk_size, window)
 
 
-MUTANTS = {"a call for each row": (spans, "_is_packed"), "one for the row before the chunk": (Spans, "_joins")}
+MUTANTS = {
+    "a call for each row": (FLASH, "tiling", dataclasses.replace(FLASH.tiling, native_varlen=False), 128),
+    "one for the row before the chunk": (spans, "JOINED", 0, None),
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_more_calls_are_found(mutant, monkeypatch):
-    monkeypatch.setattr(*MUTANTS[mutant], lambda *_: False)
+    *wrong, window = MUTANTS[mutant]
+    monkeypatch.setattr(*wrong)
     with pytest.raises(AssertionError):
-        check_launches(monkeypatch, 8192, 128)
+        check_launches(monkeypatch, 8192, window)
 
 
 def test_a_long_document_before_the_chunk_goes_to_the_faster_kernel(monkeypatch):
