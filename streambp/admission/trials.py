@@ -47,7 +47,7 @@ from streambp.device import has_data, is_out_of_memory
 from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.data_flow import trace_unread
-from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out
+from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
 from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
 from streambp.layer.site import Overwritten
@@ -218,7 +218,7 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
         before = [(part, part.clone(), None if part.is_inference() else part._version) for part in given]
         point = _Watched(prefix, chunk)
         started = dict(zip(states, given[1:], strict=True))
-        with captured(linears, list(linears), lambda name, out: products.append((name, out, out.clone()))):
+        with tapped(linears, linears, lambda name, out: products.append((name, out, out.clone()))):
             output = call.run(given[0], chunk, point, states=started)
         assert output is not None
         attended |= any(_changed(*pair) for pair in point.given)

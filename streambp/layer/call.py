@@ -32,7 +32,7 @@ from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
 from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recording
 from streambp.layer.packing import ONE_DOCUMENT, Packing
-from streambp.layer.products import See, captured
+from streambp.layer.products import See, tapped
 from streambp.layer.recompute import NOTHING, Autocast, checkpointable, checkpointing_off, parametrizations_computed
 from streambp.layer.saved import InMemory, Kept
 from streambp.layer.shadows import Parameters
@@ -161,7 +161,7 @@ class LayerCall:
         if self.witness is None or unread is None or not unread.recompute:
             return NOTHING
         self.witness.left_out = unread.recompute.difference(self.kept.products)
-        return captured(linears, self.witness.left_out, None, self.witness.see)
+        return tapped(linears, self.witness.left_out, see=self.witness.see)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
-from streambp.layer.products import See, captured, matching, never_read, output_bytes, with_outputs
+from streambp.layer.products import See, cast_to, matching, tapped
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
@@ -178,7 +178,8 @@ class Kept:
         with self.autocast.restored():
             products = {
                 name: Product(
-                    linear.out_features * tokens * output_bytes(linear.weight), 2.0 * linear.weight.numel() * tokens
+                    linear.out_features * tokens * (cast_to(linear.weight) or linear.weight.dtype).itemsize,
+                    2.0 * linear.weight.numel() * tokens,
                 )
                 for name, linear in self.site.linears.items()
                 if name not in overwritten.products
@@ -226,8 +227,9 @@ class Kept:
             self.products = [name for name in products if name not in overwritten.products]
             if self.named and len(self.products) < len(products):
                 raise self._product_overwritten(*(name for name in products if name in overwritten.products))
-            unread = never_read(self.site.unread.values())
-            self.products = [name for name in self.products if name not in unread]
+            unread = [found.recompute for found in self.site.unread.values()]
+            never_read = frozenset.intersection(*unread) if unread else frozenset()
+            self.products = [name for name in self.products if name not in never_read]
 
     def _attended_overwritten(self) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -263,7 +265,7 @@ class Kept:
             if key not in self.product_names:
                 self.product_names.append(key)
 
-        return captured(self.linears, names, sink, see) if names else contextlib.nullcontext()
+        return tapped(self.linears, names, sink, see) if names else contextlib.nullcontext()
 
     def knowing(
         self,
@@ -289,7 +291,7 @@ class Kept:
                 return None
             return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
 
-        return with_outputs(self.linears, names, source, sums, see) if names else contextlib.nullcontext()
+        return tapped(self.linears, names, None, see, source, sums) if names else contextlib.nullcontext()
 
     def accesses(self) -> tuple[list[Access], int]:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""

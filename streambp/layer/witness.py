@@ -167,10 +167,6 @@ class Witness:
             return
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
-    def rows(self, x: Tensor) -> slice | None:
-        """Of the input x [..., C, n] of a Linear that is left out: those for which it is computed all the same."""
-        return rows_of(x.shape[-2]) if self.last and x.dim() > 1 and x.shape[-2] else None
-
     def end(self) -> None:
         """The layer's backward is over."""
         found, self._found, self._noted = self._found, [], {}

@@ -47,7 +47,7 @@ from streambp.layer.call import LayerCall
 from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
 from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole
-from streambp.layer.products import See, captured, left_out, summed
+from streambp.layer.products import See, left_out, summed, tapped
 from streambp.layer.recompute import NOTHING, RandomState
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
@@ -111,7 +111,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         linears, seen = call.site.linears, NOTHING
         if call.witness is not None:  # sees the inputs of what this half leaves out in backward
             call.witness.left_out = call.unread.to_differentiate_after.difference(call.unread.for_output, names)
-            seen = captured(linears, call.witness.left_out, None, call.witness.see)
+            seen = tapped(linears, call.witness.left_out, see=call.witness.see)
         with left_out(linears, call.unread.for_output), seen:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]

@@ -441,6 +441,6 @@ def test_other_names_and_bytes_are_seen(mutant, card, monkeypatch):
         real = Kept.find_products
         monkeypatch.setattr(Kept, "find_products", lambda self: setattr(self, "named", True) or real(self))
     else:
-        monkeypatch.setattr(saved, "output_bytes", lambda weight: 2)
+        monkeypatch.setattr(saved, "cast_to", lambda weight: torch.float16)
     with pytest.raises(AssertionError):
         test_what_was_planned_is_kept("adapters", 1e9, card)
