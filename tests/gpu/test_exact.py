@@ -62,7 +62,7 @@ def test_a_row_sees_masks_that_are_not_drawn_again(monkeypatch):
 
 
 def test_a_row_sees_that_nobody_lets_go_of_saves(monkeypatch):
-    monkeypatch.setattr(oom, "with_memory", lambda chooser, kept, compute: compute(False))
+    monkeypatch.setattr(oom, "with_memory", lambda compute, **_: compute(False))
     monkeypatch.setattr("streambp.layer.call.with_memory", oom.with_memory)
     line, passed = row("default long full")
     assert not passed

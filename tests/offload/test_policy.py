@@ -341,7 +341,7 @@ def planned_and_kept(chooser):
         if self.site.chooser is not chooser:
             return real(self, size)
         sizes = {}
-        for (key, _), tensor in self.store._tensors.items():
+        for (key, _), tensor in self.store.tensors.items():
             part, _, name = key.partition(".")
             if part in ("attn_out", "lse", "product"):
                 name = name.partition("#")[0] if part == "product" else "attn_out"
