@@ -38,7 +38,7 @@ SHOWN = 3  # of a list of parameters
 BUFFERS = "gradient buffers"
 # Functions that are called where something of ours happens, and what that is.
 OURS = (
-    (function, "_gradient_buffer", BUFFERS),
+    (function, "mark", BUFFERS),
     (blocks, "fold_rows", "head statistics"),
     (blocks, "write_gradient", "head gradient"),
     (merge, "merge_in_triton", "merge"),

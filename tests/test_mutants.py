@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,10 @@ def skips_second(real):
         return None if given and len(calls) == 2 else real(self, given)
 
     return method
+
+
+def lose_autocast(self, enabled=True, real=recompute.Autocast.restored):
+    return contextlib.nullcontext() if enabled else real(self, enabled)
 
 
 @contextlib.contextmanager
@@ -206,11 +211,12 @@ def of(check, *args):
     return functools.partial(check, *args)
 
 
-def only_hidden_states(self, output, chunk, real=layer_gradients.OutputGradients.of):
-    return real(layer_gradients.OutputGradients(self.hidden_states, {}), output, chunk)
+def only_hidden_states(self, output, chunk, real=layer_gradients.BackwardPass.upstream):
+    self.of_extras = {}
+    return real(self, output, chunk)
 
 
-def hidden_states_alone(self, chunk, gradients, real=layer_gradients.InputGradients.add):
+def hidden_states_alone(self, chunk, gradients, real=layer_gradients.BackwardPass.add):
     real(self, chunk, [gradients[0], *[None] * (len(gradients) - 1)])
 
 
@@ -263,7 +269,7 @@ def split(family="qwen3", mode="plain", saves=()):
         test_sharded.test_gradients_are_exact(family, mode, saves, None, None)
 
 
-def second_half_alone(self, chunk, gradients, again=False, real=layer_gradients.InputGradients.add):
+def second_half_alone(self, chunk, gradients, again=False, real=layer_gradients.BackwardPass.add):
     real(self, chunk, [None] * len(gradients) if again else gradients, again)
 
 
@@ -296,7 +302,7 @@ MUTANTS = {
         prefix.KVBuffer, "grow_accumulators", only_this_chunk, lambda: family("bloom"),
     ),
     "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
-    "lose autocast": (recompute.Autocast, "restored", nothing, autocast),
+    "lose autocast": (recompute.Autocast, "restored", lose_autocast, autocast),
     "top-left instead of bottom-right": (kernels, "_tile", top_left, bottom_right_block),
     "keys before the chunk left out": (spans.Tiling, "keys", lambda *_: [], oracle),
     "weights of an empty row": (
@@ -361,13 +367,13 @@ MUTANTS = {
     "sink without its gradient": (
         attend, "_sink_gradient", lambda do, o, lse, sink: torch.zeros_like(sink), of(family, "gpt_oss"),
     ),
-    "router outputs without their gradient": (layer_gradients.OutputGradients, "of", only_hidden_states, router_loss),
+    "router outputs without their gradient": (layer_gradients.BackwardPass, "upstream", only_hidden_states, router_loss),
     "router outputs of chunks taken for layers": (call, "recording", lambda keys: contextlib.nullcontext({}), router_loss),
     "shared keys and values without their gradient": (
-        layer_gradients.OutputGradients, "of", only_hidden_states, of(family, "gemma3n_text"),
+        layer_gradients.BackwardPass, "upstream", only_hidden_states, of(family, "gemma3n_text"),
     ),
     "differentiable arguments without their gradient": (
-        layer_gradients.InputGradients, "add", hidden_states_alone, of(family, "gemma3n_text"),
+        layer_gradients.BackwardPass, "add", hidden_states_alone, of(family, "gemma3n_text"),
     ),
     "positions counted from 0 in every chunk": (
         arguments.ChunkCache, "get_seq_length", lambda self, *_: 0,
@@ -463,7 +469,7 @@ MUTANTS = {
         shards.Shards, "tokens", first_copy_alone, lambda: test_shards.check_exchange(4, 2),
     ),
     "half before attention without its gradient of the input": (
-        layer_gradients.InputGradients, "add", second_half_alone, split,
+        layer_gradients.BackwardPass, "add", second_half_alone, split,
     ),
     "half after attention without its gradient of o": (
         sharded, "_add", lambda *args, real=sharded._add, **named: [real(*args, **named), None][1], split,
@@ -536,6 +542,11 @@ def _fill(tensor, mask, value, real=torch.Tensor.masked_fill):
     return real(tensor, mask, value)
 
 
+LEAVES_UP_PROJ = types.SimpleNamespace(
+    called=frozenset({"mlp.up_proj"}), reached=frozenset({"mlp.up_proj"}), read=frozenset()
+)
+
+
 @pytest.mark.parametrize("tried", [True, False])
 def test_a_wrongly_left_out_product_is_found_and_would_be_loud(tried, monkeypatch):
     _, ours = test_contract.model_pair()
@@ -543,8 +554,8 @@ def test_a_wrongly_left_out_product_is_found_and_would_be_loud(tried, monkeypatc
         monkeypatch.setattr(trials, "same_gradients", lambda *_: True)
     monkeypatch.setattr(
         trials,
-        "trace_unread",
-        lambda linears, run: (run(), products.UnreadProducts(frozenset(), frozenset({"mlp.up_proj"})))[1],
+        "trace",
+        lambda linears, run: (run(), LEAVES_UP_PROJ)[1],
     )
     for _ in range(2):  # the first leaves out no product
         _, found = gradients(ours, **make_batch("plain"))

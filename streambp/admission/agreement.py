@@ -11,7 +11,6 @@ from torch import Tensor
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import Choices
 from streambp.layer.site import LayerSite
-from streambp.layer.witness import coarsest_of, dtypes_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
@@ -20,7 +19,7 @@ SCORES = 4  # tolerances: a few scores of a single token carry a larger part of 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
     """The dtype of the largest eps among those of x [..., B, T, h], what the layer computes in, and autocast."""
-    return coarsest_of((x.dtype, *call.site.of(dtypes_of), *call.autocast.dtypes), x.device.type)
+    return call.site.coarsest(x.dtype, x.device.type, call.autocast)
 
 
 def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
@@ -34,15 +33,6 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
     """
     added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
     return bool((whole - pieces).float().norm() <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm())
-
-
-def agree_in_sum(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether two lists of gradients [...] of the same parameters agree, taken together as one long vector.
-
-    A single gradient may be nothing but rounding. The norm of `second` sets the tolerance.
-    """
-    differences = sum(float((a - b).float().norm()) ** 2 for a, b in zip(first, second, strict=True))
-    return differences <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * sum(float(b.float().norm()) ** 2 for b in second)
 
 
 @contextlib.contextmanager

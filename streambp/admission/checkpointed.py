@@ -15,15 +15,16 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from streambp.admission.generators import generator_states, generators_of, set_generators
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Chunk
-from streambp.distributed.engines import Together, engine_hooks, engine_hooks_silenced, held, reductions_of
+from streambp.distributed.engines import Together, engine_hooks_silenced, held, reductions_of
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.looks import changed, versions_of
 from streambp.known_names import CACHES
 from streambp.layer.arguments import refuse_written
-from streambp.layer.recompute import Autocast, check_mode, checkpointable, checkpointing_off, parametrizations_computed
+from streambp.layer.call import switched_off
+from streambp.layer.recompute import Autocast, check_mode, computed_as_written
 from streambp.layer.shadows import Parameters
-from streambp.layer.side_effects import Buffers, buffers_of, copies, in_place_of_buffers, written_since
+from streambp.layer.side_effects import Buffers, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.segments import in_segments, mixers_of
 
@@ -52,10 +53,10 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
         # ZeRO-3 counts the modules that ran, and other ranks may stream. [Note: inner leaves] reduces by its own hooks.
-        silenced = engine_hooks_silenced([] if site.of(reductions_of) else site.of(engine_hooks))
+        hooks, modules = site.of(switched_off)
+        silenced = engine_hooks_silenced([] if site.of(reductions_of) else hooks)
         arrive, args, kwargs = _as_one(site, args, kwargs)
-        off = checkpointing_off(site.of(checkpointable))
-        with around, off, parametrizations_computed(), in_segments(mixers, segments, None), silenced, arrive:
+        with around, computed_as_written(modules), in_segments(mixers, segments, None), silenced, arrive:
             return site.forward(*args, **kwargs)
 
     try:
@@ -109,7 +110,8 @@ class Repeatable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is None:
-            before, versions = copies(buffers_of(self._layer)), versions_of(self._look)
+            versions = versions_of(self._look)
+            before = {slot: buffer.detach().clone() for slot, buffer in buffers_of(self._layer).items()}
             self._states = generator_states(self._generators)
             with watching(self._look.hooks) as acted, self._mismatch_named():
                 result = self._run(*args, **kwargs)
@@ -128,7 +130,7 @@ class Repeatable:
         later = generator_states(self._generators)
         set_generators(self._generators, self._states)
         try:
-            with in_place_of_buffers(copies(self._buffers)), again(self._look.hooks.routing), watching(now.hooks) as acted:
+            with in_place_of_buffers(self._buffers), again(self._look.hooks.routing), watching(now.hooks) as acted:
                 result = self._run(*args, **kwargs)
         finally:
             set_generators(self._generators, later)

@@ -21,7 +21,7 @@ from streambp.admission.insides import foreign_parts
 from streambp.admission.rehearsal import Restored
 from streambp.fingerprint.looks import Body, Generator, Look
 from streambp.layer.products import hooked_everywhere
-from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
+from streambp.layer.side_effects import buffers_of, in_place_of_buffers
 from streambp.layer.site import LayerSite
 
 # transformers' own layers never draw from these, and other threads may at any time.
@@ -30,12 +30,8 @@ OF_ALL: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: 
 
 def generators_of(site: LayerSite, look: Look) -> list[Generator]:
     """Those that the layer may draw from: its own, and if others wrote a part or a hook of it, those that all share."""
-    shared = site.previous is not None or look.hooks.places or hooked_everywhere() or site.of(_has_foreign_parts)
+    shared = site.previous is not None or look.hooks.places or hooked_everywhere() or site.of(foreign_parts)
     return [*look.body.generators, *(OF_ALL if shared else ())]
-
-
-def _has_foreign_parts(layer: nn.Module) -> bool:
-    return bool(foreign_parts(layer, None))
 
 
 def generator_states(generators: Sequence[Generator]) -> list[Any]:
@@ -85,6 +81,6 @@ def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
 @contextlib.contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
     """Within, what a module's parts count, set, write to buffers or draw does not stay, but for torch's own generators."""
-    buffers, generators = copies(buffers_of(module)), (*Body(module, set()).generators, *OF_ALL)
+    buffers, generators = buffers_of(module), (*Body(module, set()).generators, *OF_ALL)
     with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
         yield restored

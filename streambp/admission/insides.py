@@ -45,7 +45,7 @@ from streambp.nested import tensors_in
 NAMED_AT_MOST = 3  # hooks in a message
 
 
-def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None) -> list[str]:
+def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) -> list[str]:
     """The modules and instance forwards of a layer that others wrote, by name.
 
     Args:

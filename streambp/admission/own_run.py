@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from streambp.admission.agreement import agree, agree_in_sum, chose_alike, coarsest
+from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, agree, chose_alike, coarsest
 from streambp.admission.insides import foreign_parts, watched_hooks
 from streambp.admission.registry import distinct_attentions
 from streambp.attention.interface import own_implementation, unrouted
@@ -26,9 +26,9 @@ from streambp.chunks import Chunk
 from streambp.device import is_out_of_memory
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import CACHES, EAGER, STATE
+from streambp.known_names import CACHES, EAGER, FLAT_PARAMETER, STATE
 from streambp.layer.call import LayerCall
-from streambp.layer.graphs import depends, leaf_besides, why_flat
+from streambp.layer.graphs import depends, leaf_besides
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import NOTHING
 from streambp.layer.site import ANY_SIZE
@@ -86,7 +86,13 @@ class OwnRun:
         """
         dtype = coarsest(self.call, self.compared[0])
         pairs = zip(self.result, whole, self.compared, strict=False)
-        alike = all(agree(*pair, dtype) for pair in pairs) and agree_in_sum(self.result[2:], whole[2:], dtype)
+        if not all(agree(*pair, dtype) for pair in pairs):
+            return False
+        # Those of parameters as one long vector: a single one may be nothing but rounding.
+        gradients = list(zip(self.result[2:], whole[2:], strict=True))
+        off = sum(float((a - b).float().norm()) ** 2 for a, b in gradients)
+        size = sum(float(b.float().norm()) ** 2 for _, b in gradients)
+        alike = off <= TOLERANCE.get(dtype, HALF_TOLERANCE) ** 2 * size
         return alike and chose_alike(self.call.site.choices, dtype)
 
     def why_whole(self) -> str | None:
@@ -97,9 +103,8 @@ class OwnRun:
         """
         if self.other_leaf is None:
             return None
-        flat = why_flat(self.call.layer, self.other_leaf)
-        if flat is not None:
-            raise OtherModelError(flat)
+        if getattr(self.other_leaf, FLAT_PARAMETER, False):
+            raise OtherModelError(f"{type(self.call.layer).__name__} {depends(self.other_leaf)}")
         return f"it {depends(self.other_leaf)}, for which chunks would give no gradient"
 
     def _output(self, x: Tensor) -> Tensor:
@@ -121,7 +126,7 @@ class OwnRun:
             result = call.site.forward(call.arguments.as_given(x), **named)
         self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))
         hidden_states = result[0] if isinstance(result, tuple) else result
-        return call.arguments.one_dimensional(hidden_states)
+        return hidden_states.flatten(-2) if call.arguments.folds else hidden_states
 
     def _mask(self, mask: LazyMask, x: Tensor) -> Any:
         """What the model's own mask function makes of a causal mask of x's tokens, described as it describes its own."""

@@ -46,8 +46,9 @@ from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, rais
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
-from streambp.layer.graphs import Origin, is_kept, nodes_behind
-from streambp.layer.side_effects import KEEPS, buffers_of, copies, in_place_of_buffers, written_since
+from streambp.layer.graphs import Origin, Started, is_kept, nodes_behind
+from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
+from streambp.layer.site import remember
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import LEAST_TOKENS, leaves_of
@@ -122,7 +123,7 @@ def _judged(call: LayerCall, x: Tensor) -> tuple[str | None, bool]:
     if set_once:
         because, certain = f"its forward initialises itself at its first call ({', '.join(set_once)})", True
     call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
-    findings = site.findings[call.arguments.kind] = site.findings.pop(kind)
+    findings = remember(site.findings, call.arguments.kind, site.findings.pop(kind))
     if certain:
         findings.judge(because)
     return because, certain
@@ -239,7 +240,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     origin = Origin()
     kept = weakref.ref(origin)
     before = buffers_of(call.layer)
-    with in_place_of_buffers(copies(before)):
+    with in_place_of_buffers(before):
         mixes = _crosses(call, x, upstream, cut, origin)
         written = sorted({name for _, name in written_since(before)})
     origin.trying = False
@@ -278,9 +279,7 @@ def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tupl
     prefix.overwritten = True  # whether the layer writes to its attention's output is not known yet
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
-        ((_, output),) = rehearsed(
-            call, origin.behind(leaf, may_be_written=True), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix
-        )
+        ((_, output),) = rehearsed(call, Started.apply(leaf, origin, True), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix)
     assert output is not None
     return leaf, output.hidden_states
 

@@ -8,6 +8,7 @@ nothing. Dropout is off where two runs are compared, since it draws other number
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -100,6 +101,7 @@ Kept = tuple[dict[Any, Any], dict[Any, Any]]  # a module's attributes or hooks, 
 NUMBERS = (bool, int, float)
 
 
+@dataclasses.dataclass
 class Restored:
     """Within, numbers in modules' attributes and inner hooks may change; afterwards they are what they were.
 
@@ -107,12 +109,12 @@ class Restored:
     would never see the batch.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._modules = dict(layer.named_modules())
-        self._numbers: dict[str, dict[str, Any]] = {}
-        self._tables: list[Kept] = []
+    layer: nn.Module
 
     def __enter__(self) -> Restored:
+        self._modules = dict(self.layer.named_modules())
+        self._numbers: dict[str, dict[str, Any]] = {}
+        self._tables: list[Kept] = []
         for path, module in self._modules.items():
             own = module.__dict__
             self._numbers[path] = {name: value for name, value in own.items() if value is None or type(value) in NUMBERS}

@@ -46,10 +46,10 @@ from streambp.chunks import Chunk
 from streambp.device import has_data, is_out_of_memory
 from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import TRIED, LayerCall
-from streambp.layer.data_flow import trace_unread
-from streambp.layer.products import Labels, UnreadProducts, captured, computed, left_out
+from streambp.layer.data_flow import trace
+from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
 from streambp.layer.recompute import RandomState
-from streambp.layer.side_effects import buffers_of, copies, in_place_of_buffers
+from streambp.layer.side_effects import buffers_of, in_place_of_buffers
 from streambp.layer.site import Overwritten
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one
@@ -80,7 +80,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     failed: Exception | None = None
     for turned in (True, False):  # a layer may count its keys by their positions, and find none at the highest
         kept, restored = generators_kept(generators_of(site, call.look)), Restored(call.layer)
-        buffers = in_place_of_buffers(copies(buffers_of(call.layer)))
+        buffers = in_place_of_buffers(buffers_of(call.layer))
         try:
             with (
                 torch.no_grad(),
@@ -90,7 +90,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
                 buffers,
                 few_tokens(call, x, chunks[-1].stop, turned) as tokens,
             ):
-                site.overwritten |= _writes(call, tokens, chunks)
+                site.overwritten = _writes(call, tokens, chunks)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -206,25 +206,25 @@ class _Watched(ChunkMask):
 
 
 def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
-    """What the layer's forward over x [..., B, T, h] writes to. Visible writes to its input are for others to judge: those
-    autograd knows of."""
-    linears = call.site.linears
+    """What the layer's forward over x [..., B, T, h] writes to, or was seen to write to before. Visible writes to its input
+    are for others to judge: those autograd knows of."""
+    linears, known = call.site.linears, call.site.overwritten
     products: list[tuple[str, Tensor, Tensor]] = []
     prefix = causal_prefix(call, chunks[-1].stop)
     states: States = {}
-    attended = inputs = False
+    attended, inputs = known.attended, known.inputs
     for chunk in chunks:
         given = [part.clone() for part in (x[..., chunk.start : chunk.stop, :], *states.values())]
         before = [(part, part.clone(), None if part.is_inference() else part._version) for part in given]
         point = _Watched(prefix, chunk)
         started = dict(zip(states, given[1:], strict=True))
-        with captured(linears, list(linears), lambda name, out: products.append((name, out, out.clone()))):
+        with tapped(linears, linears, lambda name, out: products.append((name, out, out.clone()))):
             output = call.run(given[0], chunk, point, states=started)
         assert output is not None
         attended |= any(_changed(*pair) for pair in point.given)
         inputs |= any(_changed(part, old) and (version in (None, part._version)) for part, old, version in before)
         states = output.states
-    return Overwritten(frozenset(name for name, *pair in products if _changed(*pair)), attended, inputs)
+    return Overwritten(known.products.union(name for name, *pair in products if _changed(*pair)), attended, inputs)
 
 
 def _changed(now: Tensor, before: Tensor) -> bool:
@@ -317,27 +317,24 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
             return ran[0].kv
 
         try:
-            found = trace_unread(linears, run)
+            traced = trace(linears, run)
         except Exception as error:  # a trace is there to save work; what is wrong with the layer, its own passes will say
             if is_out_of_memory(error):
                 raise
             return UnreadProducts()
-        found = dataclasses.replace(found, states=ran[0].goes_on)
+        found = UnreadProducts(traced.called - traced.reached, traced.called - traced.read, ran[0].goes_on)
         if known and found.recompute:
-            found = dataclasses.replace(found, recompute=_recomputable(found.recompute, trial, ran[0]))
+            try:
+                with computed(linears, linears):  # a checkpoint inside of the layer computes it once more
+                    expected = trial.gradients_of(ran[0])
+            except Exception as error:  # as of a trace
+                if is_out_of_memory(error):
+                    raise
+                recompute: Labels = frozenset()
+            else:
+                recompute = confirmed(found.recompute, lambda names: same_gradients(call, trial.gradients(names), expected))
+            found = dataclasses.replace(found, recompute=recompute)
         return _refillable(found, trial, ran[0])
-
-
-def _recomputable(names: Labels, trial: Trial, ran: Recomputed) -> Labels:
-    """What of it a recomputation can leave out. ran: one that left out nothing."""
-    try:
-        with computed(trial.linears, trial.linears):  # a checkpoint inside of the layer computes it once more
-            expected = trial.gradients_of(ran)
-    except Exception as error:  # as of a trace
-        if is_out_of_memory(error):
-            raise
-        return frozenset()
-    return confirmed(names, lambda names: same_gradients(trial.call, trial.gradients(names), expected))
 
 
 def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:

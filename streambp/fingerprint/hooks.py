@@ -8,6 +8,7 @@ afterwards; of hooks that could write past versions, values are compared.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ HookKey = tuple[str, str, str, int]  # the module's name in the layer, the sort 
 SORTS = dict(zip(MODULE_HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
 
 
+@dataclasses.dataclass(eq=False)
 class Hooks:
     """The hooks inside of a layer that are not an engine's, as of one look.
 
@@ -34,12 +36,11 @@ class Hooks:
     hands something to its modules for one forward alone; they are not among the others.
     """
 
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-        self.exact: dict[tuple[HookKey, str], Any] = {}
-        self.kind: tuple[Any, ...] = ()
-        self.places: dict[HookKey, tuple[dict[int, Any], int]] = {}
-        self.routing: list[tuple[nn.Module, Callable[..., Any]]] = []
+    ids: list[int]
+    exact: dict[tuple[HookKey, str], Any] = dataclasses.field(default_factory=dict)
+    kind: tuple[Any, ...] = ()
+    places: dict[HookKey, tuple[dict[int, Any], int]] = dataclasses.field(default_factory=dict)
+    routing: list[tuple[nn.Module, Callable[..., Any]]] = dataclasses.field(default_factory=list)
 
     def why_whole(self) -> str | None:
         """Why the layer cannot be cut with these hooks, as far as is known without trying."""
@@ -134,38 +135,35 @@ def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
     for key, (table, number) in hooks.places.items():
         if number in table and "forward" in key[1]:
             own = table[number]
-            table[number] = _Watched(key, own, acted)
-            watched.append((table, number, own))
+            table[number] = watched_hook = functools.partial(_watched, key, own, acted)
+            watched.append((table, number, own, watched_hook))
     try:
         yield acted
     finally:
-        for table, number, own in watched:
-            if isinstance(table.get(number), _Watched):  # a hook may have removed itself
+        for table, number, own, watched_hook in watched:
+            if table.get(number) is watched_hook:  # a hook may have removed itself
                 table[number] = own
 
 
-class _Watched:
-    def __init__(self, key: HookKey, hook: Callable[..., Any], acted: set[HookKey]) -> None:
-        self.key, self.hook, self.acted = key, hook, acted
-        code = getattr(getattr(hook, "func", hook), "__code__", None)
-        self.unseen = code is not None and bool(UNSEEN_WRITES & set(code.co_names))
-
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
-        if self.key in self.acted:
-            return self.hook(module, *given)
-        tensors = tensors_in(given, Tensor)
-        before = [version_of(x) for x in tensors]
-        copies = [x.detach().clone() for x in tensors] if self.unseen else []
-        result = self.hook(module, *given)
-        acts = before != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
-        if not acts and result is not None:
-            # It may give back what it was given: it looks at it, or changes its gradient alone.
-            was = given[-1] if self.key[1] == "forward hook" else given[0]
-            now, then = (tensors_in(values, Tensor) for values in (result, was))
-            acts = len(now) != len(then) or not all(map(_equal, now, then))
-        if acts:
-            self.acted.add(self.key)
-        return result
+def _watched(key: HookKey, hook: Callable[..., Any], acted: set[HookKey], module: nn.Module, *given: Any) -> Any:
+    """What the hook returns; its key is among those that have acted once it changes what it is given."""
+    if key in acted:
+        return hook(module, *given)
+    code = getattr(getattr(hook, "func", hook), "__code__", None)
+    unseen = code is not None and not UNSEEN_WRITES.isdisjoint(code.co_names)
+    tensors = tensors_in(given, Tensor)
+    before = [version_of(x) for x in tensors]
+    copies = [x.detach().clone() for x in tensors] if unseen else []
+    result = hook(module, *given)
+    acts = before != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
+    if not acts and result is not None:
+        # It may give back what it was given: it looks at it, or changes its gradient alone.
+        was = given[-1] if key[1] == "forward hook" else given[0]
+        now, then = (tensors_in(values, Tensor) for values in (result, was))
+        acts = len(now) != len(then) or not all(map(_equal, now, then))
+    if acts:
+        acted.add(key)
+    return result
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:

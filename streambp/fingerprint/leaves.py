@@ -93,8 +93,26 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
         yield Leaf(name, ("entries", len(found)), name_of(type(value)))
         for key, part in found:
             yield from leaves(part, f"{name}{key}", depth - 1)
-    elif isinstance(value, CALLABLES):
-        yield from _of_callable(value, name, depth)
+    elif isinstance(value, CALLABLES) and depth == 0:
+        yield Leaf(name, Mark(value), name_of(value))
+    elif isinstance(value, functools.partial):
+        yield from leaves(value.func, name, depth - 1)
+        yield from leaves(value.args, f"{name} argument ", depth - 1)
+        yield from leaves(value.keywords, f"{name} argument ", depth - 1)
+    elif isinstance(value, types.MethodType):
+        yield from leaves(value.__func__, name, depth - 1)
+        yield from leaves(value.__self__, f"{name} of", depth - 1)
+    elif isinstance(value, types.FunctionType):
+        yield Leaf(name, value.__code__, (name_of(value), hash(value.__code__)))
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if held is not value:
+                yield from leaves(held, f"{variable} in {name}", depth - 1)
+        yield from leaves(value.__defaults__, f"defaults of {name}", depth - 1)
+        yield from leaves(value.__kwdefaults__, f"defaults of {name}", depth - 1)
     else:
         own = type(value)
         known = _is_known(own)
@@ -134,26 +152,3 @@ def holds_more(value: Any) -> bool:
 
 def _is_known(own: type) -> bool:
     return own.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN
-
-
-def _of_callable(value: Any, name: str, depth: int) -> Iterator[Leaf]:
-    if depth == 0:
-        yield Leaf(name, Mark(value), name_of(value))
-    elif isinstance(value, functools.partial):
-        yield from leaves(value.func, name, depth - 1)
-        yield from leaves(value.args, f"{name} argument ", depth - 1)
-        yield from leaves(value.keywords, f"{name} argument ", depth - 1)
-    elif isinstance(value, types.MethodType):
-        yield from leaves(value.__func__, name, depth - 1)
-        yield from leaves(value.__self__, f"{name} of", depth - 1)
-    else:
-        yield Leaf(name, value.__code__, (name_of(value), hash(value.__code__)))
-        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                held = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            if held is not value:
-                yield from leaves(held, f"{variable} in {name}", depth - 1)
-        yield from leaves(value.__defaults__, f"defaults of {name}", depth - 1)
-        yield from leaves(value.__kwdefaults__, f"defaults of {name}", depth - 1)

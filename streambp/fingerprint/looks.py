@@ -199,6 +199,7 @@ class SeenBefore:
     acted: AbstractSet[HookKey]
 
 
+@dataclasses.dataclass(eq=False)
 class Fingerprint:
     """A layer's looks. [Note: fingerprint] Copies start without: they hold the original's modules.
 
@@ -206,12 +207,11 @@ class Fingerprint:
     pending: forwards whose backward is still to come. in_cycles: graphs of the layer's recomputations are freed late.
     """
 
-    def __init__(self) -> None:
-        self.last: Look | None = None
-        self._ignored: set[Key] = set()  # what the layer's own forward changes
-        self._ignored_of_hooks: set[tuple[HookKey, str]] = set()
-        self.pending = 0
-        self.in_cycles = False
+    last: Look | None = None
+    pending: int = 0
+    in_cycles: bool = False
+    _ignored: set[Key] = dataclasses.field(default_factory=set)  # what the layer's own forward changes
+    _ignored_of_hooks: set[tuple[HookKey, str]] = dataclasses.field(default_factory=set)
 
     def __reduce__(self) -> Any:
         return Fingerprint, ()
@@ -267,7 +267,12 @@ class Fingerprint:
                 if key[:2] not in self._ignored
                 and (key[0] != CLASSES or (key in before and key in after))  # classes come and go with their modules
             }
-            differing = _read_by_code(differing, now, seen.look) if differing else differing
+            if differing:  # those that are attributes count if the layer's code may read them
+                modules = [*now.body.modules, *seen.look.body.modules]
+                places = [*now.hooks.places.values(), *seen.look.hooks.places.values()]
+                read = names_read(modules, [table[number] for table, number in places if number in table])
+                read |= {name for module in modules for table in (module._parameters, module._buffers) for name in table}
+                differing = {key for key in differing if not key[1] or key[0] == CLASSES or key[1] in read}
             told += [_told(key, before, after) for key in sorted(differing)]
             told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
         if (versions := versions_of(seen.look)) != seen.versions:
@@ -302,15 +307,6 @@ def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
 
 def _path(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part) or "the layer"
-
-
-def _read_by_code(keys: set[tuple[str, str, str]], *looks: Look) -> set[tuple[str, str, str]]:
-    """Those of these keys that are no attributes, or attributes that the layer's code may read."""
-    hooks = [table[number] for look in looks for table, number in look.hooks.places.values() if number in table]
-    names = names_read([module for look in looks for module in look.body.modules], hooks)
-    tables = [table for look in looks for m in look.body.modules for table in (m._parameters, m._buffers)]
-    held = {name for table in tables for name in table}
-    return {key for key in keys if not key[1] or key[0] == CLASSES or key[1] in names or key[1] in held}
 
 
 def _told(key: tuple[str, str, str], before: dict[Any, Any], after: dict[Any, Any]) -> str:

@@ -6,6 +6,7 @@ forward and its backward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from types import CodeType, FunctionType, MethodType
@@ -43,19 +44,19 @@ def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int)
             continue
         seen.add(id(function.__code__))
         names: set[str] = set()
-        _names(function.__code__, names)
+        codes = [function.__code__]
+        for code in codes:  # which grows
+            names.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         found |= names
-        _collect((cell.cell_contents for cell in function.__closure__ or () if _filled(cell)), found, seen, depth)
+        held = []
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not assigned yet
+                held.append(cell.cell_contents)
+        _collect(held, found, seen, depth)
         if depth:
             called = (function.__globals__.get(name) for name in names)
             _collect((f for f in called if isinstance(f, FunctionType)), found, seen, depth - 1)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _functions(value: Any) -> list[FunctionType]:
@@ -70,12 +71,3 @@ def _functions(value: Any) -> list[FunctionType]:
         return [value, *_functions(getattr(value, "__wrapped__", None))]
     call = getattr(type(value), "__call__", None)  # noqa: B004 - the function itself is wanted
     return [call] if isinstance(call, FunctionType) and not isinstance(value, nn.Module) else []
-
-
-def _names(code: CodeType, found: set[str]) -> None:
-    found.update(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _names(constant, found)
-        elif isinstance(constant, str):
-            found.add(constant)

@@ -89,7 +89,7 @@ class Arguments:
                 "original's signature (functools.wraps), or replace `forward` on the layer itself."
             )
         self.token_shape = given.shape[-1:] if given.dim() < 4 else _token_shape(given, self.named.get("position_ids"))
-        self.folds = len(self.token_shape) > 1
+        self.folds = len(self.token_shape) > 1  # of M residual streams behind the tokens, h is all M * h here
         self.hidden_states = given.flatten(-2) if self.folds else given  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
         self.counts_positions = counts_positions
@@ -111,18 +111,13 @@ class Arguments:
             elif value is not None and isinstance(value, Mapping):
                 self.mappings[name] = value
                 value = self.named[name] = rebuilt(value, functools.partial(self._detach, name))
-            if value is not None:
-                kinds.append((name, self._kind(value)))
-        shape = (first, (given.dim(), len(self.token_shape)))
-        self.kind = frozenset(
-            {
-                *kinds,
-                shape,
-                ("a graph", torch.is_grad_enabled()),
-                ("packed rows", packed_rows is not None),
-                ("state", state),
-            }
-        )
+            tensor = self.differentiable[value.number].tensor if isinstance(value, Slot) else value
+            if isinstance(tensor, Tensor):
+                kinds.append((name, (tensor.dim(), tensor.dtype)))
+            elif value is not None:
+                kinds.append((name, value if isinstance(value, bool) else type(value)))
+        kinds += [(first, (given.dim(), len(self.token_shape))), ("a graph", torch.is_grad_enabled())]
+        self.kind = frozenset((*kinds, ("packed rows", packed_rows is not None), ("state", state)))
         self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
         self._documents: Documents | None = None
 
@@ -136,12 +131,8 @@ class Arguments:
         """Make the call one of a layer of another state."""
         self.kind = frozenset({*(pair for pair in self.kind if pair[0] != "state"), ("state", state)})
 
-    def one_dimensional(self, hidden_states: Tensor) -> Tensor:
-        """[..., T, *token_shape] -> [..., T, h], of M residual streams behind the tokens M * h."""
-        return hidden_states.flatten(-2) if self.folds else hidden_states
-
     def as_given(self, hidden_states: Tensor) -> Tensor:
-        """[..., T, h] -> [..., T, *token_shape], what the layer takes and returns: the inverse of `one_dimensional`."""
+        """[..., T, h] -> [..., T, *token_shape], what the layer takes and returns."""
         return hidden_states.unflatten(-1, self.token_shape) if self.folds else hidden_states
 
     @property
@@ -151,13 +142,6 @@ class Arguments:
             ids, ends = self.named.get(DOCUMENT_IDS), self.named.get(DOCUMENT_ENDS)
             self._documents = None if ids is None and ends is None else Documents(ids, ends)
         return self._documents
-
-    def _kind(self, value: Any) -> Any:
-        """What an argument is, whatever batch it comes with."""
-        tensor = self.differentiable[value.number].tensor if isinstance(value, Slot) else value
-        if isinstance(tensor, Tensor):
-            return tensor.dim(), tensor.dtype
-        return value if isinstance(value, bool) else type(value)
 
     def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
         if not torch.is_grad_enabled():

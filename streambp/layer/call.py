@@ -27,13 +27,14 @@ from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, SeenBefore
 from streambp.foreign import compiled_inside
+from streambp.known_names import CHECKPOINTING
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
 from streambp.layer.outputs import RETURNED, ChunkOutput, Collected, Place, collect, recording
 from streambp.layer.packing import ONE_DOCUMENT, Packing
-from streambp.layer.products import See, captured
-from streambp.layer.recompute import NOTHING, Autocast, checkpointable, checkpointing_off, parametrizations_computed
+from streambp.layer.products import See, tapped
+from streambp.layer.recompute import NOTHING, Autocast, computed_as_written
 from streambp.layer.saved import InMemory, Kept
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
@@ -100,10 +101,14 @@ class LayerCall:
             self.plan = self.plan.with_least(least)
         self.gradients_of_a_parameter = len(self.plan.ends)  # in a backward pass
         self.kept = self._keep()
-        chooser = site.chooser
-        self.attempt = (
-            functools.partial(with_memory, chooser, self.kept) if site.repeats and chooser is not None else AT_ONCE
-        )
+        self.attempt, chooser = AT_ONCE, site.chooser
+        if site.repeats and chooser is not None:
+            self.attempt = functools.partial(
+                with_memory,
+                device=self.device,
+                let_go=functools.partial(chooser.let_go, self.kept),
+                check_room=functools.partial(chooser.check_room, self.kept),
+            )
 
     def _carry(self) -> Carried:
         attention = self.site.kind.attention
@@ -161,19 +166,21 @@ class LayerCall:
         if self.witness is None or unread is None or not unread.recompute:
             return NOTHING
         self.witness.left_out = unread.recompute.difference(self.kept.products)
-        return captured(linears, self.witness.left_out, None, self.witness.see)
+        return tapped(linears, self.witness.left_out, see=self.witness.see)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
         """Attention goes to ours, and neither transformers' checkpointing nor an engine acts inside this layer. What hooks
         record does not go to the model's own collector, where chunks would look like layers."""
-        before, (hooks, modules) = self.collected, self.site.of(_switched_off)
+        before, (hooks, modules) = self.collected, self.site.of(switched_off)
+        recorded: contextlib.AbstractContextManager[Collected] = contextlib.nullcontext({})
+        if self.recorded or output_capturing._active_collector.get() is not None:
+            recorded = recording(self.recorded)
         with (
             routed(self.configs),
-            checkpointing_off(modules) if modules else NOTHING,
+            computed_as_written(modules) if modules or parametrize._cache_enabled else NOTHING,
             engine_hooks_silenced(hooks) if hooks else NOTHING,
-            parametrizations_computed() if parametrize._cache_enabled else NOTHING,
-            recording(self.recorded) as self.collected,
+            recorded as self.collected,
         ):
             try:
                 yield
@@ -188,11 +195,11 @@ class LayerCall:
         """
         if isinstance(result, Tensor) and result.dim() > 1:
             self.returns_tuple, self.width = False, 0
-            return self.arguments.one_dimensional(result) if self.arguments.folds else result, {}
+            return result.flatten(-2) if self.arguments.folds else result, {}
         self.returns_tuple = isinstance(result, tuple)
         hidden_states, *rest = result if self.returns_tuple else (result,)
-        if isinstance(hidden_states, Tensor):
-            hidden_states = self.arguments.one_dimensional(hidden_states)
+        if isinstance(hidden_states, Tensor) and self.arguments.folds:
+            hidden_states = hidden_states.flatten(-2)
         if self.site.kind.attention.returns_weights and any(x is not None and x.is_floating_point() for x in rest):
             rest = [None] * len(rest)
         found = {index: part for index, part in enumerate(rest) if part is not None}
@@ -296,6 +303,7 @@ class LayerCall:
         return output
 
 
-def _switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
-    """What must not act inside of a layer that streams: tables with an engine's hooks, and modules that checkpoint."""
-    return engine_hooks(layer), checkpointable(layer)
+def switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
+    """What must not act inside of a layer: tables with an engine's hooks, and modules that have transformers' flag by which
+    they checkpoint."""
+    return engine_hooks(layer), [module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__]

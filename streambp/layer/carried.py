@@ -51,11 +51,6 @@ class Carried:
             del self.states[index]
         return found
 
-    def end(self, plan: ChunkPlan, chunk: Chunk, states: States) -> None:
-        """The states that a chunk ended with."""
-        if states and chunk.index in plan.behind:
-            self.states[chunk.index] = states
-
     def went_on(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
         """The gradients of the states that a chunk started from. [Note: states of branches]"""
         before = plan.before[chunk.index] if grads else None

@@ -8,7 +8,6 @@ Every Linear's output is given its name as a label, every operation hands the la
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,14 +17,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.device import has_data
-from streambp.layer.products import Labels, UnreadProducts
+from streambp.layer.products import Labels
 
 
 class DataFlow(TorchDispatchMode):
-    """Labels storages by the Linears that their contents depend on."""
+    """Labels storages by the Linears that their contents depend on.
+
+    called, reached, read: Linears that a run called, those whose products its results depend on, and those whose products
+        autograd saved.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.called: Labels = frozenset()
+        self.reached: Labels = frozenset()
+        self.read: Labels = frozenset()
         self._labels: dict[int, Labels] = {}
         self._alive: list[Any] = []  # a freed storage's address would be used again
 
@@ -66,16 +72,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from (part for part in value if isinstance(part, Tensor))
 
 
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """Which Linears a run called, whose products its results depend on, and whose products autograd saved."""
-
-    called: Labels
-    reached: Labels
-    read: Labels
-
-
-def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> Trace:
+def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> DataFlow:
     """Run a few tokens through the layer and see what depends on which product.
 
     Args:
@@ -83,16 +80,14 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
         run: computes the layer, or a part of it, with a graph; returns the results, tensors of any shape.
     """
     flow = DataFlow()
-    read: set[str] = set()
-    called: set[str] = set()
 
     def pack(tensor: Tensor) -> Tensor | None:
-        read.update(flow.of(tensor))
+        flow.read |= flow.of(tensor)
         # The tensor itself would tie a node to its own output, and keep the layer's input alive.
         return tensor.data if has_data(tensor) else None
 
     def label(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        called.add(name)
+        flow.called |= {name}
         flow.add(output, frozenset({name}))
 
     handles = [module.register_forward_hook(functools.partial(label, name)) for name, module in linears.items()]
@@ -102,14 +97,5 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
     finally:
         for handle in handles:
             handle.remove()
-    reached = frozenset().union(*(flow.of(x) for x in results))
-    return Trace(frozenset(called), reached, frozenset(read))
-
-
-def trace_unread(linears: dict[str, nn.Linear], run: Callable[[], list[Tensor]]) -> UnreadProducts:
-    """What a refill and a recomputation can leave out.
-
-    run: computes the layer on t tokens and returns K and V of its attention calls, [B, t, H_kv, D] each.
-    """
-    found = trace(linears, run)
-    return UnreadProducts(found.called - found.reached, found.called - found.read)
+    flow.reached = frozenset().union(*(flow.of(x) for x in results))
+    return flow

@@ -20,31 +20,16 @@ from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.looks import versions_of
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
-from streambp.layer.gradients import InputGradients, OutputGradients, mark, may_overwrite, reference_counts
-from streambp.layer.graphs import Graph, computed_with_graph, counting, refuse_kept, refuse_other_leaves
+from streambp.layer.gradients import BackwardPass, mark, may_overwrite, reference_counts
+from streambp.layer.graphs import computed_with_graph, counting, refuse_kept, refuse_other_leaves
 from streambp.layer.oom import explained
-from streambp.layer.outputs import ChunkOutput, Whole
+from streambp.layer.outputs import ChunkOutput, Whole, put
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import NOTHING, RandomState
-from streambp.layer.shadows import GradientSum, Parameters
-from streambp.layer.site import CallReport, LayerSite
+from streambp.layer.shadows import Parameters
+from streambp.layer.site import CallReport, LayerSite, remember
 from streambp.layer.unchanged import NOBODY, begin_backward, recomputing
 from streambp.recurrent.states import States, leaves_of
-
-
-@dataclasses.dataclass
-class BackwardPass:
-    """One backward pass through a layer: where gradients come from, and where they are added up.
-
-    needs_input: hidden_states want a gradient. shadows: stand in for the parameters. [Note: shadows]
-    """
-
-    grads: OutputGradients
-    inputs: InputGradients
-    sums: GradientSum
-    parameters: Parameters
-    shadows: list[Tensor]
-    needs_input: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +53,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     # Room: for the prefix of keys and values, and for what the chunks give.
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
-    whole, states, carries = Whole(call.plan.length), States(), site.kind.states.carries
+    states, carries = States(), site.kind.states.carries
+    whole: Whole = {}
     # What forward saves is known before the first chunk; the witness notes what each chunk gives.
     if keep:
         kept.find_products()
@@ -90,8 +76,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             compute = functools.partial(_forward_chunk, call, whole, hidden_chunk, chunk, states, original)
             output, attended = call.attempt(compute) if keep else compute(False)
             # What the next chunk goes on from, and what backward will take.
-            if carries:
-                carried.end(call.plan, chunk, output.states)
+            if carries and output.states and chunk.index in call.plan.behind:
+                carried.states[chunk.index] = output.states
             if keep:
                 kept.keep(chunk, original, attended)
             del output, attended
@@ -126,20 +112,20 @@ def _forward_chunk(
         if witness is not None:
             witness.see_output(original, graph.output.hidden_states)
         extras = {place: part.detach() for place, part in graph.output.extras.items()}
-        return whole.put(ChunkOutput(graph.output.hidden_states.detach(), extras), chunk), []
+        return put(whole, ChunkOutput(graph.output.hidden_states.detach(), extras), chunk, call.plan.length), []
     with kept.capturing(see=see) if kept.products else NOTHING:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     if witness is not None:
         witness.see_output(original, output.hidden_states)
-    return whole.put(output, chunk), attended
+    return put(whole, output, chunk, call.plan.length), attended
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
     """hidden_states [..., B, T, h], then the extra outputs, whose order is noted in the call."""
-    result = whole.tensors.pop(None)
-    call.extras = [place for place in whole.tensors if place is not None]
-    return result, *(whole.tensors[place] for place in call.extras)
+    result = whole.pop(None)
+    call.extras = [place for place in whole if place is not None]
+    return result, *(whole[place] for place in call.extras)
 
 
 class StreamedLayer(torch.autograd.Function):
@@ -197,20 +183,24 @@ class StreamedLayer(torch.autograd.Function):
             if call.site.backward_begins is not None:
                 call.site.backward_begins(call.device)
             # Where gradients come from, and where they are added up: dx may be written over the upstream's buffer.
-            grads = OutputGradients(grad, dict(zip(call.extras, extra_grads, strict=True)))
-            needs_input, wanted = call.wanted
-            sums = GradientSum(len(parameters.groups), call.gradients_of_a_parameter)
-            inputs = InputGradients(call, wanted, needs_input)
-            if needs_input and not inputs.alone:
-                reuse = grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states)
-                inputs.hidden_states = grad if reuse else mark(call.attempt(lambda _: _gradient_buffer(call)))
+            work = BackwardPass(call, len(parameters.groups), grad, dict(zip(call.extras, extra_grads, strict=True)))
+            if work.needs_input and not work.sums.alone:
+                if grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states):
+                    work.hidden_states = grad
+                else:
+                    buffer = call.attempt(
+                        lambda _: torch.empty_like(
+                            call.hidden_states, device=call.device, memory_format=torch.contiguous_format
+                        )
+                    )
+                    work.hidden_states = mark(buffer)
             call.hidden_states = None  # type: ignore[assignment]
             # The layer is recomputed and differentiated, with shadows in the place of its parameters. `recomputing` ends
             # outside of these: what it learns of the layer is of its own parameters.
             here = call.site.weights_here("backward", call.device)
-            with call.autocast.off(), call.streaming(), recomputing(call), here, parameters.shadowed() as shadows:
-                sums.places = {id(shadow): index for index, shadow in enumerate(shadows)}
-                ctx.strategy.backward(call, BackwardPass(grads, inputs, sums, parameters, shadows, needs_input))
+            with call.autocast.off(), call.streaming(), recomputing(call), here, parameters.shadowed() as work.shadows:
+                work.sums.places = {id(shadow): index for index, shadow in enumerate(work.shadows)}
+                ctx.strategy.backward(call, work)
             # What the witness compared is asked of the device at the end of the whole backward.
             if call.witness is not None:
                 call.witness.end()
@@ -218,7 +208,7 @@ class StreamedLayer(torch.autograd.Function):
             call.carried.states, call.carried.upstream = {}, {}
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
-            found = call.attempt(lambda _: sums.result(values))
+            found = call.attempt(lambda _: work.sums.result(values))
             found = found if call.send_gradients is None else call.send_gradients(values, found)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
@@ -228,11 +218,7 @@ class StreamedLayer(torch.autograd.Function):
             use.__exit__()
         pairs = zip(found, values, strict=True)
         gradients = [zeros_for_engines(parameter) if gradient is None else gradient for gradient, parameter in pairs]
-        return None, None, None, inputs.hidden_states, *inputs.result(), *gradients
-
-
-def _gradient_buffer(call: LayerCall) -> Tensor:
-    return torch.empty_like(call.hidden_states, device=call.device, memory_format=torch.contiguous_format)
+        return None, None, None, work.hidden_states, *work.of_arguments(), *gradients
 
 
 FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
@@ -246,18 +232,21 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     """
     if call.kept.graph is not None:  # [Note: kept graphs]
         (chunk,) = call.plan
-        _chunk_backward(call, chunk, work, any(work.inputs.wanted))
+        _chunk_backward(call, chunk, work, any(work.wanted))
         return
     # Which products nobody reads is found out once for each kind of call.
     linears = call.site.linears
     situation = call.situation(linears, work.needs_input)
     unread = call.site.unread.get(situation)
     if unread is None:
-        unread = call.site.unread[situation] = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
+        found = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
+        unread = remember(call.site.unread, situation, found)
     # Keys and values of all chunks but the last, which writes its own, unless they were saved, or nothing attends.
-    prefix, kept = call.carried.prefix, call.kept
-    missing = (len(call.plan) > 1 or kept.moves_kv) and prefix.calls and not prefix.filled_until
-    if missing and not (kept.moves_kv and kept.restore_kv()):
+    prefix, kept, sites = call.carried.prefix, call.kept, range(call.carried.prefix.calls or 0)
+    missing = (len(call.plan) > 1 or kept.moves_kv) and sites and not prefix.filled_until
+    if missing and kept.moves_kv and all(kept.store.has(f"v.{site}", chunk.index) for chunk in call.plan for site in sites):
+        prefix.find_saved()
+    elif missing:
         with torch.no_grad(), left_out(linears, unread.refill):
             for chunk in call.plan.chunks[:-1]:
                 call.attempt(functools.partial(_refill, call, chunk))
@@ -268,7 +257,7 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         left &= call.witness.left_out
     with summed(linears, work.sums, left, call.witness):
         for chunk in call.plan.backward:
-            _chunk_backward(call, chunk, work, unread.states or any(work.inputs.wanted))
+            _chunk_backward(call, chunk, work, unread.states or any(work.wanted))
 
 
 def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
@@ -293,7 +282,7 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     )
     if carries:
         call.carried.went_on(call.plan, chunk, through)
-    work.inputs.add(chunk, of_inputs)
+    work.add(chunk, of_inputs)
     call.attempt(lambda _: work.sums.add(of_parameters))
 
 
@@ -315,9 +304,17 @@ def _differentiated(
         one is not other and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters anew
         for one, other in zip(graph.shadows, work.shadows, strict=True)
     ):
-        graph = _recomputed(call, chunk, work, x, states)
+        kept, see = call.kept, call.seeing(chunk, again=True)
+        with (
+            kept.random[chunk.index].replayed(),
+            kept.knowing(chunk, sums=work.sums, see=see) if kept.products else NOTHING,
+            counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
+        ):
+            graph = computed_with_graph(call, x, chunk, (work.needs_input, work.wanted), work.shadows, states)
+        if call.witness is not None:
+            call.witness.see_output(x, graph.output.hidden_states)
     last, origin, output = chunk.stop == call.plan.length, graph.origin, graph.output
-    outputs, upstream = work.grads.of(output, chunk)
+    outputs, upstream = work.upstream(output, chunk)
     for key, grad in of_states.items():  # [Note: states]
         if output.states[key].requires_grad:
             outputs.append(output.states[key])
@@ -329,25 +326,10 @@ def _differentiated(
         refuse_other_leaves(call.layer, outputs, wanted)
     found: list[Tensor | None] = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
     del outputs, upstream, output, graph
-    kept = weakref.ref(origin)
+    held = weakref.ref(origin)
     del origin
     if last:
-        refuse_kept(call, kept)
+        refuse_kept(call, held)
     first, second = len(targets), len(targets) + len(starts)
     through = zip(starts, found[first:second], strict=True)
     return found[:first], {key: grad for key, grad in through if grad is not None} if starts else {}, found[second:]
-
-
-def _recomputed(call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States) -> Graph:
-    kept, witness = call.kept, call.witness
-    see = call.seeing(chunk, again=True)
-    with (
-        kept.random[chunk.index].replayed(),
-        kept.knowing(chunk, sums=work.sums, see=see) if kept.products else NOTHING,
-        counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
-    ):
-        wanted = work.needs_input, work.inputs.wanted
-        graph = computed_with_graph(call, x, chunk, wanted, work.shadows, states)
-    if witness is not None:
-        witness.see_output(x, graph.output.hidden_states)
-    return graph

@@ -11,7 +11,6 @@ and nothing else.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from typing import Any
@@ -26,17 +25,35 @@ from streambp.layer.outputs import ChunkOutput, Place
 from streambp.layer.shadows import GradientSum
 
 
-@dataclasses.dataclass
-class OutputGradients:
-    """Gradients of hidden_states [..., B, T, h] and of the extra outputs; None for an output that nobody used."""
+class BackwardPass:
+    """One backward pass through a layer: where gradients come from, and where they are added up.
 
-    hidden_states: Tensor | None
-    extras: dict[Place, Tensor | None]
+    Args:
+        of_output: the gradient of hidden_states [..., B, T, h]; None: nobody used them. of_extras: of the extra outputs.
 
-    def of(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
+    needs_input, wanted: whether hidden_states and each differentiable argument wants a gradient.
+    hidden_states: the buffer [..., B, T, h] of their gradient, if it is wanted. It may be the incoming gradient itself: a
+        chunk's part is written after it was read. [Note: gradient reuse]
+    sums: of the parameters' gradients; `sums.alone`: one chunk gives all of it, which needs no buffer.
+    shadows: stand in for the parameters. [Note: shadows]
+    """
+
+    def __init__(
+        self, call: LayerCall, parameters: int, of_output: Tensor | None, of_extras: dict[Place, Tensor | None]
+    ) -> None:
+        self.of_output, self.of_extras = of_output, of_extras
+        self.needs_input, self.wanted = call.wanted
+        self.hidden_states: Tensor | None = None
+        self.sums = GradientSum(parameters, call.gradients_of_a_parameter)
+        self.shadows: list[Tensor] = []
+        self._arguments = [d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs]
+        self._buffers = [None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments]
+        self._argument_sums = GradientSum(len(self._arguments), call.gradients_of_a_parameter)
+
+    def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a chunk that depend on something, hidden_states [..., B, C, h] first, and their gradients."""
         tensors, gradients = [], []
-        for place, grad in ((None, self.hidden_states), *self.extras.items()):
+        for place, grad in ((None, self.of_output), *self.of_extras.items()):
             tensor = output.hidden_states if place is None else output.extras[place]
             if grad is not None and tensor.requires_grad:
                 tensors.append(tensor)
@@ -44,30 +61,13 @@ class OutputGradients:
                 gradients.append(chunk.part(grad, dim))
         return tensors, gradients
 
-
-class InputGradients:
-    """Collects the gradients of hidden_states and of the differentiable arguments.
-
-    hidden_states: the buffer [..., B, T, h], or None if no gradient is wanted. It may be the incoming gradient itself: a
-        chunk's part is written after it was read. [Note: gradient reuse]
-    alone: one chunk gives all of it, which needs no buffer.
-    """
-
-    def __init__(self, call: LayerCall, wanted: list[bool], needs_input: bool) -> None:
-        self.hidden_states: Tensor | None = None
-        self.needs_input, self.alone = needs_input, call.gradients_of_a_parameter == 1
-        self.wanted = wanted
-        self._arguments = [d for d, needs in zip(call.arguments.differentiable, wanted, strict=True) if needs]
-        self._buffers = [None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments]
-        self._sums = GradientSum(len(self._arguments), call.gradients_of_a_parameter)
-
     def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
         """Take in a chunk's gradients: of hidden_states [..., B, C, h] first, if wanted, then of the wanted arguments.
 
         again: they come on top of those that were added before.
         """
         first, *gradients = gradients if self.needs_input else (None, *gradients)
-        if self.needs_input and self.alone:
+        if self.needs_input and self.sums.alone:
             self.hidden_states = first
         elif self.hidden_states is not None:
             part = chunk.part(self.hidden_states, -2)
@@ -83,13 +83,13 @@ class InputGradients:
             elif gradient is not None:
                 assert argument.dim is not None
                 chunk.part(buffer, argument.dim).add_(gradient)
-        self._sums.add(summed)
+        self._argument_sums.add(summed)
 
-    def result(self) -> list[Tensor | None]:
+    def of_arguments(self) -> list[Tensor | None]:
         """One for every differentiable argument, in its shape [...]; None where it is not wanted."""
         if not self._arguments:
             return [None] * len(self.wanted)
-        sums = self._sums.result([argument.tensor for argument in self._arguments])
+        sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
         found = iter([total if buffer is None else buffer for buffer, total in zip(self._buffers, sums, strict=True)])
         return [next(found) if needs else None for needs in self.wanted]
 

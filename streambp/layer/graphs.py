@@ -45,23 +45,25 @@ class Origin:
     Whoever keeps a part of that graph keeps this object; a gradient that comes here from elsewhere than the trial raises.
     """
 
-    def __init__(self) -> None:
-        self.trying = True
-
-    def behind(self, x: Tensor, may_be_written: bool = False) -> Tensor:
-        """x [..., B, C, h] with the graph's start behind it: a view, a copy where it may be written to."""
-        started: Tensor = _Started.apply(x, self, may_be_written)
-        return started
+    trying = True
 
 
-class _Started(torch.autograd.Function):
+class Started(torch.autograd.Function):
+    """x with the graph's start behind it."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: Origin, may_be_written: bool) -> Tensor:
+        """x [..., B, C, h]: a view, a copy where it may be written to."""
         ctx.origin = origin
         return x.clone() if may_be_written else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient [..., B, C, h] as it is.
+
+        Raises:
+            BackwardError: nobody is trying any more.
+        """
         if not ctx.origin.trying:
             raise BackwardError(
                 "This loss uses a tensor that a hook inside a streamed layer kept when streambp tried the layer on random "
@@ -121,7 +123,7 @@ def computed_with_graph(
     leaves = call.arguments.leaves(chunk, arguments)
     origin = Origin()
     with torch.enable_grad():
-        given = origin.behind(hidden_chunk) if chunk.stop == call.plan.length else hidden_chunk
+        given = Started.apply(hidden_chunk, origin, False) if chunk.stop == call.plan.length else hidden_chunk
         output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     return Graph(output, origin, hidden_chunk, leaves, shadows)
@@ -162,12 +164,12 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
     """
     leaf = leaf_besides(outputs, differentiated)
     if leaf is not None:
-        raise UnsupportedModelError(
-            why_flat(layer, leaf)
-            or f"{type(layer).__name__} {depends(leaf)}, so that streaming would lose that gradient. Register it as a "
-            "parameter of the layer, or set requires_grad to False, or run the model unpatched "
-            "(streambp.unpatch(model)) with gradient checkpointing."
+        otherwise = (
+            ", so that streaming would lose that gradient. Register it as a parameter of the layer, or set requires_grad "
+            "to False, or run the model unpatched (streambp.unpatch(model)) with gradient checkpointing."
         )
+        told = "" if getattr(leaf, FLAT_PARAMETER, False) else otherwise
+        raise UnsupportedModelError(f"{type(layer).__name__} {depends(leaf)}{told}")
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
@@ -192,21 +194,15 @@ def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) ->
     return None
 
 
-def why_flat(layer: nn.Module, leaf: Tensor) -> str | None:
-    """Why nothing can be done for such a leaf [...]: it is FSDP1's flat parameter. None if it is not."""
-    if not getattr(leaf, FLAT_PARAMETER, False):
-        return None
-    return (
-        f"{type(layer).__name__} {depends(leaf)}: FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; "
-        "fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or DDP."
-    )
-
-
 def depends(leaf: Tensor) -> str:
-    """What a layer does that has such a leaf [...]."""
+    """What a layer does that has such a leaf [...]; of FSDP1's flat parameter also what to do."""
+    flat = (
+        ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), "
+        "DeepSpeed ZeRO or DDP."
+    )
     return (
         f"depends on a tensor of shape {tuple(leaf.shape)} that wants a gradient and is neither one of its parameters nor "
-        "one of its arguments"
+        f"one of its arguments{flat if getattr(leaf, FLAT_PARAMETER, False) else ''}"
     )
 
 

@@ -10,7 +10,6 @@ same order.
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -20,26 +19,27 @@ import torch
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.device import MEMORY_ERRORS, DeviceMemoryError, is_out_of_memory, make_room
-from streambp.layer.saved import Kept
 from streambp.layer.site import LayerSite
-from streambp.offload.policy import SavesPolicy
 
 SMALL_CHUNK = 1024
 T = TypeVar("T")
 
 
-def with_memory(chooser: SavesPolicy, kept: Kept, compute: Callable[[bool], T]) -> T:
+def with_memory(
+    compute: Callable[[bool], T],
+    device: torch.device,
+    let_go: Callable[[], bool] | None,
+    check_room: Callable[[], None] | None = None,
+) -> T:
     """The result of `compute`, which is called once more, without saves, if there was no memory for them.
     [Note: once for each chunk]
 
     Args:
         compute: is told whether it runs again.
+        let_go: lets go of saves, and says whether some were there; None: there are none. check_room: does so before.
     """
-    chooser.check_room(kept)
-    return _at_most_twice(kept.device, functools.partial(chooser.let_go, kept), compute)
-
-
-def _at_most_twice(device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[bool], T]) -> T:
+    if check_room is not None:
+        check_room()
     try:
         return compute(False)
     except MEMORY_ERRORS as error:
@@ -129,4 +129,4 @@ def once_more(device: torch.device, let_go: Callable[[], bool] | None, compute: 
         DeviceMemoryError: the device ran out of memory all the same.
     """
     with explaining(where):
-        return _at_most_twice(device, let_go, lambda _: compute())
+        return with_memory(lambda _: compute(), device, let_go)

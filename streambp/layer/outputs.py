@@ -85,30 +85,26 @@ def collect(
     return ChunkOutput(hidden_states, extras)
 
 
-class Whole:
-    """Tensors of the whole sequence, put together from chunks."""
+Whole = dict[Place | None, Tensor]  # hidden states [..., T, h] and the extra outputs of the whole sequence
 
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.tensors: dict[Place | None, Tensor] = {}
 
-    def put(self, output: ChunkOutput, chunk: Chunk) -> ChunkOutput:
-        """Put what a chunk gave at its place in the whole; a part that has all T positions itself is the whole."""
-        for place, part in ((None, output.hidden_states), *output.extras.items()):
-            dim = -2 if place is None else place.dim
-            if part.shape[dim] == self.length:
-                self.tensors[place] = part
-                continue
-            if place not in self.tensors:
-                shape = list(part.shape)
-                shape[dim] = self.length
-                self.tensors[place] = part.new_empty(shape)
-            whole = self.tensors[place]
-            if part.shape[-1] > whole.shape[-1] and not part.is_floating_point():
-                # Keys that each query picked; the first chunks have fewer and pick all, so the first one again is the same.
-                whole = self.tensors[place] = torch.nn.functional.pad(whole, (0, part.shape[-1] - whole.shape[-1]))
-            chunk.part(whole, dim).copy_(part)
-        return output
+def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
+    """Put what a chunk gave at its place in the whole of T = `length` positions; a part that has all of them itself is the
+    whole."""
+    for place, part in ((None, output.hidden_states), *output.extras.items()):
+        dim = -2 if place is None else place.dim
+        if part.shape[dim] == length:
+            whole[place] = part
+            continue
+        if place not in whole:
+            shape = list(part.shape)
+            shape[dim] = length
+            whole[place] = part.new_empty(shape)
+        if part.shape[-1] > whole[place].shape[-1] and not part.is_floating_point():
+            # Keys that each query picked; the first chunks have fewer and pick all, so the first one again is the same.
+            whole[place] = torch.nn.functional.pad(whole[place], (0, part.shape[-1] - whole[place].shape[-1]))
+        chunk.part(whole[place], dim).copy_(part)
+    return output
 
 
 def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
@@ -133,13 +129,9 @@ def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
         mappings[name][key] = tuple(parts)
 
 
-def recording(keys: tuple[str, ...]) -> contextlib.AbstractContextManager[Collected]:
-    """Within, hooks record these keys here: in the model's own collector chunks would look like layers."""
-    return contextlib.nullcontext({}) if output_capturing._active_collector.get() is None and not keys else _recording(keys)
-
-
 @contextlib.contextmanager
-def _recording(keys: tuple[str, ...]) -> Iterator[Collected]:
+def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
+    """Within, hooks record these keys here: in the model's own collector chunks would look like layers."""
     collected: Collected = {key: [] for key in keys}
     token = output_capturing._active_collector.set(collected)
     try:

@@ -14,6 +14,7 @@ Threads that take turns never meet: each forward may be another thread's, and so
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from typing import Any
@@ -23,12 +24,14 @@ import torch
 from streambp.errors import StreamBPError
 
 
+@dataclasses.dataclass(eq=False)
 class Use:
     """One forward, or one layer's backward, as a context that ends it; within others of its owner it is theirs."""
 
-    def __init__(self, owner: StepOwner, thread: int, task: int) -> None:
-        self.owner, self.thread, self.task = owner, thread, task
-        self.depth = 1
+    owner: StepOwner
+    thread: int
+    task: int
+    depth: int = 1
 
     def __enter__(self) -> Use:
         return self
@@ -38,6 +41,7 @@ class Use:
             self.depth -= 1
 
 
+@dataclasses.dataclass(eq=False)
 class StepOwner:
     """Of one patched model. [Note: owner of a step]
 
@@ -45,9 +49,8 @@ class StepOwner:
         goes with the frames that it was in.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal's handler may come here too
-        self.current: weakref.ref[Use] | None = None
+    lock: Any = dataclasses.field(default_factory=threading.RLock)  # a signal's handler may come here too
+    current: weakref.ref[Use] | None = None
 
     def __reduce__(self) -> Any:
         """A copied or pickled model is used by nobody."""

@@ -25,7 +25,7 @@ from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
 from streambp.layer.shadows import GradientSum
-from streambp.layer.witness import Witness
+from streambp.layer.witness import Witness, rows_of
 
 Labels = frozenset[str]
 
@@ -40,12 +40,6 @@ class UnreadProducts:
     refill: Labels = frozenset()
     recompute: Labels = frozenset()
     states: bool = True
-
-
-def never_read(situations: Iterable[UnreadProducts]) -> Labels:
-    """Linears whose output no recomputation needs, in whichever of these situations; none if there are no situations."""
-    found = [unread.recompute for unread in situations]
-    return frozenset.intersection(*found) if found else frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +103,11 @@ Cast = Callable[[torch.dtype], Tensor]
 See = Callable[[str, Tensor], None]
 
 
+@dataclasses.dataclass
 class _Replaced:
     """Within, these modules have these forwards; what was there comes back."""
 
-    def __init__(self, forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> None:
-        self.forwards = forwards
+    forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]
 
     def __enter__(self) -> None:
         self.before: list[tuple[dict[str, Any], Any]] = []
@@ -141,17 +135,17 @@ def summed(
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name in unread.intersection(linears) if sums.alone else linears:
         module = linears[name]
-        add, cast = _adder(module, sums)
-        if name in unread:
-            sees = witness is not None and name in witness.left_out
-            forwards[module] = _adding(module, UNREAD, add, cast, witness if sees else None, name)
-        elif add is not None:
-            forwards[module] = _adding(module, None, add, cast)
+        weight: Any = module.weight
+        add = sums.adder(weight)
+        cast = weight.to if add is None else functools.partial(sums.cast, weight)
+        sees = witness if witness is not None and name in unread and name in witness.left_out else None
+        if name in unread or add is not None:
+            forwards[module] = _adding(module, UNREAD if name in unread else None, add, cast, sees, name)
     return _Replaced(forwards)
 
 
 def _adding(
-    module: nn.Linear, value: Unread | None, add: Add | None, cast: Cast, witness: Witness | None = None, name: str = ""
+    module: nn.Linear, value: Unread | None, add: Add | None, cast: Cast, witness: Witness | None, name: str
 ) -> Callable[[Tensor], Tensor]:
     """`_product` of x, for as long as the module keeps its weight."""
     weight, bias, kind = module.weight, module.bias, module.weight.device.type
@@ -161,7 +155,7 @@ def _adding(
         nonlocal value
         if witness is not None:
             witness.see(name, x)
-            value = witness.rows(x) or UNREAD
+            value = rows_of(x.shape[-2]) if witness.last and x.dim() > 1 and x.shape[-2] else UNREAD
         if may_cast and torch.is_autocast_enabled(kind):
             return _product(module, value, add, cast, x)
         out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
@@ -173,7 +167,7 @@ def _adding(
 def left_out(linears: dict[str, nn.Linear], names: Labels) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears return NaN and know their backward."""
     chosen = [linears[name] for name in names if name in linears]
-    return _Replaced({module: functools.partial(_linear, module, UNREAD, None, module.weight.to) for module in chosen})
+    return _Replaced({module: functools.partial(_product, module, UNREAD, None, module.weight.to) for module in chosen})
 
 
 def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
@@ -182,97 +176,74 @@ def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.
     return _Replaced({module: functools.partial(_product, module, None, None, module.weight.to) for module in modules})
 
 
-def captured(
-    linears: dict[str, nn.Linear], names: Iterable[str], sink: See | None, see: See | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Within, the output [..., out] of each of these Linears is also given to `sink`, with its name, and its input
-    [..., in] to `see`."""
-    chosen = {name: linears[name] for name in names if name in linears}
-    return _Replaced({module: functools.partial(_captured, name, module, sink, see) for name, module in chosen.items()})
-
-
-def _captured(name: str, module: nn.Linear, sink: See | None, see: See | None, x: Tensor) -> Tensor:
-    if see is not None:
-        see(name, x)
-    out: Tensor = type(module).forward(module, x)
-    if sink is not None:
-        sink(name, out)
-    return out
-
-
-def with_outputs(
+def tapped(
     linears: dict[str, nn.Linear],
-    names: list[str],
-    source: Callable[[str], Tensor | None],
-    sums: GradientSum | None = None,
+    names: Iterable[str],
+    sink: See | None = None,
     see: See | None = None,
+    source: Callable[[str], Tensor | None] | None = None,
+    sums: GradientSum | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, these Linears return the [..., out] that `source` has for their name, and know their backward.
+    """Within, what goes into and out of each of these Linears is seen, or given, by its name.
 
     Args:
-        source: None: the Linear computes.
-        sums: as in `summed`. see: as in `captured`.
+        sink: is given its output [..., out]. see: is given its input [..., in].
+        source: gives its output, of which it knows the backward then; None: the Linear computes.
+        sums: as in `summed`.
     """
-    chosen = {name: linears[name] for name in names if name in linears}
-    return _Replaced(
-        {
-            module: functools.partial(_known, name, module, source, see, *_adder(module, sums))
-            for name, module in chosen.items()
-        }
-    )
+    forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
+    for name in names:
+        if name in linears:
+            module = linears[name]
+            weight: Any = module.weight
+            add = None if sums is None else sums.adder(weight)
+            cast = weight.to if sums is None or add is None else functools.partial(sums.cast, weight)
+            forwards[module] = functools.partial(_tapped, name, module, sink, see, source, add, cast)
+    return _Replaced(forwards)
 
 
-def _known(
+def _tapped(
     name: str,
     module: nn.Linear,
-    source: Callable[[str], Tensor | None],
+    sink: See | None,
     see: See | None,
+    source: Callable[[str], Tensor | None] | None,
     add: Add | None,
     cast: Cast,
     x: Tensor,
 ) -> Tensor:
     if see is not None:
         see(name, x)
-    return _linear(module, source(name), add, cast, x)
+    value = None if source is None else source(name)
+    if value is None and add is None:
+        out: Tensor = type(module).forward(module, x)
+    else:
+        out = _product(module, value, add, cast, x)
+    if sink is not None:
+        sink(name, out)
+    return out
 
 
 Unread = slice  # in place of a product that nobody reads: its rows that are computed all the same. [Note: witness]
 UNREAD = Unread(0)  # none
 
 
-def _adder(module: nn.Linear, sums: GradientSum | None) -> tuple[Add | None, Cast]:
-    """What adds to the weight's gradient, None if autograd returns it, and what casts the weight."""
-    weight: Any = module.weight
-    add = None if sums is None else sums.adder(weight)
-    return add, weight.to if sums is None or add is None else functools.partial(sums.cast, weight)
-
-
-def _linear(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast, x: Tensor) -> Tensor:
-    """The module's output for x [..., in], if `value` is not it already."""
-    if value is None and add is None:
-        return type(module).forward(module, x)
-    if isinstance(value, Unread) and not torch.is_grad_enabled():
-        # In the dtype that the Linear would give; no weight is cast for it.
-        return x.new_full((*x.shape[:-1], module.out_features), torch.nan, dtype=_cast_to(x) or x.dtype)
-    return _product(module, value, add, cast, x)
-
-
 def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast, x: Tensor) -> Tensor:
+    """The module's output for x [..., in], if `value` is not it already."""
     weight: Any = module.weight
     bias: Any = module.bias
-    if (dtype := _cast_to(x)) is not None:
+    dtype = cast_to(x)
+    if value is UNREAD and not torch.is_grad_enabled():
+        # In the dtype that the Linear would give; no weight is cast for it.
+        return x.new_full((*x.shape[:-1], module.out_features), torch.nan, dtype=dtype or x.dtype)
+    if dtype is not None:
         x, weight, bias = x.to(dtype), cast(dtype), None if bias is None else bias.to(dtype)
     out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
     return out
 
 
-def output_bytes(weight: Tensor) -> int:
-    """Of an element of the output of a Linear with this weight [out, in], as autocast is now."""
-    return (_cast_to(weight) or weight.dtype).itemsize
-
-
-def _cast_to(x: Tensor) -> torch.dtype | None:
-    """What autocast makes of x; None where it is off: it leaves float64 alone."""
+def cast_to(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of x [...]; None where it is off: it leaves float64 alone."""
     device = x.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else None

@@ -46,20 +46,12 @@ class Autocast(NamedTuple):
                 on |= active
         return cls(tuple(states), torch.is_autocast_cache_enabled(), on)
 
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """What it casts to, where it is on."""
-        return [dtype for _, active, dtype in self.states if active]
-
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Within, autocast is as it was when this state was captured."""
-        return self._entered(enabled=True)
-
     def off(self) -> contextlib.AbstractContextManager[None]:
         """Within, nothing is cast."""
-        return self._entered(enabled=False)
+        return self.restored(enabled=False)
 
-    def _entered(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    def restored(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Within, autocast is as it was when this state was captured; or nothing is cast."""
         for kind, active, _ in self.states:
             if active or torch.is_autocast_enabled(kind):
                 return self._switched(enabled)
@@ -125,37 +117,24 @@ def check_mode(layer: nn.Module, training: bool) -> None:
         )
 
 
-def checkpointable(layer: nn.Module) -> list[nn.Module]:
-    """The modules of the layer that have transformers' flag."""
-    return [module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__]
-
-
 @contextlib.contextmanager
-def checkpointing_off(modules: list[nn.Module]) -> Iterator[None]:
-    """Within, transformers does not checkpoint this layer: from 5.23 on its class's forward would wrap itself.
+def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
+    """Within, transformers does not checkpoint this layer: from 5.23 on its class's forward would wrap itself. Parametrized
+    weights are computed where they are read, and not handed out of `parametrize.cached()`: what it holds was computed
+    without a graph, or with one that ends elsewhere.
 
     TRL switches the flag on again between a forward and its backward, so that a recomputation needs this as well.
 
     Args:
-        modules: `checkpointable`.
+        modules: those of the layer that have transformers' flag.
     """
-    flagged = [module for module in modules if module.__dict__.get(CHECKPOINTING[0])]
+    flagged, cached = [module for module in modules if module.__dict__.get(CHECKPOINTING[0])], parametrize._cache_enabled
     try:
         for module in flagged:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        yield
-    finally:
-        for module in flagged:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
-def parametrizations_computed() -> Iterator[None]:
-    """Within, parametrized weights are computed where they are read, and not handed out of `parametrize.cached()`: what it
-    holds was computed without a graph, or with one that ends elsewhere."""
-    cached = parametrize._cache_enabled
-    parametrize._cache_enabled = 0
-    try:
+        parametrize._cache_enabled = 0
         yield
     finally:
         parametrize._cache_enabled = cached
+        for module in flagged:
+            module.gradient_checkpointing = True  # type: ignore[assignment]

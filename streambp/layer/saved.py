@@ -15,6 +15,7 @@ All but the random states go into a store, on the device or on the host.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
-from streambp.layer.products import See, captured, matching, never_read, output_bytes, with_outputs
+from streambp.layer.products import See, cast_to, matching, tapped
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
@@ -36,25 +37,20 @@ from streambp.offload.manager import Access, HostTensors
 from streambp.recurrent.states import Key, States
 
 
+@dataclasses.dataclass(eq=False)
 class InMemory:
     """Keeps the tensors [...] where they are, each from `put` to `take`; as `HostTensors` does on the host."""
 
     copies = False
-
-    def __init__(self) -> None:
-        self._tensors: dict[Access, Tensor] = {}
+    tensors: dict[Access, Tensor] = dataclasses.field(default_factory=dict)
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
         """Keep the tensor [...] itself."""
-        self._tensors[name, chunk] = tensor
+        self.tensors[name, chunk] = tensor
 
     def has(self, name: str, chunk: int) -> bool:
         """Whether it is kept."""
-        return (name, chunk) in self._tensors
-
-    def keep_only(self, needed: Callable[[str], bool]) -> None:
-        """Let go of the tensors whose names are not needed."""
-        self._tensors = {access: tensor for access, tensor in self._tensors.items() if needed(access[0])}
+        return (name, chunk) in self.tensors
 
     def reserve(self, size: int) -> None:
         """Nothing: a tensor that is kept needs no room of its own."""
@@ -64,13 +60,13 @@ class InMemory:
 
     def peek(self, name: str, chunk: int) -> Tensor:
         """The tensor [...] itself."""
-        return self._tensors[name, chunk]
+        return self.tensors[name, chunk]
 
     borrow = peek  # a change of it is kept at once
 
     def take(self, name: str, chunk: int) -> Tensor:
         """The tensor [...] itself, which is not kept any longer."""
-        return self._tensors.pop((name, chunk))
+        return self.tensors.pop((name, chunk))
 
 
 class Kept:
@@ -114,7 +110,9 @@ class Kept:
         self.saves, self.products, self.keeps_graph, self.graph = (), [], False, None
         self._captured.clear()
         assert isinstance(self.store, InMemory)
-        self.store.keep_only(lambda name: name == "x" or name.startswith(("state.", "picks.")))
+        tensors = self.store.tensors
+        for access in [access for access in tensors if access[0] != "x" and not access[0].startswith(("state.", "picks."))]:
+            del tensors[access]
         if not at_work:
             self.carried.prefix.drop_buffers()
 
@@ -164,7 +162,7 @@ class Kept:
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
                 if part.changed:
-                    raise self._attended_overwritten()
+                    raise self._overwritten()
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
             whole = self.carried.prefix.sites[site] if self.moves_kv else None
@@ -180,7 +178,8 @@ class Kept:
         with self.autocast.restored():
             products = {
                 name: Product(
-                    linear.out_features * tokens * output_bytes(linear.weight), 2.0 * linear.weight.numel() * tokens
+                    linear.out_features * tokens * (cast_to(linear.weight) or linear.weight.dtype).itemsize,
+                    2.0 * linear.weight.numel() * tokens,
                 )
                 for name, linear in self.site.linears.items()
                 if name not in overwritten.products
@@ -203,7 +202,7 @@ class Kept:
         """
         for name, product, version in self._captured:
             if product._version != version:
-                raise self._product_overwritten(linear_of(name))
+                raise self._overwritten(linear_of(name))
             self.store.put(name, chunk.index, product)
         self._captured.clear()
 
@@ -219,7 +218,7 @@ class Kept:
         overwritten = self.site.overwritten
         if "attn_out" in self.saves and overwritten.attended and self.lends_attended:
             if self.named:
-                raise self._attended_overwritten()
+                raise self._overwritten()
             self.saves = tuple(name for name in self.saves if name != "attn_out")
         names = [name for name in self.saves if name not in SAVES]
         if names:
@@ -227,22 +226,19 @@ class Kept:
             products = matching(self.linears, names) if self.named else [name for name in self.linears if name in names]
             self.products = [name for name in products if name not in overwritten.products]
             if self.named and len(self.products) < len(products):
-                raise self._product_overwritten(*(name for name in products if name in overwritten.products))
-            unread = never_read(self.site.unread.values())
-            self.products = [name for name in self.products if name not in unread]
+                raise self._overwritten(*(name for name in products if name in overwritten.products))
+            unread = [found.recompute for found in self.site.unread.values()]
+            never_read = frozenset.intersection(*unread) if unread else frozenset()
+            self.products = [name for name in self.products if name not in never_read]
 
-    def _attended_overwritten(self) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"The output of attention is changed in place inside {type(self.site.layer).__name__}, so it cannot be saved. "
-            "Leave 'attn_out' out of StreamConfig's saves."
-        )
-
-    def _product_overwritten(self, *names: str) -> UnsupportedModelError:
+    def _overwritten(self, *names: str) -> UnsupportedModelError:
+        """The layer writes to the outputs of these Linears; without names, to that of attention."""
         kind = type(self.site.layer).__name__
-        if len(names) == 1:
+        if len(names) < 2:
+            output, it, now = (names[0], "it", f", which is {self.saves}") if names else ("attention", "'attn_out'", "")
             return UnsupportedModelError(
-                f"The output of {names[0]} is changed in place inside {kind}, so it cannot be saved. Leave it out of "
-                f"StreamConfig's saves, which is {self.saves}."
+                f"The output of {output} is changed in place inside {kind}, so it cannot be saved. Leave {it} out of "
+                f"StreamConfig's saves{now}."
             )
         return UnsupportedModelError(
             f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so they cannot be saved. Leave them "
@@ -265,7 +261,7 @@ class Kept:
             if key not in self.product_names:
                 self.product_names.append(key)
 
-        return captured(self.linears, names, sink, see) if names else contextlib.nullcontext()
+        return tapped(self.linears, names, sink, see) if names else contextlib.nullcontext()
 
     def knowing(
         self,
@@ -291,7 +287,7 @@ class Kept:
                 return None
             return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
 
-        return with_outputs(self.linears, names, source, sums, see) if names else contextlib.nullcontext()
+        return tapped(self.linears, names, None, see, source, sums) if names else contextlib.nullcontext()
 
     def accesses(self) -> tuple[list[Access], int]:
         """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
@@ -316,14 +312,6 @@ class Kept:
             order += [("x", chunk), *starts[chunk], *((name, chunk) for name in (*picks, *products[chunk], *attended))]
             order += tiled if chunk == chunks[-1] else []
         return order, 1 + len(picks) + len(names) + max(map(len, products)) + len(attended)
-
-    def restore_kv(self) -> bool:
-        """Bring keys and values back into the prefix's buffers; False if not all of them were kept."""
-        sites = range(self.carried.prefix.calls or 0)
-        if not all(self.store.has(f"v.{site}", chunk.index) for chunk in self.plan for site in sites):
-            return False
-        self.carried.prefix.find_saved()
-        return True
 
     def picks(self, chunk: Chunk) -> list[Tensor]:
         """[B, C, k], the keys that each indexer picked for the chunk, for the last time: unless the chunk may be computed

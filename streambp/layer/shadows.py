@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -140,17 +141,17 @@ class Parameters:
     @contextlib.contextmanager
     def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
         """Within, slots hold other tensors [...], in the order of `current`."""
-        before = self.current()
+        together = zip(self.groups, others, self.current(), strict=True)
+        places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+            (owner._parameters, name, other, own) for slots, other, own in together for owner, name in slots
+        ]
         try:
-            self._put(others)
+            for table, name, other, _ in places:
+                table[name] = other
             yield others
         finally:
-            self._put(before)
-
-    def _put(self, tensors: Sequence[Tensor]) -> None:
-        for slots, tensor in zip(self.groups, tensors, strict=True):
-            for owner, name in slots:
-                owner._parameters[name] = tensor  # type: ignore[assignment]
+            for table, name, _, own in places:
+                table[name] = own
 
 
 class GradientSum:

@@ -32,18 +32,14 @@ def buffers_of(layer: nn.Module) -> Buffers:
     }
 
 
-def copies(buffers: Buffers) -> Buffers:
-    """Copies of these buffers, without a graph."""
-    return {slot: buffer.detach().clone() for slot, buffer in buffers.items()}
-
-
 @contextlib.contextmanager
-def in_place_of_buffers(stand_ins: Buffers) -> Iterator[None]:
-    """Within, modules have these buffers. Their own are put back, never written to: graphs may have saved them."""
-    own = {(module, name): module._buffers[name] for module, name in stand_ins}
+def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
+    """Within, modules have copies of these buffers, without a graph. Their own are put back, never written to: graphs may
+    have saved them."""
+    own = {(module, name): module._buffers[name] for module, name in buffers}
     try:
-        for (module, name), buffer in stand_ins.items():
-            module._buffers[name] = buffer
+        for (module, name), buffer in buffers.items():
+            module._buffers[name] = buffer.detach().clone()
         yield
     finally:
         for (module, name), mine in own.items():
@@ -52,11 +48,13 @@ def in_place_of_buffers(stand_ins: Buffers) -> Iterator[None]:
 
 def written_since(before: Buffers) -> Buffers:
     """Those of these earlier values that modules' buffers do not have any more."""
-    return {(module, name): old for (module, name), old in before.items() if not _same(module._buffers[name], old)}
-
-
-def _same(buffer: Tensor | None, old: Tensor) -> bool:
-    if buffer is None or buffer.shape != old.shape or buffer.dtype != old.dtype:
-        return False
-    one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (buffer, old))
-    return torch.equal(one, other)  # where they are NaN as well
+    written: Buffers = {}
+    for (module, name), old in before.items():
+        now = module._buffers[name]
+        same = now is not None and now.shape == old.shape and now.dtype == old.dtype
+        if same:
+            one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (now, old))  # type: ignore[union-attr]
+            same = torch.equal(one, other)  # where they are NaN as well
+        if not same:
+            written[module, name] = old
+    return written

@@ -29,11 +29,10 @@ from streambp.layer.witness import (
     CHOSEN_OTHERWISE,
     EPS_OF_HALVES,
     TOLERANCE,
-    Source,
+    Compared,
     Witness,
     Witnesses,
     chooses,
-    coarsest_of,
     dtypes_of,
 )
 from streambp.offload.manager import OffloadManager
@@ -48,14 +47,13 @@ ANY_SIZE = 0  # of chunks, in `Findings.tried`
 KINDS = 32  # of calls, for which what was found out about a layer is remembered
 
 
-class Recent(dict[Key, T]):
-    """Remembers the last `KINDS` entries that were made."""
-
-    def __setitem__(self, key: Key, value: T) -> None:
-        self.pop(key, None)
-        super().__setitem__(key, value)
-        if len(self) > KINDS:
-            del self[next(iter(self))]
+def remember(known: dict[Key, T], key: Key, value: T) -> T:
+    """Make the value the latest entry of what is known, which keeps the last `KINDS` that were made; give it back."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > KINDS:
+        del known[next(iter(known))]
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +69,6 @@ class Overwritten:
     products: frozenset[str] = frozenset()
     attended: bool = False
     inputs: bool = False
-
-    def __or__(self, other: Overwritten) -> Overwritten:
-        return Overwritten(self.products | other.products, self.attended or other.attended, self.inputs or other.inputs)
 
 
 @dataclasses.dataclass
@@ -182,7 +177,7 @@ class LayerSite:
     config: StreamConfig
     kind: LayerKind = LayerKind()
     last: CallReport = CallReport()
-    findings: dict[frozenset[tuple[str, Any]], Findings] = dataclasses.field(default_factory=Recent)
+    findings: dict[frozenset[tuple[str, Any]], Findings] = dataclasses.field(default_factory=dict)
     fingerprint: Fingerprint = dataclasses.field(default_factory=Fingerprint, repr=False, compare=False)
     kernels_told: bool = True
     offloader: OffloadManager | None = None
@@ -190,8 +185,8 @@ class LayerSite:
     weights: HostWeights | None = None
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
-    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=Recent)
-    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=Recent)
+    unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
+    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
     overwritten: Overwritten = Overwritten()
     turns: bool = True
     foreign: list[str] = dataclasses.field(default_factory=list)
@@ -262,7 +257,7 @@ class LayerSite:
         """What trials found, or find next, of such calls."""
         findings = self.findings.get(kind)
         if findings is None:
-            findings = self.findings[kind] = Findings()
+            findings = remember(self.findings, kind, Findings())
         return findings
 
     def knows(self, findings: Findings, plan: ChunkPlan) -> bool:
@@ -273,6 +268,14 @@ class LayerSite:
             return True
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
 
+    def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
+        """The dtype of the largest eps among this one, what the layer computes in, and what autocast casts to, where
+        products of float32 are rounded as the program lets this kind of device round them: it does so for some numbers of
+        rows and not for others."""
+        cast = (to for _, active, to in autocast.states if active)
+        coarsest = max((dtype, *self.of(dtypes_of), *cast), key=lambda dtype: torch.finfo(dtype).eps)
+        return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
+
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
         """What compares a call's backward with its forward over x [..., T, h]; None: that is switched off, or there are no
         values to compare."""
@@ -280,12 +283,12 @@ class LayerSite:
             return None
         dtype, device = x.dtype, x.device.type  # x itself would live as long as its witness
 
-        def compared(_: nn.Module) -> Source:
-            coarsest = coarsest_of((dtype, *self.of(dtypes_of), *autocast.dtypes), device)
+        def compared(_: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], Compared]:
+            coarsest = self.coarsest(dtype, device, autocast)
             tolerance = TOLERANCE.get(coarsest, EPS_OF_HALVES * torch.finfo(coarsest).eps)
             if coarsest not in TOLERANCE and (device != "cpu" or self.of(has_compiled_parts)) and self.of(chooses):
                 tolerance = CHOSEN_OTHERWISE  # kernels may add up in any order
-            return Source(self.layer, self.index, autocast.on, tolerance)
+            return functools.partial(Compared, self.layer, self.index, autocast.on, tolerance)
 
         known_as = "compared", dtype, device, autocast.states
         return Witness(self.witnesses, lambda: self.of(compared, (*known_as, products_rounded_to(device))))
@@ -304,8 +307,8 @@ class LayerSite:
                 before = dict(known)["state"]
                 same = known ^ kind == {("state", before), ("state", now)} and before[::2] == now[::2]
                 if same and set(before[1]) <= set(now[1]):
-                    self.findings[known] = findings  # whose findings others take stays among the last entries
-                    self.findings[kind] = dataclasses.replace(findings, adopted=True)
+                    remember(self.findings, known, findings)  # whose findings others take stays among the last entries
+                    remember(self.findings, kind, dataclasses.replace(findings, adopted=True))
                     return
 
     def refuse_untried(self, acted: AbstractSet[HookKey]) -> None:

@@ -26,14 +26,14 @@ import dataclasses
 import math
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from streambp.device import MEMORY_ERRORS, is_out_of_memory, products_rounded_to, without_autocast
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, without_autocast
 from streambp.errors import BackwardError
 from streambp.known_names import COMPUTE_DTYPE
 
@@ -62,13 +62,6 @@ def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
     return frozenset(parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()) | computed_in
 
 
-def coarsest_of(dtypes: Iterable[torch.dtype], device: str) -> torch.dtype:
-    """That of the largest eps, where products of float32 are rounded as the program lets this kind of device round them: it
-    does so for some numbers of rows and not for others."""
-    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
-
-
 def chooses(layer: nn.Module) -> bool:
     """Whether the code of a module inside may pick experts or keys by their scores."""
     classes = {base for module in layer.modules() for base in type(module).__mro__ if base not in (nn.Module, object)}
@@ -82,50 +75,40 @@ def answered_at_once(then: Tensor, now: Tensor) -> bool:
     return now.is_cpu and torch.equal(then, now)
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The layer that is compared.
+class Compared(NamedTuple):
+    """A combination [n] of the rows of a layer's tensor, or a few of these [..., n], in forward and in backward, and of
+    what both contain unchanged.
 
-    index: among those of its model. cast: autocast was on.
-    tolerance: how far, of its norm, what it gives may be from what it gave. [Note: witness]
+    number: of the layer, among those of its model. cast: autocast was on.
+    tolerance: how far, of its norm, what the layer gives may be from what it gave. [Note: witness]
     """
 
-    layer: nn.Module
-    index: int
+    layer: nn.Module  # and not its witness, which has these: a backward that breaks off must leave no cycle behind
+    number: int
     cast: bool
     tolerance: float
-
-
-class Compared(NamedTuple):
-    """A combination [n] of the rows of one tensor, or a few of these [..., n], in forward and in backward, and of what both
-    contain unchanged.
-
-    source: of which layer. It has no witness, which has these: a backward that breaks off must leave no cycle behind.
-    """
-
-    source: Source
     then: Tensor
     now: Tensor
     unchanged: Tensor | None
 
 
+@dataclasses.dataclass(eq=False)
 class Witness:
     """What one call of a layer gave in forward, to be compared in backward. [Note: witness]
 
-    Args:
-        witnesses: the model's. source: gives the layer, where something is to be compared.
-
+    witnesses: the model's. compared: where something is to be compared, gives what makes a `Compared` of the tensors.
     left_out: names of the Linears whose products backward leaves out.
+    last: the chunk at work is the last of the sequence.
     """
 
-    def __init__(self, witnesses: Witnesses, source: Callable[[], Source]) -> None:
-        self.witnesses, self._source = witnesses, source
-        self.left_out: frozenset[str] = frozenset()
-        self.last = False  # the chunk at work is the last of the sequence
-        self._noted: dict[Any, list[tuple[str, Tensor]]] = {}
-        self._here: list[tuple[str, Tensor]] = []
-        self._again = False
-        self._found: list[Compared] = []
+    witnesses: Witnesses
+    compared: Callable[[], Callable[[Tensor, Tensor, Tensor | None], Compared]]
+    left_out: frozenset[str] = frozenset()
+    last: bool = False
+    _noted: dict[Any, list[tuple[str, Tensor]]] = dataclasses.field(default_factory=dict)
+    _here: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
+    _again: bool = False
+    _found: list[Compared] = dataclasses.field(default_factory=list)
 
     def begin(self, place: Hashable, last: bool, again: bool) -> None:
         """Compute the chunk, or the half of one, that goes by this name. again: in backward."""
@@ -155,7 +138,7 @@ class Witness:
                 base = unchanged
                 if base is not None:
                     base = self.witnesses.combined(base.detach()) if rows is None else base.detach()[..., rows, :].clone()
-                self._found.append(Compared(self._source(), then, now if rows is None else now.clone(), base))
+                self._found.append(self.compared()(then, now if rows is None else now.clone(), base))
                 return
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
@@ -167,10 +150,6 @@ class Witness:
             return
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
-    def rows(self, x: Tensor) -> slice | None:
-        """Of the input x [..., C, n] of a Linear that is left out: those for which it is computed all the same."""
-        return rows_of(x.shape[-2]) if self.last and x.dim() > 1 and x.shape[-2] else None
-
     def end(self) -> None:
         """The layer's backward is over."""
         found, self._found, self._noted = self._found, [], {}
@@ -178,26 +157,38 @@ class Witness:
             self.witnesses.ask(found)
 
 
+@dataclasses.dataclass(eq=False)
 class Witnesses:
     """Of one model: what all layers' backward passes have to compare, asked of the device in one go."""
 
-    def __init__(self) -> None:
-        self._weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}  # by the number of rows
-        self._longest: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._asked: weakref.WeakValueDictionary[int, Question] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()  # autograd has a thread for each device
+    _weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = dataclasses.field(default_factory=dict)
+    _longest: dict[tuple[torch.dtype, torch.device], Tensor] = dataclasses.field(default_factory=dict)
+    _asked: weakref.WeakValueDictionary[int, Question] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)  # autograd has a thread for each device
 
     def __reduce__(self) -> Any:
         """A copied or pickled model is in no backward."""
         return Witnesses, ()
 
     def combined(self, x: Tensor) -> Tensor:
-        """One random combination of the rows of x [..., n], which has no graph: [n], or folded to fewer numbers."""
+        """One random combination of the rows of x [..., n], which has no graph: [n], or folded to fewer numbers.
+
+        The weights have either sign, by their place alone, and are small enough for sums in float16.
+        """
         device, features = x.device, x.shape[-1]
         rows = x.numel() // max(1, features)
         weights = self._weights.get((rows, x.dtype, device))
-        if weights is None:
-            weights = self._made(rows, x)
+        if weights is None:  # a view of the longest that were made
+            key = x.dtype, device
+            if key not in self._longest or self._longest[key].shape[0] < rows:
+                mixed = torch.arange(1, 2 * rows + 1, device="cpu", dtype=torch.int64) * 2654435761 & 0xFFFFFFFF
+                mixed = (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF
+                mixed = (mixed ^ (mixed >> 13)) * 3266489917 & 0xFFFFFFFF
+                size = 0.5 + (mixed & 0xFFFF) / 0xFFFF
+                self._longest[key] = (size * torch.where(mixed >> 31 == 1, 1 / 64, -1 / 64)).to(device, x.dtype)
+            if len(self._weights) == REMEMBERED:
+                self._weights.clear()
+            weights = self._weights[rows, x.dtype, device] = self._longest[key][:rows]
         columns = x.reshape(rows, features).t()  # [n, rows]
         if not torch._C._is_any_autocast_enabled():
             found = torch.mv(columns, weights)
@@ -206,21 +197,6 @@ class Witnesses:
                 found = torch.mv(columns, weights)
         folded = math.gcd(features, FEATURES) if features > FEATURES else features
         return found if folded in (features, 1) else found.view(-1, folded).sum(0)
-
-    def _made(self, rows: int, like: Tensor) -> Tensor:
-        """Weights [rows] of either sign, by their place alone, and small enough for sums in float16: a view of the longest
-        that were made."""
-        key = like.dtype, like.device
-        if key not in self._longest or self._longest[key].shape[0] < rows:
-            mixed = torch.arange(1, 2 * rows + 1, device="cpu", dtype=torch.int64) * 2654435761 & 0xFFFFFFFF
-            mixed = (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF
-            mixed = (mixed ^ (mixed >> 13)) * 3266489917 & 0xFFFFFFFF
-            size = 0.5 + (mixed & 0xFFFF) / 0xFFFF
-            self._longest[key] = (size * torch.where(mixed >> 31 == 1, 1 / 64, -1 / 64)).to(like.device, like.dtype)
-        if len(self._weights) == REMEMBERED:
-            self._weights.clear()
-        weights = self._weights[rows, like.dtype, like.device] = self._longest[key][:rows]
-        return weights
 
     def ask(self, found: list[Compared]) -> None:
         """Compare, and raise if something differs: when autograd has ended the backward that is running."""
@@ -236,11 +212,11 @@ class Witnesses:
             question.found += found
 
 
+@dataclasses.dataclass(eq=False)
 class Question:
     """What one backward has to compare. The engine keeps it until that is over."""
 
-    def __init__(self, found: list[Compared]) -> None:
-        self.found = found
+    found: list[Compared]
 
     def answer(self) -> None:
         """Ask each device once.
@@ -256,33 +232,35 @@ class Question:
                 raise
             changed = None
         if changed is None:  # not above: the error's frames hold tensors. The gradients are there, so this must not fail
-            on_host = ((one.source, *(None if x is None else x.cpu() for x in one[1:])) for one in found)
-            changed = _changed([Compared(*moved) for moved in on_host])  # type: ignore[arg-type]
+            for index, (*_, then, now, base) in enumerate(found):
+                base = None if base is None else base.cpu()
+                found[index] = found[index]._replace(then=then.cpu(), now=now.cpu(), unchanged=base)
+            changed = _changed(found)
         if changed:
-            source = min(changed, key=lambda source: source.index)
+            first = min(changed, key=lambda one: one.number)
             keeps = "Autocast keeps its copies of weights until its context ends: end it before optimizer.step(). "
             raise BackwardError(
-                f"{type(source.layer).__name__} is not in backward what it was in forward: of the same input it makes "
+                f"{type(first.layer).__name__} is not in backward what it was in forward: of the same input it makes "
                 "something else. Backward recomputes the layer, so that it gave the gradient of another model. Set "
                 "gradients to zero, and call backward before you change anything that the layer reads: before "
                 "optimizer.step() (fused ones mark no change), before values are set through `.data`, and before numbers "
-                f"that its code takes from elsewhere are. {keeps if source.cast else ''}Where nothing changes, kernels "
+                f"that its code takes from elsewhere are. {keeps if first.cast else ''}Where nothing changes, kernels "
                 "give other roundings each time: set StreamConfig(compare_backward=False)."
             )
 
 
-def _changed(found: list[Compared]) -> list[Source]:
+def _changed(found: list[Compared]) -> list[Compared]:
     """Those that differ."""
     groups: dict[tuple[Any, ...], list[Compared]] = {}
     for one in found:
-        key = one.now.device, one.now.dtype, one.now.shape, one.source.tolerance, one.unchanged is None
+        key = one.now.device, one.now.dtype, one.now.shape, one.tolerance, one.unchanged is None
         groups.setdefault(key, []).append(one)
     flags: dict[torch.device, list[Tensor]] = {}
     for (device, dtype, _, tolerance, _), group in groups.items():
         flags.setdefault(device, []).append(_differ(group, dtype, tolerance))
     ordered = [one for device in flags for key, group in groups.items() if key[0] == device for one in group]
     different = [flag for parts in flags.values() for flag in torch.cat(parts).tolist()]
-    return [one.source for one, differs in zip(ordered, different, strict=True) if differs]
+    return [one for one, differs in zip(ordered, different, strict=True) if differs]
 
 
 def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:

@@ -26,7 +26,7 @@ from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
-from streambp.layer.site import LayerSite
+from streambp.layer.site import LayerSite, remember
 from streambp.offload.manager import Access
 from streambp.sharded.halves import Cut
 from streambp.sharded.masks import resolve_whole
@@ -141,7 +141,7 @@ class ShardedCall(LayerCall):
                 chunk = Chunk(0, 0, min(TRIED, self.plan.length))
                 with few_tokens(self, self.hidden_states.detach(), chunk.stop, self.site.turns) as x:
                     found = _unread_in_halves(self, linears, x, chunk, RandomState.capture(self.device))
-                self.site.unread_in_halves[key] = found
+                remember(self.site.unread_in_halves, key, found)
         self.unread = self.site.unread_in_halves.get(key, UnreadInHalves())
 
 

@@ -44,10 +44,11 @@ from streambp.attention.prefix import AttentionCall
 from streambp.chunks import Chunk
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall
-from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
+from streambp.layer.function import Strategy, outputs_of, run_forward
+from streambp.layer.gradients import BackwardPass
 from streambp.layer.graphs import refuse_other_leaves
-from streambp.layer.outputs import Whole
-from streambp.layer.products import See, captured, left_out, summed
+from streambp.layer.outputs import Whole, put
+from streambp.layer.products import See, left_out, summed, tapped
 from streambp.layer.recompute import NOTHING, RandomState
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
@@ -85,7 +86,7 @@ def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
 
 
 def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
-    whole = Whole(call.plan.length)
+    whole: Whole = {}
     with torch.no_grad(), call.streaming():
         call.look_into_halves()
         if keep:
@@ -111,7 +112,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         linears, seen = call.site.linears, NOTHING
         if call.witness is not None:  # sees the inputs of what this half leaves out in backward
             call.witness.left_out = call.unread.to_differentiate_after.difference(call.unread.for_output, names)
-            seen = captured(linears, call.witness.left_out, None, call.witness.see)
+            seen = tapped(linears, call.witness.left_out, see=call.witness.see)
         with left_out(linears, call.unread.for_output), seen:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
@@ -125,7 +126,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                     call.witness.see_output(hidden_chunk, output.hidden_states)
                 if keep:
                     call.kept.keep(chunk, hidden_chunk, [])
-                whole.put(output, chunk)
+                put(whole, output, chunk, call.plan.length)
                 del output
     if keep:
         call.kept.seal(call.backward_bytes)
@@ -271,7 +272,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
         for chunk in call.plan.backward:
             see = call.seeing(chunk, again=True, half="after")
             hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
-            leaves = call.arguments.leaves(chunk, work.inputs.wanted)
+            leaves = call.arguments.leaves(chunk, work.wanted)
             o_chunk = o[_part(chunk)].detach().requires_grad_()
             with (
                 torch.enable_grad(),
@@ -282,7 +283,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
             assert output is not None
             if call.witness is not None:
                 call.witness.see_output(hidden_chunk, output.hidden_states)
-            outputs, upstream = work.grads.of(output, chunk)
+            outputs, upstream = work.upstream(output, chunk)
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
             d_o = _add(call, work, chunk, targets, outputs, upstream, extra=o_chunk)
             o[_part(chunk)] = torch.zeros_like(o_chunk) if d_o is None else d_o
@@ -306,7 +307,7 @@ def _add(
     if outputs and wanted:
         found = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
     d_extra = None if extra is None else found.pop()
-    work.inputs.add(chunk, found[: len(targets)], again=extra is None)
+    work.add(chunk, found[: len(targets)], again=extra is None)
     work.sums.add(found[len(targets) :])
     return d_extra
 
@@ -346,7 +347,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
     with summed(linears, work.sums, unread):
         for chunk in call.plan.backward:
             hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
-            leaves = call.arguments.leaves(chunk, work.inputs.wanted)
+            leaves = call.arguments.leaves(chunk, work.wanted)
             point, see = Cut(), call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),

@@ -37,7 +37,7 @@ from streambp.model.fused_layers import fused_modules
 from streambp.model.patching import patch, unpatch
 from streambp.verify.choices import Choices
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
-from streambp.verify.verdict import NOTABLE, Distances, Losses, ParameterError, Verification, find_problems, rate
+from streambp.verify.verdict import NOTABLE, Distances, Verification, find_problems, rate
 
 DRAWS = 4  # of tokens. [Note: choices]
 OTHER_TOKENS = 1_000_003  # from one draw's seed to the next's
@@ -82,51 +82,20 @@ def verify(
     undecided = []  # how many choices differed, by draw
     for draw in range(DRAWS):
         batch = _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding)
-        judged = _judge(model, config, batch, narrow, wide, said or (lambda what, done: None))
-        differing = judged.streamed.choices.differing(judged.unpatched.choices)
-        if not judged.problems or not differing:
+        found, runs = _judge(model, config, batch, narrow, wide, said or (lambda what, done: None))
+        differing = runs[0].choices.differing(runs[1].choices)
+        if found.exact or not differing:
             break
         undecided.append(differing)
-    losses, whole, problems = judged.losses, judged.whole, judged.problems
-    window = _window(model)
-    notes = _find_notes(model, judged, undecided, bool(left_padding), window, seq_len, _name(narrow))
-    size = int(config.chunk_size)
-    return Verification(
-        exact=not problems,
-        problems=problems,
-        parameters=judged.rated,
-        whole_streamed=whole.streamed,
-        whole_unpatched=whole.unpatched,
-        loss_streamed=losses.streamed,
-        loss_unpatched=losses.unpatched,
-        loss_truth=losses.truth,
-        model=type(model).__name__,
-        dtype=_name(narrow),
-        truth_dtype=_name(wide),
-        seq_len=seq_len,
-        chunk_size=size,
-        chunks=-(-seq_len // size),
-        window=window,
-        notes=tuple(notes),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """One batch's runs and what follows from them."""
-
-    streamed: VerifyRun
-    unpatched: VerifyRun
-    losses: Losses
-    rated: tuple[ParameterError, ...]
-    whole: ParameterError
-    problems: tuple[str, ...]
-    notes: list[str]
+    touched = {name for run in runs for name in run.gradients}
+    untouched = [name for name, p in model.named_parameters() if p.requires_grad and name not in touched]
+    return dataclasses.replace(found, notes=(*found.notes, *_find_notes(found, undecided, bool(left_padding), untouched)))
 
 
 def _judge(
     model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.dtype, wide: torch.dtype, said: Said
-) -> Judged:
+) -> tuple[Verification, tuple[VerifyRun, VerifyRun]]:
+    """What one batch tells, with notes on what did not stream; and the streamed and the unpatched run."""
     scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
     with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
         said("the streamed model", 0.2)
@@ -144,10 +113,29 @@ def _judge(
             )
         said(f"the truth in {_name(wide)}", 0.6)
         loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
-    losses = Losses(streamed.loss, unpatched.loss, loss)
     rated, whole = rate(distances)
-    problems = find_problems(rated, whole, losses, set(unpatched.gradients), set(streamed.gradients))
-    return Judged(streamed, unpatched, losses, rated, whole, problems, notes)
+    distance = Distances(loss, abs(streamed.loss - loss), abs(unpatched.loss - loss))
+    problems = find_problems(rated, whole, distance, set(unpatched.gradients), set(streamed.gradients))
+    size, seq_len = int(config.chunk_size), batch["input_ids"].shape[1]
+    found = Verification(
+        exact=not problems,
+        problems=problems,
+        parameters=rated,
+        whole_streamed=whole.streamed,
+        whole_unpatched=whole.unpatched,
+        loss_streamed=streamed.loss,
+        loss_unpatched=unpatched.loss,
+        loss_truth=loss,
+        model=type(model).__name__,
+        dtype=_name(narrow),
+        truth_dtype=_name(wide),
+        seq_len=seq_len,
+        chunk_size=size,
+        chunks=-(-seq_len // size),
+        window=_window(model),
+        notes=tuple(notes),
+    )
+    return found, (streamed, unpatched)
 
 
 def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
@@ -344,43 +332,42 @@ def _window(model: nn.Module) -> int | None:
     return max((size for size in sizes if isinstance(size, int)), default=None)
 
 
-def _find_notes(
-    model: nn.Module, judged: Judged, undecided: list[int], padded: bool, window: int | None, seq_len: int, dtype: str
-) -> list[str]:
+def _find_notes(found: Verification, undecided: list[int], padded: bool, untouched: list[str]) -> list[str]:
     """What a verdict does not say, and how far it reaches in this dtype.
 
-    undecided: for each draw of tokens that decided nothing, how many choices differed. [Note: choices]
+    Args:
+        undecided: for each draw of tokens that decided nothing, how many choices differed. [Note: choices]
+        untouched: trainable parameters without a gradient.
     """
-    notes = list(judged.notes)
+    notes = []
     if undecided:
         notes.append(
             f"{len(undecided)} of at most {DRAWS} draws of tokens decided nothing: {undecided} choices of experts fell "
             "otherwise streamed than unpatched, which a tie does, or an error"
         )
     notes += [PADDING_NOTE] if padded else []
+    window, seq_len = found.window, found.seq_len
     if window is not None and window < seq_len:
         notes.append(f"the window of {window} was crossed")
     elif window is not None:
         longer = window + window // 4 + 1
         told = f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} or more to check it"
         notes.append(told)
-    whole = judged.whole
-    if dtype == "float64":
+    noise, error = found.whole_unpatched, found.whole_streamed
+    if found.dtype == "float64":
         notes.append(
             "transformers computes norms, softmax and the loss in float32 even here: that is the model's own error"
         )
-    elif dtype != "float32":
-        notes.append(f"{dtype} hides differences below its noise, {whole.unpatched:.1e} here; --dtype float32 shows them")
-        if not judged.problems and whole.streamed > NOTABLE * whole.unpatched:
+    elif found.dtype != "float32":
+        notes.append(f"{found.dtype} hides differences below its noise, {noise:.1e} here; --dtype float32 shows them")
+        if found.exact and error > NOTABLE * noise:
             notes.append(
-                f"an error {whole.streamed / whole.unpatched:.2f} x the model's own happens by chance; if other seeds "
+                f"an error {error / noise:.2f} x the model's own happens by chance; if other seeds "
                 f"(--seed) agree on more than {NOTABLE}, please report it"
             )
-    touched = judged.streamed.gradients.keys() | judged.unpatched.gradients.keys()
-    names = [name for name, p in model.named_parameters() if p.requires_grad and name not in touched]
-    if names:
-        some = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
-        notes.append(f"{len(names)} trainable parameters get no gradient, streamed or unpatched: {some}")
+    if untouched:
+        some = ", ".join(untouched[:5]) + (" ..." if len(untouched) > 5 else "")
+        notes.append(f"{len(untouched)} trainable parameters get no gradient, streamed or unpatched: {some}")
     return notes
 
 

@@ -165,8 +165,8 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
             if when == "between steps":
                 lower()
             elif when == "in a chunk":
-                real = function._recomputed
-                patch.setattr(function, "_recomputed", lambda *given: (lower(), real(*given))[1])  # type: ignore[func-returns-value]
+                real = function._differentiated
+                patch.setattr(function, "_differentiated", lambda *given: (lower(), real(*given))[1])  # type: ignore[func-returns-value]
             one()
             told = ""
     except torch.OutOfMemoryError as error:

@@ -148,8 +148,8 @@ def full_row(args: argparse.Namespace, length: int, settings: dict[str, Any], in
 
     with pytest.MonkeyPatch.context() as patch:
         if in_backward:
-            real = function._recomputed
-            patch.setattr(function, "_recomputed", lambda *given: (once(), real(*given))[1])  # type: ignore[func-returns-value]
+            real = function._differentiated
+            patch.setattr(function, "_differentiated", lambda *given: (once(), real(*given))[1])  # type: ignore[func-returns-value]
         else:
             model.lm_head.register_forward_pre_hook(once)
         _, found = gradients(model, **batch)

@@ -60,9 +60,9 @@ ALL = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 )
 def test_gradients_with_saves(kind, names, saved, monkeypatch):
     kept = set()
-    real = products.with_outputs
+    real = products.tapped
     monkeypatch.setattr(
-        "streambp.layer.saved.with_outputs",
+        "streambp.layer.saved.tapped",
         lambda linears, wanted, *args: kept.update(wanted) or real(linears, wanted, *args),
     )
     batch = make_batch("left-padded")

@@ -16,7 +16,7 @@ from torch import nn
 import streambp
 from streambp.attention import prefix
 from streambp.errors import BackwardError
-from streambp.layer import saved, witness
+from streambp.layer import products, saved, witness
 from tests.counting import Dispatches
 from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
 from tests.families import build, make_batch, mix_neighbours
@@ -327,7 +327,7 @@ def nothing_of_attention(patch):
 
 
 def no_rows(patch):
-    patch.setattr(witness.Witness, "rows", lambda self, x: None)
+    patch.setattr(products, "rows_of", lambda length: products.UNREAD)
 
 
 def no_inputs_of_what_is_left_out(patch):

@@ -25,7 +25,7 @@ from streambp.device import DeviceMemoryError
 from streambp.errors import BackwardError
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
-from streambp.layer.saved import InMemory, Kept
+from streambp.layer.saved import Kept
 from streambp.offload import policy
 from streambp.offload.arena import host_limit
 from streambp.offload.costs import Cost, Figures, LayerCost, Product
@@ -96,7 +96,7 @@ def kept_by_layer():
     real = Kept.seal
 
     def seal(self, size):
-        tensors = self.store._tensors
+        tensors = self.store.tensors
         optional = sum(t.nbytes for (name, _), t in tensors.items() if name != "x" and not name.startswith("state."))
         kv = sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites) if "kv" in self.saves else 0
         found[self.site.index] = (self.saves, optional + kv)
@@ -477,8 +477,8 @@ def nothing_let_go(patch):
 
 
 def inputs_let_go(patch):
-    real = InMemory.keep_only
-    patch.setattr(InMemory, "keep_only", lambda self, needed: real(self, lambda name: False))
+    real = Kept.give_up
+    patch.setattr(Kept, "give_up", lambda self, at_work: (real(self, at_work), self.store.tensors.clear()))
 
 
 @pytest.mark.fast("other_numbers")

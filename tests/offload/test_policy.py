@@ -344,7 +344,7 @@ def planned_and_kept(chooser):
         if self.site.chooser is not chooser:
             return real(self, size)
         sizes = {}
-        for (key, _), tensor in self.store._tensors.items():
+        for (key, _), tensor in self.store.tensors.items():
             part, _, name = key.partition(".")
             if part in ("attn_out", "lse", "product"):
                 name = name.partition("#")[0] if part == "product" else "attn_out"
@@ -444,6 +444,6 @@ def test_other_names_and_bytes_are_seen(mutant, card, monkeypatch):
         real = Kept.find_products
         monkeypatch.setattr(Kept, "find_products", lambda self: setattr(self, "named", True) or real(self))
     else:
-        monkeypatch.setattr(saved, "output_bytes", lambda weight: 2)
+        monkeypatch.setattr(saved, "cast_to", lambda weight: torch.float16)
     with pytest.raises(AssertionError):
         test_what_was_planned_is_kept("adapters", 1e9, card)
