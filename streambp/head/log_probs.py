@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,9 @@ from streambp.accumulate import add_product
 from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import (
-    BlockSize,
     Products,
     Projection,
-    Softmax,
-    Upstream,
-    Wanted,
+    TokenGradients,
     block_size,
     fold_in_torch,
     fold_vocabulary,
@@ -107,8 +104,8 @@ class HeadInputs:
         casts = enabled and kind == device.type and dtype != torch.float64  # which autocast leaves alone
         return autocast_dtype if casts else dtype
 
-    def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> BlockSize:
-        """How the logits of `hidden` [N, h] are cut."""
+    def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> tuple[int, int]:
+        """How the logits of `hidden` [N, h] are cut, as `blocks.block_size` says it."""
         # A norm in float32 returns float32.
         norm = () if self.norm is None else self.norm.parameters()
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in norm), hidden.dtype)
@@ -171,7 +168,8 @@ def token_log_probs(
     check_labels(labels, weight.shape[0], ignore_index)
     inputs = make_inputs(hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    wanted = Wanted(entropy=entropy, mean_log_probs=mean_log_probs, **dict.fromkeys(metrics, True))
+    further = (("entropy", entropy), ("mean_log_probs", mean_log_probs))
+    wanted = (*(name for name, asked in further if asked), *metrics)
     values = BlockwiseLogProbs.apply(inputs, wanted, flat, weight, bias, *inputs.norm_values())
     return TokenLogProbs(*values).each(lambda value: value.view(labels.shape))
 
@@ -201,9 +199,15 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: HeadInputs, wanted: Wanted, hidden: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
+        ctx: Any,
+        inputs: HeadInputs,
+        wanted: Collection[str],
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *norm: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """The fields of TokenLogProbs, [N] each or None; 0 at positions without a label.
+        """The fields of TokenLogProbs, [N] each, None beside log_probs if not `wanted`; 0 at positions without a label.
 
         hidden, weight, bias and the lse [n] of the n positions with a label are saved for backward.
         """
@@ -214,10 +218,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
         with inputs.autocast.off():  # [Note: autocast]
             parts: list[tuple[Any, ...]] = []
             products = Products(weight, bias)
-            size = inputs.block_size(hidden, weight.shape[0])
-            for block in token_blocks(labels.shape[0], size.tokens):
+            tokens, entries = inputs.block_size(hidden, weight.shape[0])
+            for block in token_blocks(labels.shape[0], tokens):
                 normed = inputs.normed(hidden[block] if rows is None else hidden[rows[block]])  # [n, h]
-                folded = fold_vocabulary(normed, products, inputs.projection, labels[block], size.entries)
+                folded = fold_vocabulary(normed, products, inputs.projection, labels[block], entries)
                 lse[block] = folded.lse()
                 parts.append(folded.results(labels[block], wanted, weight.shape[0]))
             if not parts:  # no position has a label
@@ -262,18 +266,18 @@ class BlockwiseLogProbs(torch.autograd.Function):
         inputs, rows = ctx.inputs, ctx.rows
         hidden, weight, bias, lse = saved
         labels = inputs.labels if rows is None else inputs.labels[rows]
-        upstream = Upstream(*grads[:3]) if rows is None else Upstream(*grads[:3]).at(rows)
+        upstream = (grad if grad is None or rows is None else grad[rows] for grad in grads[:3])
+        given = TokenGradients(labels, lse, ctx.entropies, weight.shape[0], *upstream)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         products = Products(weight, bias)
-        size = inputs.block_size(hidden, weight.shape[0])
+        tokens, entries = inputs.block_size(hidden, weight.shape[0])
         with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
-            for block in token_blocks(labels.shape[0], size.tokens):
+            for block in token_blocks(labels.shape[0], tokens):
                 normed_input, normed = work.recompute(rows, block)
-                entropy = None if ctx.entropies is None else ctx.entropies[block]
-                softmax = Softmax(labels[block], lse[block], entropy, weight.shape[0])
-                for columns in token_blocks(weight.shape[0], size.entries):
+                here = given.at(block)
+                for columns in token_blocks(weight.shape[0], entries):
                     product = products.of(normed.detach(), columns)  # [n, v]
-                    grad = product_gradient(product, inputs.projection, softmax, columns, upstream.at(block))
+                    grad = product_gradient(product, inputs.projection, here, columns)
                     work.add_block(grad, normed, products, columns)
                     del product, grad
                 work.finish_tokens(normed_input, normed, shadows, rows, block)

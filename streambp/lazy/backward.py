@@ -21,8 +21,7 @@ from streambp.head.blocks import (
     TOKENS_PER_BLOCK,
     Products,
     Projection,
-    Softmax,
-    Upstream,
+    TokenGradients,
     fold,
     logits_gradient,
     product_gradient,
@@ -83,22 +82,21 @@ class StatisticsTerm:
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
         """Adds the closed form to `total` [n, V] and, entry by entry, `further`; block: of rows, those of positions [n]."""
-        softmax, upstream = self.read(product, positions)
-        logits = self.projection.logits(product)
-        grad = logits_gradient(logits, softmax, slice(0, product.shape[-1]), upstream)
+        given, logits = self.read(product, positions), self.projection.logits(product)
+        grad = logits_gradient(logits, given, slice(0, product.shape[-1]))
         for rows, entries, gradient in self.further:
             here = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
             grad.index_put_((rows[here] - block.start, entries[here]), gradient[here], accumulate=True)
         total += self.projection.backward(grad, logits)
 
-    def read(self, product: Tensor, positions: Tensor) -> tuple[Softmax, Upstream]:
+    def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
         """The softmax of products [n, V] at positions [n], computed again, and the gradients there."""
         labels, pick, lse, mean = (values[positions] for values in (self.labels, self.pick, self.lse, self.mean))
         columns = product.shape[-1]
         folded = fold(product, self.projection, labels, slice(0, columns))
-        softmax = Softmax(labels, folded.lse(), None, columns)
-        # A label's log-probability takes its gradient off p's; `lse` is what p is to have in all.
-        return softmax, Upstream(pick, None, mean if self.has_mean else None, lse + pick + mean)
+        # A label's log-probability takes its gradient off p's; `d_lse` is what p is to have in all.
+        means = mean if self.has_mean else None
+        return TokenGradients(labels, folded.lse(), None, columns, pick, None, means, lse + pick + mean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +221,7 @@ def sweep(
     alone = terms[0] if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further else None
     tokens = rows_at_once(weight.shape[0])
     if alone is not None:
-        tokens = inputs.block_size(hidden, weight.shape[0], whole=True).tokens
+        tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
     blocks = list(token_blocks(count, tokens))
     for term in terms:
         term.place(row_of, [0, *(block.stop for block in blocks)])
@@ -232,8 +230,7 @@ def sweep(
             leaf, normed = work.recompute(rows, block)
             product = products.of(normed.detach(), everything)  # [n, V]
             if alone is not None:
-                softmax, upstream = alone.read(product, positions[block])
-                grad = product_gradient(product, alone.projection, softmax, everything, upstream)
+                grad = product_gradient(product, alone.projection, alone.read(product, positions[block]), everything)
             else:
                 total = torch.zeros_like(product, dtype=torch.promote_types(product.dtype, torch.float32))  # [n, V]
                 for term in terms:

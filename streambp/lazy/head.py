@@ -115,7 +115,7 @@ class Hub:
 
     def __init__(self, source: Tensor, recipe: Recipe) -> None:
         assert recipe.weight is not None
-        self.recipe, self.outcome = recipe, recipe.request.outcome
+        self.recipe = recipe
         self.hidden = source.detach()
         self.vocabulary: int = recipe.weight.shape[0]
         self.wide = torch.promote_types(source.dtype, torch.float32)
@@ -180,11 +180,11 @@ class Hub:
             (positions, picks), repeats = torch.stack([positions, picks]).unique(dim=1, return_inverse=True)
         count, products = positions.shape[0], self.products()
         pick, lse, mean = (self.hidden.new_empty(count, dtype=self.wide) for _ in range(3))  # [count] each
-        size = self.inputs.block_size(self.hidden, self.vocabulary)
+        tokens, entries = self.inputs.block_size(self.hidden, self.vocabulary)
         with torch.no_grad():
-            for block in token_blocks(count, size.tokens):
+            for block in token_blocks(count, tokens):
                 normed = self.inputs.normed(self.hidden[positions[block]])
-                folded = fold_vocabulary(normed, products, reading.projection, picks[block], size.entries)
+                folded = fold_vocabulary(normed, products, reading.projection, picks[block], entries)
                 pick[block], lse[block], mean[block] = folded.target, folded.lse(), folded.total / self.vocabulary
             if reading.projection not in self._known:
                 total = self.hidden.shape[0]

@@ -161,7 +161,7 @@ def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any],
 
 def note(x: LazyLogits, name: str) -> None:
     """Remember that `name` was computed blockwise, after the operations that led to its rows; `describe` names them."""
-    x.outcome.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
+    x.request.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
 
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:

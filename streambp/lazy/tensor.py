@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C import TensorBase
 
 from streambp.errors import BackwardError, StreamBPError
+from streambp.head.recipe import HeadRequest
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
 from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, with_readings
 from streambp.lazy.head import Function, Result, RunInBackward, Statistic
@@ -128,9 +129,10 @@ class LazyLogits(StandIn):
         return readings(self.node)[0].positions.shape
 
     @property
-    def outcome(self) -> Any:
-        """Of the model's call that gave the logits, for `describe` (`streambp.head.recipe.HeadOutcome`)."""
-        return readings(self.node)[0].head.outcome
+    def request(self) -> HeadRequest:
+        """Of the model's call that gave the logits, which tells `describe` what became of them."""
+        found: HeadRequest = readings(self.node)[0].head.recipe.request
+        return found
 
     def sharing(self, other: LazyLogits) -> LazyLogits:
         """This one, as a view of another."""
@@ -189,7 +191,7 @@ class LazyLogits(StandIn):
 
     def note(self, operation: str) -> None:
         """`operation` needs the real tensor, for `describe`, which names the first."""
-        self.outcome.built_for = self.outcome.built_for or operation
+        self.request.built_for = self.request.built_for or operation
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -222,7 +224,7 @@ class LazyLogits(StandIn):
         anchor: Tensor | None = None
         if place == DDP_SINK:
             anchor = RunInBackward.apply(None, self)
-        if place == PRE_BACKWARD and not self.outcome.beside_loss:
+        if place == PRE_BACKWARD and not self.request.beside_loss:
             # ZeRO-3's, which hears that the model's backward begins; it would want a gradient [*tokens, V] itself.
             node: Any = self.grad_fn
             begin = lambda: getattr(node, RUNS_BEFORE_BACKWARD)(node.module)  # noqa: E731

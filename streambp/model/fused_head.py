@@ -12,7 +12,6 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from streambp.foreign import trls_head, wrapped_functions
-from streambp.head.blocks import Wanted
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import OPTIONAL_OUTPUTS, TRLS_IN_FLOAT32, TRLS_OUTPUTS, TRLS_TEMPERATURE
 from streambp.model.causal_lm import CausalLMForward, Scored
@@ -38,7 +37,7 @@ class FusedHead(InstanceForward):
         self.temperature = temperature
         self.in_float32 = in_float32
         self.outputs = outputs
-        self.wanted = Wanted(**{name: name in outputs for name in OPTIONAL_OUTPUTS})
+        self.wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
 
     def install(self) -> None:
         """Also for `unpatch` to take off."""
