@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -41,19 +40,6 @@ WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call witho
 AS_UNPATCHED = "as the unpatched model computes it, from logits [B, T, V]: they fit many times over"
 PREDICTED = "evaluations build the logits, which a Trainer takes for metrics or as predictions"
 WITH_LOGITS = "builds the logits: the call had a cache"
-
-
-@dataclasses.dataclass
-class Scored:
-    """A model's output, and what its labels scored: tokens [B, T - 1] of labels[:, 1:] (with shift_labels [B, T]).
-
-    hidden_states: gives [B, T - 1, h], what the head computed the tokens' values from, before `norm` if there is one.
-    """
-
-    output: Any
-    tokens: TokenLogProbs
-    hidden_states: Callable[[], Tensor]
-    norm: nn.Module | None
 
 
 @dataclasses.dataclass
@@ -162,9 +148,9 @@ class CausalLMForward(InstanceForward):
                     self.use.note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
                 return output
             if want_log_probs:
-                scored = self.score(kwargs, ())
-                kind: Any = _with_log_probs(scored.output.__class__)
-                return kind(**scored.output, log_probs=scored.tokens.log_probs)
+                scored, tokens, _ = self.score(kwargs, ())
+                kind: Any = _with_log_probs(scored.__class__)
+                return kind(**scored, log_probs=tokens.log_probs)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
@@ -188,14 +174,18 @@ class CausalLMForward(InstanceForward):
 
     def score(
         self, kwargs: dict[str, Any], wanted: tuple[str, ...], temperature: float = 1.0, in_float32: bool = False
-    ) -> Scored:
-        """The model's output without logits, and per-token values of its labels.
+    ) -> tuple[Any, TokenLogProbs, HeadRequest]:
+        """The model's output without logits, and per-token values of its labels [B, T - 1] (with shift_labels [B, T]).
 
         Args:
             kwargs: of the model's forward, with labels.
             wanted: fields of `TokenLogProbs`, beside log_probs.
             temperature: the logits are divided by it, for the loss as well.
             in_float32: compute the head's products in float32.
+
+        Returns:
+            The output; the values; and the request, whose hidden_states give [B, T - 1, h], what the head computed them
+            from, before its `norm` if there is one.
 
         Raises:
             StreamBPError: the loss takes the logits elsewhere than to cross_entropy, or another library computes it.
@@ -216,8 +206,8 @@ class CausalLMForward(InstanceForward):
         assert flat is not None
         # Without shift_labels the last position of a row has no label.
         kept = slice(None) if shift_labels is not None else slice(-1)
-        tokens = request.values.each(lambda values: values.view(shape)[:, kept])
-        return Scored(output, tokens, lambda: flat().view(*shape, -1)[:, kept], request.norm)
+        request.hidden_states = lambda: flat().view(*shape, -1)[:, kept]
+        return output, request.values.each(lambda values: values.view(shape)[:, kept]), request
 
     def _with_head(self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False) -> Any:
         self._refuse_unshifted(kwargs)
