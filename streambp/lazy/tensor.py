@@ -25,7 +25,7 @@ from torch._C import TensorBase
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import HeadRequest
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
-from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, with_readings
+from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Result, RunInBackward, Statistic
 from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, scales
 from streambp.nested import changed_arguments, tensors_in
@@ -230,7 +230,9 @@ class LazyLogits(StandIn):
             begin = lambda: getattr(node, RUNS_BEFORE_BACKWARD)(node.module)  # noqa: E731
             anchor = RunInBackward.apply(begin, torch.zeros(1, requires_grad=True))
         if anchor is not None:
-            self.node = with_readings(self.node, lambda reading: dataclasses.replace(reading, anchor=anchor))
+            self.node = rebuilt(
+                self.node, lambda leaf: dataclasses.replace(leaf, anchor=anchor) if isinstance(leaf, Reading) else leaf
+            )
             self.heeded = True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -245,11 +247,13 @@ class LazyLogits(StandIn):
         if not scales(hook):
             return NotImplemented
 
-        def scaled(reading: Reading) -> Reading:
-            scale = functools.partial(reading.head.scale_left, hook)
-            return dataclasses.replace(reading, handle=RunInBackward.apply(scale, reading.handle))
+        def scaled(leaf: Node) -> Node:
+            if not isinstance(leaf, Reading):
+                return leaf
+            scale = functools.partial(leaf.head.scale_left, hook)
+            return dataclasses.replace(leaf, handle=RunInBackward.apply(scale, leaf.handle))
 
-        self.node = with_readings(self.node, scaled)
+        self.node = rebuilt(self.node, scaled)
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.register_hook(self, hook)  # for whom makes it an input of a Function
 
