@@ -9,10 +9,9 @@ token_log_probs
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -67,15 +66,15 @@ class TokenLogProbs:
 
 @dataclasses.dataclass
 class HeadInputs:
-    """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm.
+    """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm or an Identity.
 
     in_float32: the products are computed in float32 or wider, autocast or not. let_go: `Pending.let_go`.
     """
 
     labels: Tensor
     projection: Projection
-    norm: nn.Module | None
-    norm_parameters: Parameters | None
+    norm: nn.Module
+    norm_parameters: Parameters
     ignore_index: int
     autocast: Autocast
     in_float32: bool = False
@@ -92,8 +91,7 @@ class HeadInputs:
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of a token block [n, h], in the dtype that the projection is computed in."""
         with self.autocast.restored():
-            if self.norm is not None:
-                hidden = self.norm.forward(hidden)  # its hooks belong to the model's own call
+            hidden = self.norm.forward(hidden)  # its hooks belong to the model's own call
             return hidden.to(self.product_dtype(hidden.dtype, hidden.device))
 
     def product_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -107,22 +105,8 @@ class HeadInputs:
     def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> tuple[int, int]:
         """How the logits of `hidden` [N, h] are cut, as `blocks.block_size` says it."""
         # A norm in float32 returns float32.
-        norm = () if self.norm is None else self.norm.parameters()
-        dtype = functools.reduce(torch.promote_types, (p.dtype for p in norm), hidden.dtype)
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype)
         return block_size(vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole)
-
-    def norm_values(self) -> list[Tensor]:
-        """The final norm's trainable parameters, of any shape, as they are now; [] without a norm."""
-        return [] if self.norm_parameters is None else self.norm_parameters.current()
-
-    @contextlib.contextmanager
-    def norm_shadowed(self) -> Iterator[list[Tensor]]:
-        """Within, shadows [...] stand for `norm_values`; yields them in that order. [Note: shadows]"""
-        if self.norm_parameters is None:
-            yield []
-        else:
-            with self.norm_parameters.shadowed() as shadows:
-                yield shadows
 
 
 def token_log_probs(
@@ -170,7 +154,7 @@ def token_log_probs(
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     further = (("entropy", entropy), ("mean_log_probs", mean_log_probs))
     wanted = (*(name for name, asked in further if asked), *metrics)
-    values = BlockwiseLogProbs.apply(inputs, wanted, flat, weight, bias, *inputs.norm_values())
+    values = BlockwiseLogProbs.apply(inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current())
     return TokenLogProbs(*values).each(lambda value: value.view(labels.shape))
 
 
@@ -183,7 +167,8 @@ def make_inputs(
         UnsupportedModelError: a trainable parameter of the norm is a DTensor, or on meta where hidden_states are not.
     """
     autocast = Autocast.capture(hidden_states.device)
-    parameters = None if norm is None else Parameters(norm, hidden_states.device)
+    norm = nn.Identity() if norm is None else norm
+    parameters = Parameters(norm, hidden_states.device)
     return HeadInputs(labels.reshape(-1), projection, norm, parameters, ignore_index, autocast)
 
 
@@ -271,7 +256,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         products = Products(weight, bias)
         tokens, entries = inputs.block_size(hidden, weight.shape[0])
-        with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
+        with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
             for block in token_blocks(labels.shape[0], tokens):
                 normed_input, normed = work.recompute(rows, block)
                 here = given.at(block)
@@ -301,7 +286,7 @@ class HeadGradients:
         self.d_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None  # [V, h]
         self.d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None  # [V]
         blocks = max(2, hidden.shape[0])
-        self.d_norm = GradientSum(len(inputs.norm_values()), blocks)
+        self.d_norm = GradientSum(len(inputs.norm_parameters.current()), blocks)
         self.d_normed: Tensor | None = None
 
     def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
@@ -330,7 +315,7 @@ class HeadGradients:
 
         Args:
             leaf, normed: [n, h] each, from `recompute`.
-            shadows: of the norm's parameters, from `norm_shadowed`.
+            shadows: of the norm's parameters. [Note: shadows]
         """
         if self.d_normed is None:
             return
@@ -357,7 +342,7 @@ class HeadGradients:
         upstream: a scalar tensor that multiplies them, in place where a sum has that dtype already; None: nothing does.
         places: of `places`, or made here.
         """
-        values = self.inputs.norm_values()
+        values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
         d_norm: list[Tensor | None] = [
             torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)

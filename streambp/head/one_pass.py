@@ -101,7 +101,7 @@ class OnePassNLL(torch.autograd.Function):
         products, everything = Products(weight, bias), slice(0, weight.shape[0])
         upstream = (-expected).repeat(labels.shape[0])
         tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
-        with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
+        with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
             # The whole vocabulary at once: the softmax must be known before the logits are let go.
             for block in token_blocks(labels.shape[0], tokens):
                 leaf, normed = work.recompute(rows, block)

@@ -132,7 +132,7 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
     one_pass = reduction != "none" and request.wanted is None and can_run_in_one_pass(source, request.pending)
     divisor = labelled if reduction == "mean" else (request.num_items or 1)
 
-    tensors = (source, recipe.weight, recipe.bias, *inputs.norm_values())
+    tensors = (source, recipe.weight, recipe.bias, *inputs.norm_parameters.current())
     request.used = True
     if one_pass:
         one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)

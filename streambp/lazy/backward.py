@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,10 +169,9 @@ class NodeTerm:
         rows = self.reading.positions[entries]
         rows = (rows if self.row_of is None else self.row_of[rows]) - block.start  # in `product`
         leaf = product[rows].to(total.dtype).requires_grad_()  # wide, or its part would be rounded before it is added
-        values = values_beside(self.node, entries)
         others = [reading for reading in readings(self.node) if reading is not self.reading]
         products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in others)}
-        values |= {r: r.head.logits_at(r.positions[entries], r.projection, products[r.head]) for r in others}
+        values = values_at(self.node, entries, others, products)
         with torch.enable_grad():
             values[self.reading] = self.reading.projection.logits(leaf)
             found = evaluate(self.node, values)
@@ -187,16 +186,27 @@ class NodeTerm:
 Term = StatisticsTerm | NodeTerm  # what one use of the logits adds to their gradient
 
 
-def values_beside(node: Node, entries: Tensor | slice) -> dict[Node, Any]:
-    """The tensors [N, k] that stand beside the logits of a flat node, each cut to some of its N tokens.
+def values_at(
+    node: Node, entries: Tensor | slice, read: Sequence[Reading], products: Mapping[Any, Products]
+) -> dict[Node, Any]:
+    """Of some of a flat node's N tokens: the tensors [n, k] that stand beside the logits, and the logits [n, V] of `read`,
+    in promote_types(dtype, float32) and without a gradient.
+
+    Args:
+        products: of the readings' heads.
 
     Raises:
-        StreamBPError: one of them was changed in place since it was used.
+        StreamBPError: one of these tensors was changed in place since it was used.
     """
     beside = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
     for leaf in beside:
         leaf.check()
-    return {leaf: leaf.tensor[entries] for leaf in beside}
+    values: dict[Node, Any] = {leaf: leaf.tensor[entries] for leaf in beside}
+    with torch.no_grad():
+        for one in read:
+            normed = one.head.inputs.normed(one.head.hidden[one.positions[entries]])
+            values[one] = one.projection.logits(products[one.head].of(normed, slice(0, one.head.vocabulary)))
+    return values
 
 
 def sweep(
@@ -225,7 +235,7 @@ def sweep(
     blocks = list(token_blocks(count, tokens))
     for term in terms:
         term.place(row_of, [0, *(block.stop for block in blocks)])
-    with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
+    with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
         for block in blocks:
             leaf, normed = work.recompute(rows, block)
             product = products.of(normed.detach(), everything)  # [n, V]

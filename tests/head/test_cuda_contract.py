@@ -38,7 +38,7 @@ def one_pass(length, **options):
     inputs = make_inputs(hidden, labels, Projection(), norm, -100)
     with Traffic().counting() as traffic:
         scale = torch.ones((), device="meta")
-        OnePassNLL.apply(inputs, Pending(), scale, hidden, weight, bias, *inputs.norm_values()).backward()
+        OnePassNLL.apply(inputs, Pending(), scale, hidden, weight, bias, *inputs.norm_parameters.current()).backward()
     return traffic
 
 
