@@ -28,7 +28,7 @@ from streambp.model import compiled_regions
 from streambp.model.compiled_regions import Compiler
 from streambp.planner import plan
 from streambp.planner.count import StepCount
-from streambp.planner.fused_layers import Fusion, Gate, Norm, Rotary
+from streambp.planner.fused_layers import Fusion, gate_kernel, norm_kernel, rotary_kernel
 from streambp.planner.profile import Setting
 
 TOKENS = 32
@@ -139,10 +139,10 @@ def by_liger(touched: Touched) -> dict[str, Part]:
 def planned(kernels: Fusion) -> dict[str, Part]:
     """What the planner counts of them."""
     functions: dict[str, Callable[..., Any]] = {
-        "norm of hidden states": lambda x, w: Norm.apply(x, w, kernels),
-        "norms of queries and keys": lambda x, w: Norm.apply(x, w, kernels),
-        "activation times up": lambda gate, up: Gate.apply(gate, up, kernels),
-        "rotation": lambda q, k, cos, sin: Rotary.apply(q, k, kernels),
+        "norm of hidden states": lambda x, w: norm_kernel(x, w, kernels),
+        "norms of queries and keys": lambda x, w: norm_kernel(x, w, kernels),
+        "activation times up": lambda gate, up: gate_kernel(gate, up, kernels),
+        "rotation": lambda q, k, cos, sin: rotary_kernel(q, k, kernels),
     }
     return {name: (functions[name], inputs) for name, (_, inputs) in parts("meta").items()}
 

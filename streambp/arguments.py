@@ -98,14 +98,11 @@ def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
     except ClickException as error:  # type: ignore[misc]  # it is looked up
         context = getattr(error, "ctx", None)
         path = program if context is None else context.command_path
-        raise ConfigError(" ".join(f"{path}: {_told(error)} See {path} --help.".split())) from None
-
-
-def _told(error: Any) -> str:
-    """An error of the line: the option first, then what is wrong with it."""
-    parameter = getattr(error, "param", None)
-    if isinstance(error, typer.BadParameter) and parameter is not None and error.message:
-        option = next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or parameter.name)
-        return f"{option} {error.message.strip().rstrip('.')}."
-    text = str(error.format_message()).strip().rstrip(".")
-    return text if text.endswith("?") else f"{text}."
+        parameter: Any = getattr(error, "param", None)
+        if isinstance(error, typer.BadParameter) and parameter is not None and error.message:
+            option = next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or parameter.name)
+            told = f"{option} {error.message.strip().rstrip('.')}."
+        else:
+            told = str(error.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]
+            told += "" if told.endswith("?") else "."
+        raise ConfigError(" ".join(f"{path}: {told} See {path} --help.".split())) from None

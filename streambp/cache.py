@@ -25,6 +25,8 @@ class ChunkCache:
         """How many tokens came before the chunk."""
         return self.start
 
+    get_query_offset = get_seq_length  # the position of the chunk's first query
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """K [B, H_kv, e, D] and V up to the chunk's end, for key_states [B, H_kv, C, D] and value_states of the chunk.
 
@@ -39,10 +41,6 @@ class ChunkCache:
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
         """How many keys `update` returns, and the position of the first."""
         return self.start + query_length, 0
-
-    def get_query_offset(self, *_: Any, **__: Any) -> int:
-        """The position of the chunk's first query."""
-        return self.start
 
     def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """key_states [B, C, D] of an indexer, which picks what the queries read -> [B, e, D]: one more prefix."""

@@ -14,6 +14,7 @@ by which processes send models to each other, and `copy` keep the patch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import sys
@@ -28,7 +29,7 @@ from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE
 
 WRAPPERS = "_streambp_forwards"  # a module's attribute: its wrappers, outermost last
 PATCH = "_streambp"  # what `unpatch` takes off, on the module that was given to `patch`
-REDUCES = "__reduce_ex__"  # on modules that have one of these: `AsUnpatched`
+REDUCES = "__reduce_ex__"  # on modules that have one of these: `as_unpatched`
 
 
 class Unbound:
@@ -85,21 +86,16 @@ def _slot(module: nn.Module) -> str:
     return ACCELERATE_FORWARD if ACCELERATE_HOOK in module.__dict__ else "forward"
 
 
-class AsUnpatched:
-    """What stands in for a patched module's `__reduce_ex__`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, protocol: Any) -> Any:
-        """As the class has it; in a file of `torch.save` without what `patch` put on the module."""
-        made: Any = type(self.module).__reduce_ex__(self.module, protocol)
-        if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
-            return made
-        own = {name: value for name, value in made[2].items() if name not in (PATCH, REDUCES)}
-        for wrapper in reversed(own.pop(WRAPPERS, ())):
-            wrapper.leave(own)
-        return (*made[:2], own, *made[3:])
+def as_unpatched(module: nn.Module, protocol: Any) -> Any:
+    """In the place of a patched module's `__reduce_ex__`, as a partial of the module: what its class has; in a file of
+    `torch.save` without what `patch` put on the module."""
+    made: Any = type(module).__reduce_ex__(module, protocol)
+    if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
+        return made
+    own = {name: value for name, value in made[2].items() if name not in (PATCH, REDUCES)}
+    for wrapper in reversed(own.pop(WRAPPERS, ())):
+        wrapper.leave(own)
+    return (*made[:2], own, *made[3:])
 
 
 def unmark(module: nn.Module) -> None:
@@ -162,10 +158,7 @@ class InstanceForward:
     def __func__(self) -> Unbound:
         return Unbound(self.index, self.__signature__)
 
-    @property
-    def __wrapped__(self) -> Unbound:
-        """For libraries that follow it to the innermost function, and bind that."""
-        return self.__func__
+    __wrapped__ = __func__  # for libraries that follow it to the innermost function, and bind that
 
     def install(self) -> None:
         """Stand in for the module's forward from now on; the module's list of wrappers gets this one."""
@@ -173,7 +166,7 @@ class InstanceForward:
         self.index = len(wrappers)
         wrappers.append(self)
         setattr(self.module, self.slot, self)
-        self.module.__dict__.setdefault(REDUCES, AsUnpatched(self.module))
+        self.module.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, self.module))
 
     def stands_as(self, forward: Any) -> bool:
         """Whether a module's forward is this wrapper, be it bound to the module."""

@@ -125,8 +125,8 @@ def real_parameters(self, *_):
     yield self.current()
 
 
-def without_onehot(logits, softmax, block, upstream):
-    return torch.exp(logits - softmax.lse[:, None]) * -upstream.log_probs[:, None]
+def without_onehot(logits, given, block):
+    return torch.exp(logits - given.lse[:, None]) * -given.d_log_probs[:, None]
 
 
 def only_this_chunk(self):

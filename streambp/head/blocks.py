@@ -11,7 +11,7 @@ float32 copies, so its blocks are smaller.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -27,16 +27,9 @@ TOKENS_PER_BLOCK = 1024
 TOKENS_IN_PLACE = 2048
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSize:
-    """tokens: of a block of hidden states; entries: of the vocabulary, in one of its blocks of logits."""
-
-    tokens: int
-    entries: int
-
-
-def block_size(vocabulary: int, dtype: torch.dtype, device: torch.device, whole: bool = False) -> BlockSize:
-    """How logits of this dtype are cut: a rule of shapes alone, so that a run repeats itself bit by bit.
+def block_size(vocabulary: int, dtype: torch.dtype, device: torch.device, whole: bool = False) -> tuple[int, int]:
+    """How logits of this dtype are cut: tokens of a block of hidden states, and entries of the vocabulary in one of its
+    blocks of logits. A rule of shapes alone, so that a run repeats itself bit by bit.
 
     Each block of tokens passes over dW, 4 V h bytes in and out, so tokens are what a block should have many of. With 2,048,
     or as many as BYTES_PER_BLOCK holds, that is less than the matrix products take. [Note: logits in place]
@@ -46,10 +39,10 @@ def block_size(vocabulary: int, dtype: torch.dtype, device: torch.device, whole:
     """
     if serves(device, dtype):
         tokens = min(TOKENS_IN_PLACE, max(1, BYTES_PER_BLOCK // (vocabulary * dtype.itemsize)))
-        return BlockSize(tokens - tokens % 128 if tokens > 128 else tokens, vocabulary)
+        return tokens - tokens % 128 if tokens > 128 else tokens, vocabulary
     if whole:
-        return BlockSize(min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary)), vocabulary)
-    return BlockSize(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // TOKENS_PER_BLOCK))
+        return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary)), vocabulary
+    return TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // TOKENS_PER_BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +78,6 @@ class Projection:
         if self.softcap is not None:
             grad.mul_(1.0 - (logits * (self.temperature / self.softcap)).square())
         return grad.mul_(self.logit_scale / self.temperature)
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """Which statistics of each position's distribution are computed beside the label's log-probability."""
-
-    entropy: bool = False
-    mean_log_probs: bool = False
-    is_top1: bool = False
-    mean_logits: bool = False
-    log_sum_sq_probs: bool = False
 
 
 class Products:
@@ -144,16 +126,16 @@ class Fold:
         """[n], the log of the sum of exp(logit)."""
         return self.max + torch_own.log(self.sum)
 
-    def results(self, labels: Tensor, wanted: Wanted, entries: int) -> tuple[Tensor | None, ...]:
-        """log_probs of the labels [n], then the fields of `Wanted` in order, [n] each; None for what is not wanted."""
+    def results(self, labels: Tensor, wanted: Collection[str], entries: int) -> tuple[Tensor | None, ...]:
+        """The fields of `TokenLogProbs` in order, [n] each: of the labels [n], and None for what is not `wanted`."""
         lse, mean_logits = self.lse(), self.total / entries
         return (
             self.target - lse,
-            lse - self.mean / self.sum if wanted.entropy else None,
-            mean_logits - lse if wanted.mean_log_probs else None,
-            self.best == labels if wanted.is_top1 else None,
-            mean_logits if wanted.mean_logits else None,
-            torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum) if wanted.log_sum_sq_probs else None,
+            lse - self.mean / self.sum if "entropy" in wanted else None,
+            mean_logits - lse if "mean_log_probs" in wanted else None,
+            self.best == labels if "is_top1" in wanted else None,
+            mean_logits if "mean_logits" in wanted else None,
+            torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum) if "log_sum_sq_probs" in wanted else None,
         )
 
     def merge(self, other: Fold) -> Fold:
@@ -222,76 +204,71 @@ def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Upstream:
-    """Gradients [n] of n tokens' values; None for a value that is not wanted or not used."""
+class TokenGradients:
+    """What the gradient of a block of logits needs to know of n tokens, [n] each.
 
-    log_probs: Tensor | None
-    entropy: Tensor | None = None
-    mean_log_probs: Tensor | None = None
-    lse: Tensor | None = None
-
-    def at(self, rows: Tensor | slice) -> Upstream:
-        """The gradients of some tokens: a slice of the n, or their numbers [m]."""
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return Upstream(*(None if value is None else value[rows] for value in values))
-
-
-@dataclasses.dataclass(frozen=True)
-class Softmax:
-    """What the gradient of a block of logits needs to know of n tokens: lse and, if a gradient of it comes, entropy [n] of
-    their distributions over all `vocabulary` entries, and their labels [n]."""
+    labels; lse and, if a gradient of it comes, entropy: of their distributions over all `vocabulary` entries; and the
+    gradients of their values, None for one that is not wanted or not used.
+    """
 
     labels: Tensor
     lse: Tensor
     entropy: Tensor | None
     vocabulary: int
+    d_log_probs: Tensor | None
+    d_entropy: Tensor | None = None
+    d_mean_log_probs: Tensor | None = None
+    d_lse: Tensor | None = None
+
+    def at(self, block: slice) -> TokenGradients:
+        """Of some of the n tokens."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return TokenGradients(*(x[block] if isinstance(x, Tensor) else x for x in values))  # type: ignore[arg-type]
 
 
-def product_gradient(product: Tensor, projection: Projection, softmax: Softmax, block: slice, upstream: Upstream) -> Tensor:
+def product_gradient(product: Tensor, projection: Projection, given: TokenGradients, block: slice) -> Tensor:
     """d loss / d product [n, v] of one vocabulary block, from its raw products [n, v], in their dtype.
 
     Where the kernels run it is written over the products. [Note: logits in place]
     """
     if not serves(product.device, product.dtype):
-        return gradient_in_torch(product, projection, softmax, block, upstream)
+        return gradient_in_torch(product, projection, given, block)
     write_gradient(
-        product, softmax.labels, block.start, softmax.lse,
-        (upstream.log_probs, upstream.entropy, upstream.mean_log_probs, upstream.lse), softmax.entropy, softmax.vocabulary,
+        product, given.labels, block.start, given.lse,
+        (given.d_log_probs, given.d_entropy, given.d_mean_log_probs, given.d_lse), given.entropy, given.vocabulary,
         projection.logit_scale, projection.softcap, projection.temperature,
     )  # fmt: skip
     return product
 
 
-def gradient_in_torch(
-    product: Tensor, projection: Projection, softmax: Softmax, block: slice, upstream: Upstream
-) -> Tensor:
+def gradient_in_torch(product: Tensor, projection: Projection, given: TokenGradients, block: slice) -> Tensor:
     """`product_gradient` [n, v] by torch's operators, which the kernel is tested against; the products stay."""
     logits = projection.logits(product)
-    return projection.backward(logits_gradient(logits, softmax, block, upstream), logits).to(product.dtype)
+    return projection.backward(logits_gradient(logits, given, block), logits).to(product.dtype)
 
 
-def logits_gradient(logits: Tensor, softmax: Softmax, block: slice, upstream: Upstream) -> Tensor:
+def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tensor:
     """d loss / d logits [n, v] of one vocabulary block.
 
     log p_y = z_y - lse gives (onehot - p) g; H = -sum p log p gives -p (log p + H) g_H; mean log p = mean z - lse gives
     (1 / V - p) g_mean; lse gives p g_lse.
     """
-    lse, entropy = softmax.lse[:, None], softmax.entropy
+    lse, entropy = given.lse[:, None], given.entropy
     grad = (logits - lse).exp_()  # p, in the one buffer of [n, v] that this needs
     scale = torch.zeros_like(lse)  # [n, 1]
-    if upstream.log_probs is not None:
-        scale = scale - upstream.log_probs[:, None]
-    if upstream.mean_log_probs is not None:
-        scale = scale - upstream.mean_log_probs[:, None]
-    if upstream.lse is not None:
-        scale = scale + upstream.lse[:, None]
-    if entropy is not None and upstream.entropy is not None:
-        scale = scale - (logits - lse + entropy[:, None]) * upstream.entropy[:, None]
+    if given.d_log_probs is not None:
+        scale = scale - given.d_log_probs[:, None]
+    if given.d_mean_log_probs is not None:
+        scale = scale - given.d_mean_log_probs[:, None]
+    if given.d_lse is not None:
+        scale = scale + given.d_lse[:, None]
+    if entropy is not None and given.d_entropy is not None:
+        scale = scale - (logits - lse + entropy[:, None]) * given.d_entropy[:, None]
         scale.masked_fill_(grad == 0.0, 0.0)  # 0 * log 0 is 0 here
     grad.mul_(scale)
-    if upstream.mean_log_probs is not None:
-        grad.add_(upstream.mean_log_probs[:, None] / softmax.vocabulary)
-    if upstream.log_probs is None:
+    if given.d_mean_log_probs is not None:
+        grad.add_(given.d_mean_log_probs[:, None] / given.vocabulary)
+    if given.d_log_probs is None:
         return grad
-    here, column = locate(softmax.labels, block)
-    return grad.scatter_add_(-1, column[:, None], torch_own.where(here, upstream.log_probs, 0.0)[:, None])
+    here, column = locate(given.labels, block)
+    return grad.scatter_add_(-1, column[:, None], torch_own.where(here, given.d_log_probs, 0.0)[:, None])

@@ -9,10 +9,9 @@ token_log_probs
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +21,9 @@ from streambp.accumulate import add_product
 from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import (
-    BlockSize,
     Products,
     Projection,
-    Softmax,
-    Upstream,
-    Wanted,
+    TokenGradients,
     block_size,
     fold_in_torch,
     fold_vocabulary,
@@ -70,15 +66,15 @@ class TokenLogProbs:
 
 @dataclasses.dataclass
 class HeadInputs:
-    """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm.
+    """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm or an Identity.
 
     in_float32: the products are computed in float32 or wider, autocast or not. let_go: `Pending.let_go`.
     """
 
     labels: Tensor
     projection: Projection
-    norm: nn.Module | None
-    norm_parameters: Parameters | None
+    norm: nn.Module
+    norm_parameters: Parameters
     ignore_index: int
     autocast: Autocast
     in_float32: bool = False
@@ -95,8 +91,7 @@ class HeadInputs:
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of a token block [n, h], in the dtype that the projection is computed in."""
         with self.autocast.restored():
-            if self.norm is not None:
-                hidden = self.norm.forward(hidden)  # its hooks belong to the model's own call
+            hidden = self.norm.forward(hidden)  # its hooks belong to the model's own call
             return hidden.to(self.product_dtype(hidden.dtype, hidden.device))
 
     def product_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -107,25 +102,11 @@ class HeadInputs:
         casts = enabled and kind == device.type and dtype != torch.float64  # which autocast leaves alone
         return autocast_dtype if casts else dtype
 
-    def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> BlockSize:
-        """How the logits of `hidden` [N, h] are cut."""
+    def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> tuple[int, int]:
+        """How the logits of `hidden` [N, h] are cut, as `blocks.block_size` says it."""
         # A norm in float32 returns float32.
-        norm = () if self.norm is None else self.norm.parameters()
-        dtype = functools.reduce(torch.promote_types, (p.dtype for p in norm), hidden.dtype)
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype)
         return block_size(vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole)
-
-    def norm_values(self) -> list[Tensor]:
-        """The final norm's trainable parameters, of any shape, as they are now; [] without a norm."""
-        return [] if self.norm_parameters is None else self.norm_parameters.current()
-
-    @contextlib.contextmanager
-    def norm_shadowed(self) -> Iterator[list[Tensor]]:
-        """Within, shadows [...] stand for `norm_values`; yields them in that order. [Note: shadows]"""
-        if self.norm_parameters is None:
-            yield []
-        else:
-            with self.norm_parameters.shadowed() as shadows:
-                yield shadows
 
 
 def token_log_probs(
@@ -171,8 +152,9 @@ def token_log_probs(
     check_labels(labels, weight.shape[0], ignore_index)
     inputs = make_inputs(hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    wanted = Wanted(entropy=entropy, mean_log_probs=mean_log_probs, **dict.fromkeys(metrics, True))
-    values = BlockwiseLogProbs.apply(inputs, wanted, flat, weight, bias, *inputs.norm_values())
+    further = (("entropy", entropy), ("mean_log_probs", mean_log_probs))
+    wanted = (*(name for name, asked in further if asked), *metrics)
+    values = BlockwiseLogProbs.apply(inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current())
     return TokenLogProbs(*values).each(lambda value: value.view(labels.shape))
 
 
@@ -185,7 +167,8 @@ def make_inputs(
         UnsupportedModelError: a trainable parameter of the norm is a DTensor, or on meta where hidden_states are not.
     """
     autocast = Autocast.capture(hidden_states.device)
-    parameters = None if norm is None else Parameters(norm, hidden_states.device)
+    norm = nn.Identity() if norm is None else norm
+    parameters = Parameters(norm, hidden_states.device)
     return HeadInputs(labels.reshape(-1), projection, norm, parameters, ignore_index, autocast)
 
 
@@ -201,9 +184,15 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: HeadInputs, wanted: Wanted, hidden: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
+        ctx: Any,
+        inputs: HeadInputs,
+        wanted: Collection[str],
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *norm: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """The fields of TokenLogProbs, [N] each or None; 0 at positions without a label.
+        """The fields of TokenLogProbs, [N] each, None beside log_probs if not `wanted`; 0 at positions without a label.
 
         hidden, weight, bias and the lse [n] of the n positions with a label are saved for backward.
         """
@@ -214,10 +203,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
         with inputs.autocast.off():  # [Note: autocast]
             parts: list[tuple[Any, ...]] = []
             products = Products(weight, bias)
-            size = inputs.block_size(hidden, weight.shape[0])
-            for block in token_blocks(labels.shape[0], size.tokens):
+            tokens, entries = inputs.block_size(hidden, weight.shape[0])
+            for block in token_blocks(labels.shape[0], tokens):
                 normed = inputs.normed(hidden[block] if rows is None else hidden[rows[block]])  # [n, h]
-                folded = fold_vocabulary(normed, products, inputs.projection, labels[block], size.entries)
+                folded = fold_vocabulary(normed, products, inputs.projection, labels[block], entries)
                 lse[block] = folded.lse()
                 parts.append(folded.results(labels[block], wanted, weight.shape[0]))
             if not parts:  # no position has a label
@@ -262,18 +251,18 @@ class BlockwiseLogProbs(torch.autograd.Function):
         inputs, rows = ctx.inputs, ctx.rows
         hidden, weight, bias, lse = saved
         labels = inputs.labels if rows is None else inputs.labels[rows]
-        upstream = Upstream(*grads[:3]) if rows is None else Upstream(*grads[:3]).at(rows)
+        upstream = (grad if grad is None or rows is None else grad[rows] for grad in grads[:3])
+        given = TokenGradients(labels, lse, ctx.entropies, weight.shape[0], *upstream)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         products = Products(weight, bias)
-        size = inputs.block_size(hidden, weight.shape[0])
-        with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
-            for block in token_blocks(labels.shape[0], size.tokens):
+        tokens, entries = inputs.block_size(hidden, weight.shape[0])
+        with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
+            for block in token_blocks(labels.shape[0], tokens):
                 normed_input, normed = work.recompute(rows, block)
-                entropy = None if ctx.entropies is None else ctx.entropies[block]
-                softmax = Softmax(labels[block], lse[block], entropy, weight.shape[0])
-                for columns in token_blocks(weight.shape[0], size.entries):
+                here = given.at(block)
+                for columns in token_blocks(weight.shape[0], entries):
                     product = products.of(normed.detach(), columns)  # [n, v]
-                    grad = product_gradient(product, inputs.projection, softmax, columns, upstream.at(block))
+                    grad = product_gradient(product, inputs.projection, here, columns)
                     work.add_block(grad, normed, products, columns)
                     del product, grad
                 work.finish_tokens(normed_input, normed, shadows, rows, block)
@@ -297,7 +286,7 @@ class HeadGradients:
         self.d_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None  # [V, h]
         self.d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None  # [V]
         blocks = max(2, hidden.shape[0])
-        self.d_norm = GradientSum(len(inputs.norm_values()), blocks)
+        self.d_norm = GradientSum(len(inputs.norm_parameters.current()), blocks)
         self.d_normed: Tensor | None = None
 
     def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
@@ -326,7 +315,7 @@ class HeadGradients:
 
         Args:
             leaf, normed: [n, h] each, from `recompute`.
-            shadows: of the norm's parameters, from `norm_shadowed`.
+            shadows: of the norm's parameters. [Note: shadows]
         """
         if self.d_normed is None:
             return
@@ -353,7 +342,7 @@ class HeadGradients:
         upstream: a scalar tensor that multiplies them, in place where a sum has that dtype already; None: nothing does.
         places: of `places`, or made here.
         """
-        values = self.inputs.norm_values()
+        values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
         d_norm: list[Tensor | None] = [
             torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)

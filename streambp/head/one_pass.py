@@ -26,7 +26,7 @@ from torch import Tensor
 
 from streambp.device import autocast_dtype
 from streambp.errors import BackwardError
-from streambp.head.blocks import Products, Softmax, Upstream, fold, product_gradient, token_blocks
+from streambp.head.blocks import Products, TokenGradients, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
 from streambp.layer.oom import explaining, once_more
 from streambp.torchs_own import torch_own
@@ -99,18 +99,19 @@ class OnePassNLL(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
         products, everything = Products(weight, bias), slice(0, weight.shape[0])
-        upstream = Upstream((-expected).repeat(labels.shape[0]))
-        with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
+        upstream = (-expected).repeat(labels.shape[0])
+        tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
+        with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
             # The whole vocabulary at once: the softmax must be known before the logits are let go.
-            for block in token_blocks(labels.shape[0], inputs.block_size(hidden, weight.shape[0], whole=True).tokens):
+            for block in token_blocks(labels.shape[0], tokens):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
                     product = products.of(normed, everything)  # [n, V]
                     folded = fold(product, inputs.projection, labels[block], everything)
                     lse = folded.lse()  # [n]
                     total += (lse - folded.target).sum()
-                    softmax = Softmax(labels[block], lse, None, weight.shape[0])
-                    grad = product_gradient(product, inputs.projection, softmax, everything, upstream.at(block))
+                    given = TokenGradients(labels[block], lse, None, weight.shape[0], upstream[block])
+                    grad = product_gradient(product, inputs.projection, given, everything)
                     work.add_block(grad, normed, products, everything)
                     del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)

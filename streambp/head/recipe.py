@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import StreamBPError
-from streambp.head.blocks import Projection, Wanted
+from streambp.head.blocks import Projection
 from streambp.head.labels import check_labels
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
@@ -20,17 +20,30 @@ from streambp.layer.oom import once_more
 from streambp.torchs_own import nn_own, torch_own
 
 
-@dataclasses.dataclass
-class HeadOutcome:
-    """What became of one forward's deferred tensors.
+@dataclasses.dataclass(eq=False)
+class HeadRequest:
+    """What one forward wants of its output projection, and what became of its deferred tensors.
+
+    wanted: fields of `TokenLogProbs` beside log_probs; None: the loss is enough.
+    temperature: logits are divided by it. in_float32: their products are computed in float32.
+    norms: the final norms of the decoder that ends in this head; others (of an encoder's) are not deferred to it.
+    num_items: what the model's loss will divide a sum by.
+    beside_loss: these logits were handed out beside a loss, whose backward tells engines that the model's begins.
 
     values: [N] each, of the labels.
     hidden_states: gives [N, h], what the values were computed from, before `norm` if there is one.
     used: a loss was computed block by block. computed: what lazy logits gave without being built.
     built_for: the operation that needed real logits; hidden_built_for: the one that needed the output projection's input.
     projecting: the output projection is running.
-    beside_loss: these logits were handed out beside a loss, whose backward tells engines that the model's begins.
     """
+
+    pending: Pending
+    wanted: tuple[str, ...] | None = None
+    temperature: float = 1.0
+    in_float32: bool = False
+    norms: tuple[nn.Module, ...] = ()
+    num_items: Tensor | int | None = None
+    beside_loss: bool = False
 
     values: TokenLogProbs | None = None
     hidden_states: Callable[[], Tensor] | None = None
@@ -40,26 +53,6 @@ class HeadOutcome:
     built_for: str | None = None
     hidden_built_for: str | None = None
     projecting: bool = False
-    beside_loss: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadRequest:
-    """What one forward wants of its output projection.
-
-    wanted: per-token values; None: the loss is enough.
-    temperature: logits are divided by it. in_float32: their products are computed in float32.
-    norms: the final norms of the decoder that ends in this head; others (of an encoder's) are not deferred to it.
-    num_items: what the model's loss will divide a sum by.
-    """
-
-    pending: Pending
-    wanted: Wanted | None = None
-    temperature: float = 1.0
-    in_float32: bool = False
-    norms: tuple[nn.Module, ...] = ()
-    num_items: Tensor | int | None = None
-    outcome: HeadOutcome = dataclasses.field(default_factory=HeadOutcome)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +124,7 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
     """`blockwise_loss` of all positions. An attempt that fails leaves nothing behind."""
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
-    request, outcome = recipe.request, recipe.request.outcome
+    request = recipe.request
     inputs = make_inputs(source, target, recipe.projected(), recipe.norm, ignore_index)
     inputs.in_float32, inputs.let_go = request.in_float32, request.pending.let_go
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
@@ -139,18 +132,18 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
     one_pass = reduction != "none" and request.wanted is None and can_run_in_one_pass(source, request.pending)
     divisor = labelled if reduction == "mean" else (request.num_items or 1)
 
-    tensors = (source, recipe.weight, recipe.bias, *inputs.norm_values())
-    outcome.used = True
+    tensors = (source, recipe.weight, recipe.bias, *inputs.norm_parameters.current())
+    request.used = True
     if one_pass:
         one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
         total: Any = OnePassNLL.apply(inputs, request.pending, one / divisor, *tensors)
     else:
-        found = BlockwiseLogProbs.apply(inputs, request.wanted or Wanted(), *tensors)
-        outcome.hidden_states, outcome.norm = lambda: source, recipe.norm
-        outcome.values = TokenLogProbs(*found)
+        found = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
+        request.hidden_states, request.norm = lambda: source, recipe.norm
+        request.values = TokenLogProbs(*found)
         if reduction == "none":
-            return -outcome.values.log_probs
-        total = -outcome.values.log_probs.sum()
+            return -request.values.log_probs
+        total = -request.values.log_probs.sum()
     return total if reduction == "sum" else total / labelled
 
 
@@ -164,14 +157,14 @@ def _loss_at_places(
     if len(pairs) * 4 < len(read) * 3:
         (read, labels), repeats = pairs.T, found
     loss = _loss(taken(source, read), plain, labels, ignore_index, reduction if repeats is None else "none")
-    outcome = recipe.request.outcome
-    if outcome.values is not None:
+    request = recipe.request
+    if request.values is not None:
 
         def spread(values: Tensor) -> Tensor:
             values = values if repeats is None else values[repeats]
             return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)  # 0 (False) without a label
 
-        outcome.values, outcome.hidden_states = outcome.values.each(spread), lambda: taken(source, places)
+        request.values, request.hidden_states = request.values.each(spread), lambda: taken(source, places)
     if repeats is not None:
         loss = loss[repeats]
         loss = loss if reduction == "none" else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])

@@ -20,7 +20,7 @@ except ImportError:  # a CPU build of torch comes without it
     triton = None
 
 AVAILABLE = triton is not None
-BLOCK = 4096
+BLOCK = 4096  # entries that a program holds at once at most; Triton wants a power of two
 WARPS = 8
 FIELDS = 6
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,11 +42,6 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, wherever its arguments lie."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def width_of(columns: int, most: int) -> int:
-    """Entries that a program holds at once; Triton wants a power of two."""
-    return min(most, triton.next_power_of_2(columns))
 
 
 if AVAILABLE:
@@ -111,6 +106,7 @@ def fold_rows(
         with on_device(product.device):
             _kernel[(rows,)](
                 product, labels.contiguous(), out, best, product.stride(0), columns, first, scale, softcap or 1.0,
-                temperature, capped=softcap is not None, width=width_of(columns, BLOCK), fields=FIELDS, num_warps=WARPS,
+                temperature, capped=softcap is not None, width=min(BLOCK, triton.next_power_of_2(columns)), fields=FIELDS,
+                num_warps=WARPS,
             )  # fmt: skip
     return *out.unbind(1), best

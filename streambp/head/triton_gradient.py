@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streambp.head.triton_fold import AVAILABLE, WARPS, on_device, width_of
+from streambp.head.triton_fold import AVAILABLE, WARPS, on_device
 
-BLOCK = 2048
+BLOCK = 2048  # as `triton_fold.BLOCK`
 
 if AVAILABLE:
     import triton
@@ -86,7 +86,7 @@ def write_gradient(
     if not rows or product.device.type == "meta":
         return
     d_log_probs, d_entropy, d_mean, d_lse = (None if given is None else given.float().contiguous() for given in upstream)
-    width = width_of(columns, BLOCK)
+    width = min(BLOCK, triton.next_power_of_2(columns))
     lse = lse.float().contiguous()
     with on_device(product.device):
         _kernel[(rows, triton.cdiv(columns, width))](

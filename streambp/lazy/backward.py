@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from streambp.head.blocks import (
     TOKENS_PER_BLOCK,
     Products,
     Projection,
-    Softmax,
-    Upstream,
+    TokenGradients,
     fold,
     logits_gradient,
     product_gradient,
@@ -83,22 +82,21 @@ class StatisticsTerm:
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
         """Adds the closed form to `total` [n, V] and, entry by entry, `further`; block: of rows, those of positions [n]."""
-        softmax, upstream = self.read(product, positions)
-        logits = self.projection.logits(product)
-        grad = logits_gradient(logits, softmax, slice(0, product.shape[-1]), upstream)
+        given, logits = self.read(product, positions), self.projection.logits(product)
+        grad = logits_gradient(logits, given, slice(0, product.shape[-1]))
         for rows, entries, gradient in self.further:
             here = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
             grad.index_put_((rows[here] - block.start, entries[here]), gradient[here], accumulate=True)
         total += self.projection.backward(grad, logits)
 
-    def read(self, product: Tensor, positions: Tensor) -> tuple[Softmax, Upstream]:
+    def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
         """The softmax of products [n, V] at positions [n], computed again, and the gradients there."""
         labels, pick, lse, mean = (values[positions] for values in (self.labels, self.pick, self.lse, self.mean))
         columns = product.shape[-1]
         folded = fold(product, self.projection, labels, slice(0, columns))
-        softmax = Softmax(labels, folded.lse(), None, columns)
-        # A label's log-probability takes its gradient off p's; `lse` is what p is to have in all.
-        return softmax, Upstream(pick, None, mean if self.has_mean else None, lse + pick + mean)
+        # A label's log-probability takes its gradient off p's; `d_lse` is what p is to have in all.
+        means = mean if self.has_mean else None
+        return TokenGradients(labels, folded.lse(), None, columns, pick, None, means, lse + pick + mean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +169,9 @@ class NodeTerm:
         rows = self.reading.positions[entries]
         rows = (rows if self.row_of is None else self.row_of[rows]) - block.start  # in `product`
         leaf = product[rows].to(total.dtype).requires_grad_()  # wide, or its part would be rounded before it is added
-        values = values_beside(self.node, entries)
         others = [reading for reading in readings(self.node) if reading is not self.reading]
         products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in others)}
-        values |= {r: r.head.logits_at(r.positions[entries], r.projection, products[r.head]) for r in others}
+        values = values_at(self.node, entries, others, products)
         with torch.enable_grad():
             values[self.reading] = self.reading.projection.logits(leaf)
             found = evaluate(self.node, values)
@@ -189,16 +186,27 @@ class NodeTerm:
 Term = StatisticsTerm | NodeTerm  # what one use of the logits adds to their gradient
 
 
-def values_beside(node: Node, entries: Tensor | slice) -> dict[Node, Any]:
-    """The tensors [N, k] that stand beside the logits of a flat node, each cut to some of its N tokens.
+def values_at(
+    node: Node, entries: Tensor | slice, read: Sequence[Reading], products: Mapping[Any, Products]
+) -> dict[Node, Any]:
+    """Of some of a flat node's N tokens: the tensors [n, k] that stand beside the logits, and the logits [n, V] of `read`,
+    in promote_types(dtype, float32) and without a gradient.
+
+    Args:
+        products: of the readings' heads.
 
     Raises:
-        StreamBPError: one of them was changed in place since it was used.
+        StreamBPError: one of these tensors was changed in place since it was used.
     """
     beside = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
     for leaf in beside:
         leaf.check()
-    return {leaf: leaf.tensor[entries] for leaf in beside}
+    values: dict[Node, Any] = {leaf: leaf.tensor[entries] for leaf in beside}
+    with torch.no_grad():
+        for one in read:
+            normed = one.head.inputs.normed(one.head.hidden[one.positions[entries]])
+            values[one] = one.projection.logits(products[one.head].of(normed, slice(0, one.head.vocabulary)))
+    return values
 
 
 def sweep(
@@ -223,17 +231,16 @@ def sweep(
     alone = terms[0] if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further else None
     tokens = rows_at_once(weight.shape[0])
     if alone is not None:
-        tokens = inputs.block_size(hidden, weight.shape[0], whole=True).tokens
+        tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
     blocks = list(token_blocks(count, tokens))
     for term in terms:
         term.place(row_of, [0, *(block.stop for block in blocks)])
-    with inputs.autocast.off(), inputs.norm_shadowed() as shadows:
+    with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
         for block in blocks:
             leaf, normed = work.recompute(rows, block)
             product = products.of(normed.detach(), everything)  # [n, V]
             if alone is not None:
-                softmax, upstream = alone.read(product, positions[block])
-                grad = product_gradient(product, alone.projection, softmax, everything, upstream)
+                grad = product_gradient(product, alone.projection, alone.read(product, positions[block]), everything)
             else:
                 total = torch.zeros_like(product, dtype=torch.promote_types(product.dtype, torch.float32))  # [n, V]
                 for term in terms:

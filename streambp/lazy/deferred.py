@@ -153,11 +153,11 @@ class Deferred(StandIn):
 
     def note(self, operation: str) -> None:
         """`operation` needs the real tensor, for `describe`."""
-        outcome = self.recipe.request.outcome
-        if self.recipe.logits or outcome.projecting:
-            outcome.built_for = operation
+        request = self.recipe.request
+        if self.recipe.logits or request.projecting:
+            request.built_for = operation
         else:
-            outcome.hidden_built_for = operation
+            request.hidden_built_for = operation
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

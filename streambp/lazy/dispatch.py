@@ -27,13 +27,13 @@ from streambp.torchs_own import torch_own
 def lazy_logits(deferred: Deferred, request: HeadRequest) -> LazyLogits:
     """What a model's forward has made of its deferred hidden states, for its caller.
 
-    request: its outcome tells what became of them.
+    request: tells what became of them.
     """
     source = deferred.source.reshape(-1, deferred.source.shape[-1])
     hub = Hub(source, dataclasses.replace(deferred.recipe, request=request))
     reading = hub.read(source, deferred.shape[:-1], deferred.recipe.places)
     made = LazyLogits.make(reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
-    made.followed = deferred.recipe.request.outcome is not request.outcome  # by the model's own loss
+    made.followed = deferred.recipe.request is not request  # by the model's own loss
     return made
 
 

@@ -148,11 +148,6 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
     return rebuilt(node, changed)
 
 
-def with_readings(node: Node, change: Callable[[Reading], Reading]) -> Node:
-    """The same function of logits that are read in another way."""
-    return rebuilt(node, lambda leaf: change(leaf) if isinstance(leaf, Reading) else leaf)
-
-
 def evaluate(node: Node, values: Values) -> Any:
     """The function, of what `values` holds for its leaves; intermediate results are added to them."""
     if node not in values:

@@ -23,7 +23,7 @@ from streambp.head.blocks import Products, Projection, fold_vocabulary, token_bl
 from streambp.head.log_probs import HeadInputs, make_inputs, refuse_second_derivatives
 from streambp.head.recipe import Recipe
 from streambp.head.seen import Seen
-from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, Term, rows_at_once, sweep, values_beside
+from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, Term, rows_at_once, sweep, values_at
 from streambp.lazy.expression import Node, Reading, evaluate, readings
 
 
@@ -115,7 +115,7 @@ class Hub:
 
     def __init__(self, source: Tensor, recipe: Recipe) -> None:
         assert recipe.weight is not None
-        self.recipe, self.outcome = recipe, recipe.request.outcome
+        self.recipe = recipe
         self.hidden = source.detach()
         self.vocabulary: int = recipe.weight.shape[0]
         self.wide = torch.promote_types(source.dtype, torch.float32)
@@ -132,7 +132,7 @@ class Hub:
         The handle is kept by what reads, and not here: its place in the graph refers to this hub.
         """
         recipe = self.recipe
-        handle = Handle.apply(self, source, recipe.weight, recipe.bias, *self.inputs.norm_values())
+        handle = Handle.apply(self, source, recipe.weight, recipe.bias, *self.inputs.norm_parameters.current())
         if places is not None:
             return Reading(self, handle, places, recipe.projected(), unique=False)
         positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
@@ -162,12 +162,6 @@ class Hub:
         assert self.recipe.weight is not None
         return Products(self.recipe.weight, self.recipe.bias)
 
-    def logits_at(self, positions: Tensor, projection: Projection, products: Products) -> Tensor:
-        """[n, V] in promote_types(dtype, float32), without a gradient."""
-        with torch.no_grad():
-            normed = self.inputs.normed(self.hidden[positions])
-            return projection.logits(products.of(normed, slice(0, self.vocabulary)))
-
     def statistics(self, reading: Reading, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The label's logit (0 without labels), the logsumexp and the logits' mean of N tokens, [N] in `wide`.
 
@@ -180,11 +174,11 @@ class Hub:
             (positions, picks), repeats = torch.stack([positions, picks]).unique(dim=1, return_inverse=True)
         count, products = positions.shape[0], self.products()
         pick, lse, mean = (self.hidden.new_empty(count, dtype=self.wide) for _ in range(3))  # [count] each
-        size = self.inputs.block_size(self.hidden, self.vocabulary)
+        tokens, entries = self.inputs.block_size(self.hidden, self.vocabulary)
         with torch.no_grad():
-            for block in token_blocks(count, size.tokens):
+            for block in token_blocks(count, tokens):
                 normed = self.inputs.normed(self.hidden[positions[block]])
-                folded = fold_vocabulary(normed, products, reading.projection, picks[block], size.entries)
+                folded = fold_vocabulary(normed, products, reading.projection, picks[block], entries)
                 pick[block], lse[block], mean[block] = folded.target, folded.lse(), folded.total / self.vocabulary
             if reading.projection not in self._known:
                 total = self.hidden.shape[0]
@@ -266,9 +260,7 @@ class Function:
         products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in found)}
         parts: list[tuple[Tensor, ...]] = []
         for block in token_blocks(count, tokens) if count else (slice(0, 0),):
-            values = values_beside(self.node, block)
-            values |= {r: r.head.logits_at(r.positions[block], r.projection, products[r.head]) for r in found}
-            value = evaluate(self.node, values)
+            value = evaluate(self.node, values_at(self.node, block, found, products))
             parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
         return tuple(torch.cat(column) if len(column) > 1 else column[0].clone() for column in zip(*parts, strict=True))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from streambp.head.labels import check_labels
 from streambp.lazy.expression import Call
 from streambp.lazy.head import Function, Statistic
-from streambp.lazy.row_rules import elementwise, log_softmaxed, nominal, note, of_all, picked, sample_of
+from streambp.lazy.row_rules import elementwise, log_softmaxed, note, of_all, picked, sample_of
 from streambp.lazy.tensor import LazyLogits, flat
 from streambp.torchs_own import torch_own
 
@@ -63,7 +63,8 @@ def of_labels(
     if x.dim() > 2 and x.classes != 1:
         return NotImplemented
     each = {"reduction": "none", **({"label_smoothing": label_smoothing} if name == "cross_entropy" else {})}
-    dtype = nominal(func, (sample_of(x), target.reshape(-1)[:0]), each).dtype
+    with torch.no_grad():
+        dtype = func(sample_of(x), target.reshape(-1)[:0], **each).dtype
     log_probs = x = x.with_classes(None)
     if name == "cross_entropy":
         log_probs = elementwise("log_softmax", torch_own.log_softmax, (x,), {"dim": -1})

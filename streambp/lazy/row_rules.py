@@ -39,12 +39,6 @@ def sample_of(x: LazyLogits) -> Tensor:
     return torch.empty((0, x.width), dtype=x.dtype, device=x.device)
 
 
-def nominal(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What torch makes of the samples."""
-    with torch.no_grad():
-        return func(*args, **kwargs)
-
-
 def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Remember an operation that computes each entry by itself, or each row."""
     rows = tensors_in((args, kwargs), LazyLogits)
@@ -78,7 +72,8 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
     plain_args, plain_kwargs = tree_map_only(
         Tensor, lambda t: sample_of(t) if isinstance(t, LazyLogits) else beside[id(t)][1], (args, kwargs)
     )
-    sample = nominal(func, plain_args, plain_kwargs)
+    with torch.no_grad():
+        sample = func(*plain_args, **plain_kwargs)
     if not isinstance(sample, Tensor) or sample.dim() != 2 or sample.shape[-1] != width:
         return NotImplemented
     node_args, node_kwargs = tree_map_only(
@@ -142,7 +137,8 @@ def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any],
         kwargs = {"p": rest.pop(0) if rest else "fro", **kwargs}
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
     kwargs = {"dim": -1, **kwargs, **dict(zip(further, rest, strict=False))}
-    sample = nominal(func, (sample_of(x),), kwargs)
+    with torch.no_grad():
+        sample = func(sample_of(x), **kwargs)
     log_probs = log_softmaxed(x.node)
     if name == "logsumexp" and isinstance(x.node, Reading):
         values = x.compute(Statistic(x.node, None, lse=True))
@@ -161,7 +157,7 @@ def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any],
 
 def note(x: LazyLogits, name: str) -> None:
     """Remember that `name` was computed blockwise, after the operations that led to its rows; `describe` names them."""
-    x.outcome.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
+    x.request.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
 
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:

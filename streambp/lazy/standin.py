@@ -19,6 +19,7 @@ was made of the logits and has a hook of its own. It scales what is made of them
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -35,12 +36,12 @@ from streambp.nested import changed_arguments, tensors_in
 from streambp.torchs_own import asked_of, method, rule_name, torch_own
 
 
+@dataclasses.dataclass(eq=False)
 class SharedMemory:
     """What a stand-in, its slices and its views would share; writes: to any of them. [Note: stand-ins and memory]"""
 
-    def __init__(self) -> None:
-        self.watched: list[tuple[Tensor, int]] = []
-        self.writes = 0
+    watched: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
+    writes: int = 0
 
     def watch(self, tensor: Tensor) -> None:
         """Remember the version of a tensor [...] that shares this memory; the tensor's values are not kept alive."""
@@ -151,7 +152,19 @@ class StandIn(Tensor):
         args, kwargs = changed_arguments(args, kwargs, cls, latest)
         for x in stand_ins:
             x.check(name)
-        refuse_late(func, name, args, kwargs, stand_ins, cls.instead)
+        # A gradient of a stand-in that is asked for too late would not be seen.
+        asked, second = stand_ins, args[1] if len(args) > 1 else None
+        if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
+            wanted = tree_leaves(kwargs.get("inputs", second))
+            asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
+        elif name not in TENSOR_HOOKS or scales(kwargs.get("hook", second)):
+            asked = []
+        if any(x.followed and x.written is None for x in asked):
+            raise StreamBPError(
+                f"{name} comes after something was made of these logits or hidden states, a loss or a part of them, whose "
+                "gradient it would not see: they are computed where they are used. Call register_hook or retain_grad "
+                f"before anything is made of them, or use {cls.instead}."
+            )
         in_place = name.endswith("_") and not name.endswith("__")
         if isinstance(given, cls) and (in_place or name in IN_PLACE or kwargs.get("inplace") is True):
             return given.write(func, name, args, kwargs)
@@ -223,10 +236,7 @@ IN_PLACE = frozenset(
 )
 
 
-@functools.cache
-def signature_of(rule: Callable[..., Any]) -> inspect.Signature:
-    """Of one of a class's rules."""
-    return inspect.signature(rule)
+signature_of = functools.cache(inspect.signature)  # of one of a class's rules
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
@@ -239,23 +249,3 @@ def note_use(stand_ins: Sequence[Any], result: Any) -> None:
 def scales(hook: Any) -> bool:
     """Whether a tensor's hook is an engine's: it multiplies the gradient by a number, and tells the engine of backward."""
     return SCALING_HOOK in getattr(hook, "__qualname__", "")
-
-
-def refuse_late(func: Any, name: str, args: Any, kwargs: Any, stand_ins: Sequence[Any], instead: str) -> None:
-    """Raises StreamBPError where a gradient of a stand-in is asked for that would not be seen.
-
-    Args:
-        func, name, args, kwargs: an operation; stand_ins: those among its arguments.
-    """
-    asked = stand_ins
-    if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
-        wanted = tree_leaves(kwargs.get("inputs", args[1] if len(args) > 1 else None))
-        asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]
-    elif name not in TENSOR_HOOKS or scales(kwargs.get("hook", args[1] if len(args) > 1 else None)):
-        return
-    if any(x.followed and x.written is None for x in asked):
-        raise StreamBPError(
-            f"{name} comes after something was made of these logits or hidden states, a loss or a part of them, whose "
-            "gradient it would not see: they are computed where they are used. Call register_hook or retain_grad before "
-            f"anything is made of them, or use {instead}."
-        )

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch._C import TensorBase
 
 from streambp.errors import BackwardError, StreamBPError
+from streambp.head.recipe import HeadRequest
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
-from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, with_readings
+from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Result, RunInBackward, Statistic
 from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, scales
 from streambp.nested import changed_arguments, tensors_in
@@ -128,9 +129,10 @@ class LazyLogits(StandIn):
         return readings(self.node)[0].positions.shape
 
     @property
-    def outcome(self) -> Any:
-        """Of the model's call that gave the logits, for `describe` (`streambp.head.recipe.HeadOutcome`)."""
-        return readings(self.node)[0].head.outcome
+    def request(self) -> HeadRequest:
+        """Of the model's call that gave the logits, which tells `describe` what became of them."""
+        found: HeadRequest = readings(self.node)[0].head.recipe.request
+        return found
 
     def sharing(self, other: LazyLogits) -> LazyLogits:
         """This one, as a view of another."""
@@ -189,7 +191,7 @@ class LazyLogits(StandIn):
 
     def note(self, operation: str) -> None:
         """`operation` needs the real tensor, for `describe`, which names the first."""
-        self.outcome.built_for = self.outcome.built_for or operation
+        self.request.built_for = self.request.built_for or operation
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -222,13 +224,15 @@ class LazyLogits(StandIn):
         anchor: Tensor | None = None
         if place == DDP_SINK:
             anchor = RunInBackward.apply(None, self)
-        if place == PRE_BACKWARD and not self.outcome.beside_loss:
+        if place == PRE_BACKWARD and not self.request.beside_loss:
             # ZeRO-3's, which hears that the model's backward begins; it would want a gradient [*tokens, V] itself.
             node: Any = self.grad_fn
             begin = lambda: getattr(node, RUNS_BEFORE_BACKWARD)(node.module)  # noqa: E731
             anchor = RunInBackward.apply(begin, torch.zeros(1, requires_grad=True))
         if anchor is not None:
-            self.node = with_readings(self.node, lambda reading: dataclasses.replace(reading, anchor=anchor))
+            self.node = rebuilt(
+                self.node, lambda leaf: dataclasses.replace(leaf, anchor=anchor) if isinstance(leaf, Reading) else leaf
+            )
             self.heeded = True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -243,11 +247,13 @@ class LazyLogits(StandIn):
         if not scales(hook):
             return NotImplemented
 
-        def scaled(reading: Reading) -> Reading:
-            scale = functools.partial(reading.head.scale_left, hook)
-            return dataclasses.replace(reading, handle=RunInBackward.apply(scale, reading.handle))
+        def scaled(leaf: Node) -> Node:
+            if not isinstance(leaf, Reading):
+                return leaf
+            scale = functools.partial(leaf.head.scale_left, hook)
+            return dataclasses.replace(leaf, handle=RunInBackward.apply(scale, leaf.handle))
 
-        self.node = with_readings(self.node, scaled)
+        self.node = rebuilt(self.node, scaled)
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.register_hook(self, hook)  # for whom makes it an input of a Function
 

@@ -6,6 +6,7 @@ These rules are those of hidden states, of logits in a model's forward, and of l
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,28 +29,27 @@ def is_of_tokens(x: StandIn, dim: Any) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.dim() != x.dim() - 1
 
 
-def along(name: str) -> Callable[..., Any]:
-    """A rule for torch's method of that name: what it does along a dimension of tokens, it does to their positions.
+def along(own: Callable[..., Any], at: int, name: str, x: StandIn, *args: Any, **kwargs: Any) -> Any:
+    """What a method of torch's does along a dimension of tokens, it does to their positions.
 
     Results are views, but for those of an index [n], where some tokens stand perhaps twice. NotImplemented for W.
+
+    Args:
+        own: the method, of that name. at: the dimension's place among args.
     """
-
-    def rule(x: StandIn, *args: Any, **kwargs: Any) -> Any:
-        given, own = list(args), method(name)
-        dim = given[ALONG[name]] if len(given) > ALONG[name] else kwargs.get("dim", 0)
-        if own is None or not is_of_tokens(x, dim):
-            return NotImplemented
-        if len(given) > ALONG[name]:
-            given[ALONG[name]] = dim % x.dim()  # of tokens [*tokens, k], as of [*tokens, W]
-        else:
-            kwargs["dim"] = dim % x.dim()
-        if name in SEVERAL:
-            parts = range(len(own(torch.empty(*x.shape[:-1], 1, device="meta"), *given, **kwargs)))
-            return tuple(x.moved(lambda t, part=part: own(t, *given, **kwargs)[part]) for part in parts)
-        copies = name == "index_select"
-        return x.moved(lambda t: own(t, *given, **kwargs), unique=not copies, view=not copies)
-
-    return rule
+    given = list(args)
+    dim = given[at] if len(given) > at else kwargs.get("dim", 0)
+    if not is_of_tokens(x, dim):
+        return NotImplemented
+    if len(given) > at:
+        given[at] = dim % x.dim()  # of tokens [*tokens, k], as of [*tokens, W]
+    else:
+        kwargs["dim"] = dim % x.dim()
+    if name in SEVERAL:
+        parts = range(len(own(torch.empty(*x.shape[:-1], 1, device="meta"), *given, **kwargs)))
+        return tuple(x.moved(lambda t, part=part: own(t, *given, **kwargs)[part]) for part in parts)
+    copies = name == "index_select"
+    return x.moved(lambda t: own(t, *given, **kwargs), unique=not copies, view=not copies)
 
 
 def view(x: StandIn, *shape: Any) -> Any:
@@ -142,7 +142,7 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
         x, torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32)
     ),
     "to": to,
-    **{name: along(name) for name in ALONG},
+    **{name: functools.partial(along, own, at, name) for name, at in ALONG.items() if (own := method(name)) is not None},
     # They take nothing but the dtype and the device.
     **{
         name: lambda x, *args, name=name, **kwargs: getattr(torch.empty(0, dtype=x.dtype, device=x.device), name)(

@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -21,9 +20,8 @@ from streambp.attention.own import biases_positions
 from streambp.distributed.engines import held
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
-from streambp.head.blocks import Wanted
 from streambp.head.log_probs import TokenLogProbs
-from streambp.head.recipe import HeadOutcome, HeadRequest
+from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.arguments import has_cache
@@ -45,19 +43,6 @@ WITH_LOGITS = "builds the logits: the call had a cache"
 
 
 @dataclasses.dataclass
-class Scored:
-    """A model's output, and what its labels scored: tokens [B, T - 1] of labels[:, 1:] (with shift_labels [B, T]).
-
-    hidden_states: gives [B, T - 1, h], what the head computed the tokens' values from, before `norm` if there is one.
-    """
-
-    output: Any
-    tokens: TokenLogProbs
-    hidden_states: Callable[[], Tensor]
-    norm: nn.Module | None
-
-
-@dataclasses.dataclass
 class HeadUse:
     """What became of a model's head in its calls so far, for `describe`.
 
@@ -69,7 +54,7 @@ class HeadUse:
     """
 
     last: str | None = None
-    lazy: HeadOutcome | None = None
+    lazy: HeadRequest | None = None
     trained: int = 0
     unlabelled: int = 0
     predicted: bool = False
@@ -89,7 +74,7 @@ class HeadUse:
                 told = told or "no logits: none were used"
         return f"{told}; {PREDICTED}" if told and self.predicted else told
 
-    def note(self, training: bool, how: str | None, labelled: bool = True, lazy: HeadOutcome | None = None) -> None:
+    def note(self, training: bool, how: str | None, labelled: bool = True, lazy: HeadRequest | None = None) -> None:
         """Count a call and remember how it computed its loss; evaluations only until a call in training."""
         self.trained += training
         self.unlabelled += training and not labelled
@@ -154,18 +139,18 @@ class CausalLMForward(InstanceForward):
                 self._refuse_unshifted(kwargs)
                 if labels is None and self._is_lazy(kwargs):
                     self._leave_cache(kwargs)
-                    request = HeadRequest(self.state.pending)
-                    output = self._run(kwargs, dataclasses.replace(request, norms=self._steady_norms))
-                    self.use.note(self._trains, None, lazy=request.outcome)
+                    request = HeadRequest(self.state.pending, norms=self._steady_norms)
+                    output = self._run(kwargs, request)
+                    self.use.note(self._trains, None, lazy=request)
                     return _hand_out(output, request)
                 output = self.original(**kwargs)
                 if labels is not None or self._trains:
                     self.use.note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
                 return output
             if want_log_probs:
-                scored = self.score(kwargs, Wanted())
-                kind: Any = _with_log_probs(scored.output.__class__)
-                return kind(**scored.output, log_probs=scored.tokens.log_probs)
+                scored, tokens, _ = self.score(kwargs, ())
+                kind: Any = _with_log_probs(scored.__class__)
+                return kind(**scored, log_probs=tokens.log_probs)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
@@ -187,55 +172,59 @@ class CausalLMForward(InstanceForward):
                 f"{type(self.module).__name__} and computes its loss in its own way. Use the model without it."
             )
 
-    def score(self, kwargs: dict[str, Any], wanted: Wanted, temperature: float = 1.0, in_float32: bool = False) -> Scored:
-        """The model's output without logits, and per-token values of its labels.
+    def score(
+        self, kwargs: dict[str, Any], wanted: tuple[str, ...], temperature: float = 1.0, in_float32: bool = False
+    ) -> tuple[Any, TokenLogProbs, HeadRequest]:
+        """The model's output without logits, and per-token values of its labels [B, T - 1] (with shift_labels [B, T]).
 
         Args:
             kwargs: of the model's forward, with labels.
-            wanted: which values, beside log-probabilities.
+            wanted: fields of `TokenLogProbs`, beside log_probs.
             temperature: the logits are divided by it, for the loss as well.
             in_float32: compute the head's products in float32.
+
+        Returns:
+            The output; the values; and the request, whose hidden_states give [B, T - 1, h], what the head computed them
+            from, before its `norm` if there is one.
 
         Raises:
             StreamBPError: the loss takes the logits elsewhere than to cross_entropy, or another library computes it.
         """
         self.refuse_foreign()
         request = HeadRequest(self.state.pending, wanted, temperature, in_float32)
-        outcome = request.outcome
         kwargs["return_dict"] = True  # per-token values are fields
         output = self._with_head(kwargs, request)
-        if outcome.values is None:
+        if request.values is None:
             raise StreamBPError(
                 f"The loss of {type(self.module).__name__} does not go through cross_entropy on its logits "
-                f"({outcome.built_for}), so there are no per-token log-probabilities. Compute them from logits (call the "
+                f"({request.built_for}), so there are no per-token log-probabilities. Compute them from logits (call the "
                 "model without labels)."
             )
         shift_labels = kwargs.get("shift_labels")
         shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
-        flat = outcome.hidden_states
+        flat = request.hidden_states
         assert flat is not None
         # Without shift_labels the last position of a row has no label.
         kept = slice(None) if shift_labels is not None else slice(-1)
-        tokens = outcome.values.each(lambda values: values.view(shape)[:, kept])
-        return Scored(output, tokens, lambda: flat().view(*shape, -1)[:, kept], outcome.norm)
+        request.hidden_states = lambda: flat().view(*shape, -1)[:, kept]
+        return output, request.values.each(lambda values: values.view(shape)[:, kept]), request
 
     def _with_head(self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False) -> Any:
         self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
-        lazy = HeadRequest(self.state.pending) if hands_out and self._is_lazy(kwargs) else None
-        if lazy is not None:
-            lazy.outcome.beside_loss = True
-        norms = self.norms if lazy is None else self._steady_norms
-        output = self._run(kwargs, dataclasses.replace(request, norms=norms, num_items=kwargs.get("num_items_in_batch")))
+        lazy = HeadRequest(self.state.pending, beside_loss=True) if hands_out and self._is_lazy(kwargs) else None
+        request.norms = self.norms if lazy is None else self._steady_norms
+        request.num_items = kwargs.get("num_items_in_batch")
+        output = self._run(kwargs, request)
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
-        outcome, how = request.outcome, BLOCKWISE
-        if outcome.built_for is not None:
-            how = f"builds the logits: the loss uses {outcome.built_for} on them, costs memory"
-        elif not outcome.used:
+        how = BLOCKWISE
+        if request.built_for is not None:
+            how = f"builds the logits: the loss uses {request.built_for} on them, costs memory"
+        elif not request.used:
             how = "builds the logits: the model's loss does not come from its output projection, costs memory"
-        elif outcome.hidden_built_for is not None:
-            how = f"{BLOCKWISE}; the final norm's output is computed for the model's {outcome.hidden_built_for}"
-        self.use.note(self._trains, how, lazy=None if lazy is None else lazy.outcome)
+        elif request.hidden_built_for is not None:
+            how = f"{BLOCKWISE}; the final norm's output is computed for the model's {request.hidden_built_for}"
+        self.use.note(self._trains, how, lazy=lazy)
         return output
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
@@ -315,13 +304,13 @@ class CausalLMForward(InstanceForward):
         hidden_wanted = kwargs.get("output_hidden_states") or getattr(self.module.config, "output_hidden_states", False)
         output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
         if has_backward_hooks(output_embeddings):
-            request.outcome.built_for = "backward hooks"
+            request.built_for = "backward hooks"
             return self.original(**kwargs)
         # Under ZeRO-3, and in an FSDP unit (accelerate makes one of norm and head), a module's weights are here only while
         # it runs: the norm runs as ever.
         gathered = held(output_embeddings).weights
         if gathered and type(output_embeddings).forward is not nn.Linear.forward:  # peft's does more than its weight
-            request.outcome.built_for = f"{type(output_embeddings).__name__}'s own forward"
+            request.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
         head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
         self.state.running.defer_norm = None if hidden_wanted or gathered else request
@@ -365,7 +354,7 @@ def _with_log_probs(kind: Any) -> Any:
 def _hand_out(output: Any, request: HeadRequest) -> Any:
     """A model's output with logits that are computed where they are used; a single position's are real.
 
-    request: its outcome is of that use; what the model's own loss did with deferred ones is in another.
+    request: of that use; what the model's own loss did with deferred ones is in another.
     """
 
     def real_or_lazy(value: Any) -> Any:

@@ -87,41 +87,37 @@ class Region:
     """A forward of which compiled code computes a part; of a call that it is not made for, the class's.
 
     Args:
-        compiled: what computes it, of (module, tokens [n, h], ...).
+        run: `of_norm` or `of_mlp`. compiled: what computes the part, of (module, tokens [n, h], ...).
     """
 
     __name__ = "forward"  # a bound method is pickled as what the module has by this name
 
-    def __init__(self, compiled: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        self.run = run
         self._streambp_region = self.compiled = compiled
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the class's forward."""
-        return type(module).forward(module, *args, **kwargs)
+        found = NotImplemented if kwargs else self.run(self.compiled, module, *args)
+        return type(module).forward(module, *args, **kwargs) if found is NotImplemented else found
 
 
-class NormRegion(Region):
-    """Of a norm of x [..., h], and of gates [..., h] with it."""
-
-    def __call__(self, module: nn.Module, *tensors: Any, **others: Any) -> Any:
-        alike = bool(tensors) and all(runs(x) and x.shape == tensors[0].shape for x in tensors)
-        if others or not alike or not _several(tensors[0]):
-            return super().__call__(module, *tensors, **others)
-        found: Tensor = self.compiled(module, *(by_token(x) for x in tensors))
-        return found.view(tensors[0].shape)
+def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
+    """A norm of x [..., h], and of gates [..., h] with it; NotImplemented for other arguments."""
+    alike = bool(tensors) and all(runs(x) and x.shape == tensors[0].shape for x in tensors)
+    if not alike or not _several(tensors[0]):
+        return NotImplemented
+    return compiled(module, *(by_token(x) for x in tensors)).view(tensors[0].shape)
 
 
-class MLPRegion(Region):
-    """Of an MLP of x [..., h] whose Linears give gate and up [..., m], or both in one [..., 2 m]."""
-
-    def __call__(self, module: nn.Module, *args: Any, **others: Any) -> Any:
-        if others or len(args) != 1 or not runs(args[0]) or not _several(args[0]):
-            return super().__call__(module, *args, **others)
-        (x,) = args
-        *entries, down, act = (getattr(module, name) for name in names_of(module))
-        parts = [entry(x) for entry in entries]
-        middle: Tensor = self.compiled(act, *(by_token(part) for part in parts))
-        return down(middle.view(*x.shape[:-1], middle.shape[-1]))
+def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
+    """An MLP of x [..., h] whose Linears give gate and up [..., m], or both in one [..., 2 m]; NotImplemented else."""
+    if len(args) != 1 or not runs(args[0]) or not _several(args[0]):
+        return NotImplemented
+    (x,) = args
+    *entries, down, act = (getattr(module, name) for name in names_of(module))
+    middle = compiled(act, *(by_token(entry(x)) for entry in entries))
+    return down(middle.view(*x.shape[:-1], middle.shape[-1]))
 
 
 def gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
@@ -203,9 +199,10 @@ def compile_regions(model: nn.Module) -> Fused:
             region: Any
             role = NUMBER.sub(".*", name)
             if what == "MLP":
-                region = MLPRegion(compiler.compiled(gated if names_of(module) == GATED_MLP else gated_in_one, role))
+                product = gated if names_of(module) == GATED_MLP else gated_in_one
+                region = Region(of_mlp, compiler.compiled(product, role))
             elif what == "norm":
-                region = NormRegion(compiler.compiled(kind.forward, role))
+                region = Region(of_norm, compiler.compiled(kind.forward, role))
             else:  # the class's forward, with a compiled rotation among its globals
                 space: Any = globals_that_turn(module)
                 around = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")

@@ -66,11 +66,11 @@ class DeferredHead(InstanceForward):
             hidden_states = hidden_states.written
         if not isinstance(hidden_states, Deferred):
             hidden_states = Deferred.make(hidden_states, Recipe(self.request))
-        self.request.outcome.projecting = True
+        self.request.projecting = True
         try:
             result: Tensor = self.original(hidden_states)
         finally:
-            self.request.outcome.projecting = False
+            self.request.projecting = False
         if isinstance(result, Deferred) and result.written is None:
             result = result.changed(dataclasses.replace(result.recipe, logits=True))
         return result

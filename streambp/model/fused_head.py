@@ -12,10 +12,11 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from streambp.foreign import trls_head, wrapped_functions
-from streambp.head.blocks import Wanted
+from streambp.head.log_probs import TokenLogProbs
+from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import OPTIONAL_OUTPUTS, TRLS_IN_FLOAT32, TRLS_OUTPUTS, TRLS_TEMPERATURE
-from streambp.model.causal_lm import CausalLMForward, Scored
+from streambp.model.causal_lm import CausalLMForward
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -38,7 +39,7 @@ class FusedHead(InstanceForward):
         self.temperature = temperature
         self.in_float32 = in_float32
         self.outputs = outputs
-        self.wanted = Wanted(**{name: name in outputs for name in OPTIONAL_OUTPUTS})
+        self.wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
 
     def install(self) -> None:
         """Also for `unpatch` to take off."""
@@ -53,13 +54,16 @@ class FusedHead(InstanceForward):
             kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
         if kwargs.get("labels") is None:
             kwargs["labels"] = kwargs.get("shift_labels")
-        return self.output(self.causal.score(kwargs, self.wanted, self.temperature, self.in_float32), kwargs)
+        scored = self.causal.score(kwargs, self.wanted, self.temperature, self.in_float32)
+        return self.output(kwargs, *scored)
 
-    def output(self, scored: Scored, kwargs: dict[str, Any]) -> FusedCausalLMOutput:
-        """What TRL's trainers expect."""
+    def output(
+        self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest
+    ) -> FusedCausalLMOutput:
+        """What TRL's trainers expect, of what `score` gave for `kwargs`."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        output, values, shift_labels = scored.output, scored.tokens, kwargs.get("shift_labels")
+        shift_labels = kwargs.get("shift_labels")
         return FusedCausalLMOutput(
             loss=output.loss,
             log_probs=values.log_probs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from streambp.admission.registry import refuse_foreign_attention
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
 from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
-from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, AsUnpatched, InstanceForward, forwards, unmark
+from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, InstanceForward, as_unpatched, forwards, unmark
 from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
@@ -85,7 +86,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         if head is not None and config.head and causal.foreign is None:
             head.install()
     model._streambp = Patch(state, found.left_alone, fused)  # type: ignore[assignment]
-    model.__dict__.setdefault(REDUCES, AsUnpatched(model))
+    model.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, model))
     return model
 
 

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from streambp.device import counted_bytes, has_data
-from streambp.planner.routing import LOOKED_AT, TOP_K, Routing
+from streambp.planner.routing import LOOKED_AT, TOP_K, answer
 from streambp.planner.work import BACKWARDS, Work, aten, tensors, work_of, workspace
 
 
@@ -245,7 +245,7 @@ class StepCount(LiveBytes):
         super().__init__()
         self.kernels = kernels
         self.shapes = shapes or Shapes()
-        self.routing = Routing()
+        self.routed = self.experts = 0  # pairs of a token and an expert where experts were last picked; experts there
         self._done = Work()
         self._times: dict[Known, int] = {}  # operations whose work is not yet in `_done`
         self._kernel_depth = 0  # [Note: one kernel]
@@ -275,7 +275,7 @@ class StepCount(LiveBytes):
         if known.attends:
             self._workspace(func, args)
         if known.routed:
-            self.routing.rows = known.routed
+            self.routed = known.routed
         if known.made is Shapes.IN_PLACE:
             return args[0]
         if known.made is Shapes.OUT:
@@ -298,7 +298,9 @@ class StepCount(LiveBytes):
             value = True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
             return value if is_read else torch.tensor(value, dtype=kind, device=device)
         if func in LOOKED_AT and not has_data(args[0]) and (to_data or func is not aten._to_copy.default):
-            found = self.routing.answer(func, args)
+            if args[0].dtype == torch.bool and args[0].dim() == 1 and func is not aten._to_copy.default:  # a flag for each
+                self.experts = args[0].shape[0]
+            found = answer(func, args[0], self.routed, self.experts)
             if isinstance(found, Tensor):
                 return found
             if found is not None:  # a tensor without data that no operation could make
@@ -312,7 +314,7 @@ class StepCount(LiveBytes):
         result = super().__torch_dispatch__(func, (), args, kwargs)
         self._count(Known(None, False, self.shapes.remember(key, func, args, kwargs, result)))
         if func is TOP_K:
-            self.routing.rows = result[1].numel()
+            self.routed = result[1].numel()
         return result
 
     def _count(self, known: Known) -> None:
@@ -352,3 +354,18 @@ def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[No
     finally:
         for count in counts:
             count._kernel_depth -= 1
+
+
+class Replayed(torch.autograd.Function):
+    """A kernel as two functions that allocate, in its order and for as long, what its passes do, and compute nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+        """What `forward` gives for `ctx` and args, tensors [...] among them."""
+        ctx.replay = backward
+        return forward(ctx, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """What `backward` gives for `ctx` and grads [...]: gradients of args."""
+        return None, None, *ctx.replay(ctx, *grads)

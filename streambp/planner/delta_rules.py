@@ -10,12 +10,13 @@ rule it is: [B, T, H_v], one for a head, is the gated delta rule; [B, T, H_v, K]
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streambp.planner.count import add_flops
+from streambp.planner.count import Replayed, add_flops
 
 BLOCK = 64
 SOLVED_BLOCK = 16  # KDA solves its triangular systems in blocks of as many, in float32
@@ -23,30 +24,30 @@ INTRA_CHANNELS = 32  # at most as many at a time in KDA's backward within a bloc
 WIDE = torch.float32
 
 
-class CausalConv(torch.autograd.Function):
-    """x [B, D, T], weight [D, k], bias [D] or None -> [B, D, T] in x's layout."""
+def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Copies x [B, D, T] if neither its tokens nor its channels lie side by side."""
+    x = x if 1 in x.stride()[1:] else x.contiguous()
+    ctx.save_for_backward(x, weight, bias)
+    return torch.empty_like(x)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Copies x [B, D, T] if neither its tokens nor its channels lie side by side."""
-        x = x if 1 in x.stride()[1:] else x.contiguous()
-        ctx.save_for_backward(x, weight, bias)
-        return torch.empty_like(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
-        x, weight, bias = ctx.saved_tensors
-        grad = grad if 1 in grad.stride()[1:] else grad.contiguous()
-        d_bias = None if bias is None else torch.empty_like(bias, dtype=WIDE)
-        return torch.empty_like(x), torch.empty_like(weight, dtype=WIDE), d_bias
+def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
+    x, weight, bias = ctx.saved_tensors
+    grad = grad if 1 in grad.stride()[1:] else grad.contiguous()
+    d_bias = None if bias is None else torch.empty_like(bias, dtype=WIDE)
+    return torch.empty_like(x), torch.empty_like(weight, dtype=WIDE), d_bias
+
+
+# x [B, D, T], weight [D, k], bias [D] or None -> [B, D, T] in x's layout.
+causal_conv = functools.partial(Replayed.apply, _causal_conv, _causal_conv_backward)
 
 
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, returns_end: bool, normalises: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output [B, T, H_v, V] and end state, or None where it is not asked for."""
-    out, end = DeltaRule.apply(q, k, v, g, beta, start, normalises)
+    out, end = chunk_delta_rule(q, k, v, g, beta, start, normalises)
     return out, end if returns_end else None
 
 
@@ -83,83 +84,83 @@ class Blocks:
         add_flops(self.rows * self.tokens * self.value_heads * pairs)
 
 
-class DeltaRule(torch.autograd.Function):
-    """fla's chunk_gated_delta_rule, or its chunk_kda where there is a decay for each channel: output [B, T, H_v, V], end
-    state [B, H_v, K, V]; normalises: q and k to unit length."""
+def _chunk_delta_rule(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
+) -> tuple[Tensor, Tensor]:
+    """q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v], start [B, H_v, K, V] or
+    None."""
+    q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))  # copies of q and k last until the end
+    q, k, q_length, k_length = q_in, k_in, None, None
+    if normalises:
+        (q, q_length), (k, k_length) = (  # one number a row for backward
+            (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE)) for x in (q_in, k_in)
+        )
+    sizes, by_channel = Blocks(k, v), g.dim() == 4
+    decay = torch.empty_like(g, dtype=WIDE)
+    scores = sizes.per_token(BLOCK) if by_channel else None
+    solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
+    diagonal = sizes.per_token(SOLVED_BLOCK, WIDE) if by_channel else None  # [B, T, H_v, SOLVED_BLOCK]
+    work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values)]
+    work += [sizes.per_token(sizes.keys)] if by_channel else []
+    del diagonal
+    work += [sizes.states(), sizes.per_token(sizes.values)]
+    end = sizes.state()
+    out = torch.empty_like(v)
+    del work
+    ctx.normalises = normalises
+    ctx.save_for_backward(q, q_length, k, k_length, v, decay, g if by_channel else None, beta, scores, solved, start)
+    sizes.flops(between=4, within=5)
+    return out, end
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
-    ) -> tuple[Tensor, Tensor]:
-        """q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v], start [B, H_v, K, V] or
-        None."""
-        q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))  # copies of q and k last until the end
-        q, k, q_length, k_length = q_in, k_in, None, None
-        if normalises:
-            (q, q_length), (k, k_length) = (  # one number a row for backward
-                (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE)) for x in (q_in, k_in)
-            )
-        sizes, by_channel = Blocks(k, v), g.dim() == 4
-        decay = torch.empty_like(g, dtype=WIDE)
-        scores = sizes.per_token(BLOCK) if by_channel else None
-        solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
-        diagonal = sizes.per_token(SOLVED_BLOCK, WIDE) if by_channel else None  # [B, T, H_v, SOLVED_BLOCK]
-        work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values)]
-        work += [sizes.per_token(sizes.keys)] if by_channel else []
-        del diagonal
-        work += [sizes.states(), sizes.per_token(sizes.values)]
-        end = sizes.state()
-        out = torch.empty_like(v)
-        del work
-        ctx.normalises = normalises
-        ctx.save_for_backward(q, q_length, k, k_length, v, decay, g if by_channel else None, beta, scores, solved, start)
-        sizes.flops(between=4, within=5)
-        return out, end
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """d_out [B, T, H_v, V] -> gradients of forward's tensors; that of the start state in float32, and that of g where
-        heads have one decay; in their dtypes otherwise."""
-        q, _, k, _, v, decay, g, beta, _, _, start = ctx.saved_tensors
-        sizes = Blocks(k, v)
-        d_out = d_out.contiguous()
-        keys, values = sizes.keys, sizes.values
-        again = [sizes.per_token(width) for width in ((keys, values) if g is None else (keys, values, keys, keys))]
-        again += [sizes.states(), sizes.per_token(values)]
-        d_scores = None if g is None else sizes.per_token(BLOCK, WIDE)
-        dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
-        d_states = sizes.states()
-        d_start = None if start is None else sizes.state()
-        dv_new = torch.empty_like(d_out)
-        del dv_within
-        if g is None:
-            dq, dk = sizes.per_token(keys), sizes.per_token(keys)
-            d_decay, dw = torch.empty_like(decay), sizes.per_token(keys)
-            dq = sizes.over_heads(dq)
-            dk = sizes.over_heads(dk)
-            dk_within = sizes.per_token(keys)
-            dv, d_decay_within, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta)
-            dk_within = sizes.over_heads(dk_within)
-            d_decay = torch.empty_like(decay)
-            del dv_new, dw, dk_within, d_decay_within
-        else:
-            dq, dk = sizes.per_token(keys, WIDE), sizes.per_token(keys, WIDE)
-            dv, d_decay, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta, dtype=WIDE)
-            d_solved = sizes.per_token(BLOCK, WIDE)
-            del dv_new
-            dq_sum, dk_sum = torch.empty_like(dq), torch.empty_like(dk)
-            parts = [torch.empty_like(d_beta) for _ in range(-(-keys // INTRA_CHANNELS))]
-            d_decay_sum = torch.empty_like(d_decay)
-            d_beta = torch.empty_like(d_beta)
-            dq, dk, d_decay = sizes.over_heads(dq_sum), sizes.over_heads(dk_sum), d_decay_sum
-            del parts, dq_sum, dk_sum, d_decay_sum
-            d_decay = torch.empty_like(decay)
-            del d_solved
-        del again, d_states, d_scores
-        if ctx.normalises:
-            dq = torch.empty_like(q)
-            dk = torch.empty_like(k)
-        sizes.flops(between=10, within=12)
-        if g is None:
-            return dq, dk, dv, d_decay, d_beta, d_start, None
-        return dq.to(q), dk.to(k), dv, d_decay.to(g), d_beta.to(beta), d_start, None
+def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
+    """d_out [B, T, H_v, V] -> gradients of forward's tensors; that of the start state in float32, and that of g where
+    heads have one decay; in their dtypes otherwise."""
+    q, _, k, _, v, decay, g, beta, _, _, start = ctx.saved_tensors
+    sizes = Blocks(k, v)
+    d_out = d_out.contiguous()
+    keys, values = sizes.keys, sizes.values
+    again = [sizes.per_token(width) for width in ((keys, values) if g is None else (keys, values, keys, keys))]
+    again += [sizes.states(), sizes.per_token(values)]
+    d_scores = None if g is None else sizes.per_token(BLOCK, WIDE)
+    dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
+    d_states = sizes.states()
+    d_start = None if start is None else sizes.state()
+    dv_new = torch.empty_like(d_out)
+    del dv_within
+    if g is None:
+        dq, dk = sizes.per_token(keys), sizes.per_token(keys)
+        d_decay, dw = torch.empty_like(decay), sizes.per_token(keys)
+        dq = sizes.over_heads(dq)
+        dk = sizes.over_heads(dk)
+        dk_within = sizes.per_token(keys)
+        dv, d_decay_within, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta)
+        dk_within = sizes.over_heads(dk_within)
+        d_decay = torch.empty_like(decay)
+        del dv_new, dw, dk_within, d_decay_within
+    else:
+        dq, dk = sizes.per_token(keys, WIDE), sizes.per_token(keys, WIDE)
+        dv, d_decay, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta, dtype=WIDE)
+        d_solved = sizes.per_token(BLOCK, WIDE)
+        del dv_new
+        dq_sum, dk_sum = torch.empty_like(dq), torch.empty_like(dk)
+        parts = [torch.empty_like(d_beta) for _ in range(-(-keys // INTRA_CHANNELS))]
+        d_decay_sum = torch.empty_like(d_decay)
+        d_beta = torch.empty_like(d_beta)
+        dq, dk, d_decay = sizes.over_heads(dq_sum), sizes.over_heads(dk_sum), d_decay_sum
+        del parts, dq_sum, dk_sum, d_decay_sum
+        d_decay = torch.empty_like(decay)
+        del d_solved
+    del again, d_states, d_scores
+    if ctx.normalises:
+        dq = torch.empty_like(q)
+        dk = torch.empty_like(k)
+    sizes.flops(between=10, within=12)
+    if g is None:
+        return dq, dk, dv, d_decay, d_beta, d_start, None
+    return dq.to(q), dk.to(k), dv, d_decay.to(g), d_beta.to(beta), d_start, None
+
+
+# fla's chunk_gated_delta_rule, or its chunk_kda where there is a decay for each channel: output [B, T, H_v, V], end
+# state [B, H_v, K, V]; normalises: q and k to unit length.
+chunk_delta_rule = functools.partial(Replayed.apply, _chunk_delta_rule, _chunk_delta_rule_backward)

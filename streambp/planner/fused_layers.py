@@ -21,7 +21,7 @@ from streambp.device import has_data
 from streambp.errors import ConfigError
 from streambp.fields import shown
 from streambp.known_names import GATED_MLP, LIGER, NORM, ROTARY
-from streambp.planner.count import one_kernel
+from streambp.planner.count import Replayed, one_kernel
 from streambp.planner.mixers import globals_of, is_installed, replaced_functions
 
 Fusion = Literal["liger", "compiled"]
@@ -41,63 +41,63 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
     return None if kernels == "own" else kernels
 
 
-class Norm(torch.autograd.Function):
-    """x [..., h], weight [h] -> [..., h] in x's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
-        """Keeps x [..., h] and a float32 a row."""
-        with one_kernel(2 * x.nbytes):
-            ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
-            ctx.weight, ctx.by = weight, by
-            return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
-        """grad [..., h] -> the gradient of x, Liger's written over it, and that of the weight [h]."""
-        (x, _) = ctx.saved_tensors
-        d_weight = torch.empty_like(ctx.weight) if ctx.needs_input_grad[1] else None
-        own = ctx.by == "compiled"
-        with one_kernel((5 if own and d_weight is not None else 3) * x.nbytes):
-            return torch.empty_like(grad) if own else grad, d_weight, None
+def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
+    """Keeps x [..., h] and a float32 a row."""
+    with one_kernel(2 * x.nbytes):
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        ctx.weight, ctx.by = weight, by
+        return torch.empty_like(x)
 
 
-class Gate(torch.autograd.Function):
-    """gate, up [..., m] -> act(gate) * up [..., m]."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
-        """Keeps gate and up, [..., m] each."""
-        with one_kernel(3 * gate.nbytes):
-            ctx.save_for_backward(gate, up)
-            ctx.by = by
-            return torch.empty_like(gate)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        """grad [..., m] -> the gradients of gate and up, Liger's written over them."""
-        gate, up = ctx.saved_tensors
-        with one_kernel(5 * gate.nbytes):
-            if ctx.by == "compiled":
-                return torch.empty_like(gate), torch.empty_like(up), None
-            return gate.view_as(gate), up.view_as(up), None
+def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    """grad [..., h] -> the gradient of x, Liger's written over it, and that of the weight [h]."""
+    (x, _) = ctx.saved_tensors
+    d_weight = torch.empty_like(ctx.weight) if ctx.needs_input_grad[3] else None
+    own = ctx.by == "compiled"
+    with one_kernel((5 if own and d_weight is not None else 3) * x.nbytes):
+        return torch.empty_like(grad) if own else grad, d_weight, None
 
 
-class Rotary(torch.autograd.Function):
-    """q [B, H, T, D], k [B, H_kv, T, D] -> both, turned; Liger's in place."""
+# x [..., h], weight [h] -> [..., h] in x's dtype.
+norm_kernel = functools.partial(Replayed.apply, _norm_kernel, _norm_kernel_backward)
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
-        """Keeps nothing of q [B, H, T, D] and k [B, H_kv, T, D]."""
-        ctx.moved, ctx.by = 2 * (q.nbytes + k.nbytes), by
-        with one_kernel(ctx.moved):
-            return (q.view_as(q), k.view_as(k)) if by == "liger" else (torch.empty_like(q), torch.empty_like(k))
 
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        """dq [B, H, T, D], dk [B, H_kv, T, D], turned back; Liger's in place."""
-        with one_kernel(ctx.moved):
-            return (dq, dk, None) if ctx.by == "liger" else (torch.empty_like(dq), torch.empty_like(dk), None)
+def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
+    """Keeps gate and up, [..., m] each."""
+    with one_kernel(3 * gate.nbytes):
+        ctx.save_for_backward(gate, up)
+        ctx.by = by
+        return torch.empty_like(gate)
+
+
+def _gate_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    """grad [..., m] -> the gradients of gate and up, Liger's written over them."""
+    gate, up = ctx.saved_tensors
+    with one_kernel(5 * gate.nbytes):
+        if ctx.by == "compiled":
+            return torch.empty_like(gate), torch.empty_like(up), None
+        return gate.view_as(gate), up.view_as(up), None
+
+
+# gate, up [..., m] -> act(gate) * up [..., m].
+gate_kernel = functools.partial(Replayed.apply, _gate_kernel, _gate_kernel_backward)
+
+
+def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
+    """Keeps nothing of q [B, H, T, D] and k [B, H_kv, T, D]."""
+    ctx.moved, ctx.by = 2 * (q.nbytes + k.nbytes), by
+    with one_kernel(ctx.moved):
+        return (q.view_as(q), k.view_as(k)) if by == "liger" else (torch.empty_like(q), torch.empty_like(k))
+
+
+def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
+    """dq [B, H, T, D], dk [B, H_kv, T, D], turned back; Liger's in place."""
+    with one_kernel(ctx.moved):
+        return (dq, dk, None) if ctx.by == "liger" else (torch.empty_like(dq), torch.empty_like(dk), None)
+
+
+# q [B, H, T, D], k [B, H_kv, T, D] -> both, turned; Liger's in place.
+rotary_kernel = functools.partial(Replayed.apply, _rotary_kernel, _rotary_kernel_backward)
 
 
 def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
@@ -108,11 +108,11 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
     fusion = by or "liger"
 
     def norm(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return Norm.apply(hidden_states, self.weight, fusion)
+        return norm_kernel(hidden_states, self.weight, fusion)
 
     def mlp(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         gate, up, down = (getattr(self, name) for name in GATED_MLP[:3])
-        return down(Gate.apply(gate(hidden_states), up(hidden_states), fusion))
+        return down(gate_kernel(gate(hidden_states), up(hidden_states), fusion))
 
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     found = 0
@@ -153,4 +153,4 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
 
 def _rotary(function: Any, by: Fusion, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The kernel where the queries have no data, a modeling file's function elsewhere."""
-    return function(q, k, *args, **kwargs) if has_data(q) else Rotary.apply(q, k, by)
+    return function(q, k, *args, **kwargs) if has_data(q) else rotary_kernel(q, k, by)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -64,7 +65,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         device = torch.device(kind, torch.accelerator.current_device_index())
     sizes = sizes or (GPU if gpu else CPU)
     dtype = torch.bfloat16 if gpu else torch.float32
-    clock = Clock(device, sizes.times)
+    clock = functools.partial(seconds_of_run, device=device, times=sizes.times)
     with torch.no_grad():
         # Products with many rows and few, to the inner size and back; the first heats the device.
         weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
@@ -74,7 +75,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
             x = torch.randn(rows, sizes.hidden, device=device, dtype=dtype)  # [n, h]
             while time.perf_counter() - heated < sizes.heat:
                 x @ weight
-                clock.wait()
+                wait(device)
             taken += clock(lambda x=x, weight=weight: (x @ weight) @ weight.mT)  # type: ignore[misc]
             flops += 4 * rows * sizes.hidden * sizes.inner
         products = flops / taken
@@ -103,34 +104,32 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
     return Rates(name, products * factor["products"], forward, backward, bandwidth, link, DISPATCH, source=source)
 
 
-class Clock:
-    """Seconds of work on a device: the median of `times` samples, of as many runs each as hide what a launch and a wait
-    cost the host, which are a part of a small product's time."""
-
-    def __init__(self, device: torch.device, times: int) -> None:
-        self._device, self._times = device, times
-
-    def __call__(self, run: Callable[[], object]) -> float:
-        """Of one run, the first of which is not counted."""
-        run()
-        runs = min(MOST_RUNS, math.ceil(SAMPLE / self._sample(run, 1)))
-        return statistics.median(self._sample(run, runs) for _ in range(self._times))
-
-    def _sample(self, run: Callable[[], object], runs: int) -> float:
-        self.wait()
+def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Seconds of one run of work on a device, the first of which is not counted: the median of `times` samples, of as many
+    runs each as hide what a launch and a wait cost the host, which are a part of a small product's time."""
+    run()
+    samples, runs = list[float](), 1
+    for _ in range(1 + times):
+        wait(device)
         start = time.perf_counter()
         for _ in range(runs):
             run()
-        self.wait()
-        return max((time.perf_counter() - start) / runs, 1e-9)
-
-    def wait(self) -> None:
-        """Until the device has done everything."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        wait(device)
+        samples.append(max((time.perf_counter() - start) / runs, 1e-9))
+        if len(samples) == 1:  # it says how many runs the others have
+            runs = min(MOST_RUNS, math.ceil(SAMPLE / samples[0]))
+    return statistics.median(samples[1:])
 
 
-def _attention(clock: Clock, sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def wait(device: torch.device) -> None:
+    """Until the device has done everything."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _attention(
+    clock: Callable[..., float], sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
     """FLOP/s forward and backward of a causal block, in the kernel that streamed attention takes here."""
     shape = (sizes.length, sizes.head_size)
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]

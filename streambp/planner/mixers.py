@@ -32,8 +32,8 @@ from streambp.known_names import (
     PLANNED_SCAN,
     SELECTIVE_SCAN,
 )
-from streambp.planner.delta_rules import CausalConv, delta_rule
-from streambp.planner.state_spaces import FusedMamba, FusedMamba2, Mamba2Scan, SelectiveScan
+from streambp.planner.delta_rules import causal_conv, delta_rule
+from streambp.planner.state_spaces import fused_mamba, fused_mamba2, mamba2_scan, selective_scan
 
 Mixers = Literal["kernels", "torch", "installed"]
 CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
@@ -59,7 +59,7 @@ class MixerKernel:
 
 KERNELS = (
     MixerKernel(
-        PLANNED_CONVOLUTION, "causal_conv1d", CausalConv.apply, ("hidden_states", "weight", "bias"),
+        PLANNED_CONVOLUTION, "causal_conv1d", causal_conv, ("hidden_states", "weight", "bias"),
         absent=frozenset({CONVOLUTION_STATE}),
     ),
     MixerKernel(
@@ -67,43 +67,36 @@ KERNELS = (
         ("query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"),
     ),
     MixerKernel(
-        SELECTIVE_SCAN, "mamba_ssm", SelectiveScan.apply,
+        SELECTIVE_SCAN, "mamba_ssm", selective_scan,
         ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias"), "return_last_state",
     ),
     MixerKernel(
-        PLANNED_MAMBA1, "mamba_ssm", FusedMamba.apply,
+        PLANNED_MAMBA1, "mamba_ssm", fused_mamba,
         ("xz", "conv1d_weight", "conv1d_bias", "x_proj_weight", "delta_proj_weight", "out_proj_weight", "out_proj_bias",
          "A", "D", "delta_bias", "dt_rms_weight"),
     ),
     MixerKernel(
-        PLANNED_SCAN, "mamba_ssm", Mamba2Scan.apply,
+        PLANNED_SCAN, "mamba_ssm", mamba2_scan,
         ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "chunk_size"), "return_final_states",
     ),
     MixerKernel(
-        PLANNED_MAMBA2, "mamba_ssm", FusedMamba2.apply,
+        PLANNED_MAMBA2, "mamba_ssm", fused_mamba2,
         ("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "rmsnorm_weight", "outproj_weight",
          "outproj_bias", "headdim", "ngroups", "chunk_size"),
     ),
 )  # fmt: skip
 
 
-class MixerStandIn:
-    """In place of a function: what its kernel allocates, where the first argument has no data; the function itself
-    elsewhere, so that a model that trains meanwhile is not disturbed."""
-
-    def __init__(self, function: Callable[..., Any], kernel: MixerKernel) -> None:
-        functools.update_wrapper(self, _plain(function))
-        self.function, self.kernel = function, kernel
-        self._signature = inspect.signature(_plain(function))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound, kernel = self._signature.bind(*args, **kwargs), self.kernel
-        bound.apply_defaults()
-        given = bound.arguments
-        if has_data(next(iter(given.values()))):
-            return self.function(*args, **kwargs)
-        found = kernel.allocate(*(given[name] for name in kernel.arguments))
-        return found[0] if kernel.asks_for_end and not given[kernel.asks_for_end] else found
+def stand_in(function: Any, kernel: MixerKernel, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    """What the function's kernel allocates, where the first argument has no data; the function itself elsewhere, so that a
+    model that trains meanwhile is not disturbed."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if has_data(next(iter(given.values()))):
+        return function(*args, **kwargs)
+    found = kernel.allocate(*(given[name] for name in kernel.arguments))
+    return found[0] if kernel.asks_for_end and not given[kernel.asks_for_end] else found
 
 
 def _plain(function: Any) -> Callable[..., Any]:
@@ -162,8 +155,13 @@ def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
 
 def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
     """Within, the model's mixers allocate what kernels do on tensors without data."""
-    counted = [found for found in mixers_of(model) if is_counted(found[2].package, mixers)]
-    return replaced_functions([(space, name, MixerStandIn(space[name], kernel)) for space, name, kernel in counted])
+    found = []
+    for space, name, kernel in mixers_of(model):
+        if is_counted(kernel.package, mixers):
+            plain = _plain(space[name])
+            made = functools.partial(stand_in, space[name], kernel, inspect.signature(plain))
+            found.append((space, name, functools.update_wrapper(made, plain)))
+    return replaced_functions(found)
 
 
 def is_counted(package: str, mixers: Mixers) -> bool:

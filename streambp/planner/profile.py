@@ -225,18 +225,8 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
-    """Bytes of each rank that a step finds and leaves: weights, all gradients, optimizer state there and on the host."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    host: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank at the worst moment of a step: `total` = weights + optimizer + gradients + activations."""
+    """Bytes on one rank at a moment: `total` = weights + optimizer + gradients + activations. Of a step it is the worst."""
 
     total: float
     phase: str
@@ -248,8 +238,9 @@ class Peak:
     phases: Mapping[str, float]  # total by phase
 
 
-def static(profile: Profile, setting: Setting) -> Static:
-    """What stays: 2 + gradient + 12 / R bytes a parameter in bf16, R the replicas that share its optimizer state."""
+def static(profile: Profile, setting: Setting) -> Peak:
+    """What a step finds and leaves, with all gradients: 2 + gradient + 12 / R bytes a parameter in bf16, R the replicas
+    that share its optimizer state."""
     weights = gradients = optimizer = 0.0
     for group in profile.groups:
         expert = setting.expert_parallel if group.name == "expert" else 1
@@ -266,7 +257,7 @@ def static(profile: Profile, setting: Setting) -> Static:
         weights, host = weights - setting.on_host.freed, host + setting.on_host.bytes
         part = setting.on_host.part
         host, gradients, here = host + part * (gradients + here), (1 - part) * gradients, (1 - part) * here
-    return Static(weights, gradients, here, host)
+    return Peak(weights + gradients + here, "", weights, here, gradients, 0.0, host, {})
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:

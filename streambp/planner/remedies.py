@@ -106,11 +106,10 @@ def too_large(plan: Plan) -> str | None:
     """Weights, gradients and optimizer state by share, where they alone take more than the device has; None otherwise."""
     kept = static(plan.profile, plan.setting)
     shares = {"weights": kept.weights, "gradients": kept.gradients, "optimizer state": kept.optimizer}
-    total = sum(shares.values())
-    if total <= plan.memory.usable:
+    if kept.total <= plan.memory.usable:
         return None
     parts = " + ".join(f"{name} {size / 2**30:.1f}" for name, size in shares.items() if size)
-    return f"{parts} = {total / 2**30:.1f} GiB, and {plan.memory.usable / 2**30:.1f} GiB of each GPU are usable"
+    return f"{parts} = {kept.total / 2**30:.1f} GiB, and {plan.memory.usable / 2**30:.1f} GiB of each GPU are usable"
 
 
 def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:

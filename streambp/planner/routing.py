@@ -12,7 +12,6 @@ Shares are whole; the first experts get what is left over.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -24,27 +23,19 @@ TOP_K = aten.topk.default
 LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
 
 
-@dataclasses.dataclass
-class Routing:
-    """The routing that was seen last. rows: pairs of a token and an expert; experts: how many there are."""
+def answer(func: Any, asked: Tensor, rows: int, experts: int) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
+    """What an operation on a tensor [...] without data gives: one with data, or the shape and dtype of one without; None
+    where it does not look at a routing.
 
-    rows: int = 0
-    experts: int = 0
-
-    def answer(self, func: Any, args: Any) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
-        """What an operation on a tensor [...] without data gives: one with data, or the shape and dtype of one without;
-        None where it does not look at a routing."""
-        (asked,) = args[:1]
-        if func is aten._to_copy.default:
-            counts = asked.dim() == 1 and self.rows and not asked.is_floating_point() and asked.dtype != torch.bool
-            if not counts:
-                return None
-            each, more = divmod(self.rows, asked.shape[0])
-            shares = [each + (place < more) for place in range(asked.shape[0])]
-            return torch.tensor(shares, dtype=torch.long, device="cpu").to(asked.dtype)  # [experts]
-        if asked.dtype == torch.bool and asked.dim() == 1:
-            self.experts = asked.shape[0]
-            return (self.experts, 1), torch.long
-        if asked.dtype == torch.bool or not self.experts:
+    Args:
+        rows: pairs of a token and an expert in the routing that was seen last; experts: how many there are.
+    """
+    if func is aten._to_copy.default:
+        if asked.dim() != 1 or not rows or asked.is_floating_point() or asked.dtype == torch.bool:
             return None
-        return (-(-asked.numel() // self.experts), asked.dim()), torch.long
+        each, more = divmod(rows, asked.shape[0])
+        shares = [each + (place < more) for place in range(asked.shape[0])]
+        return torch.tensor(shares, dtype=torch.long, device="cpu").to(asked.dtype)  # [experts]
+    if asked.dtype == torch.bool:
+        return ((asked.shape[0], 1), torch.long) if asked.dim() == 1 else None
+    return ((-(-asked.numel() // experts), asked.dim()), torch.long) if experts else None

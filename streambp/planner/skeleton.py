@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from streambp.model.patching import unpatch
 from streambp.nested import replaced
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
+from streambp.planner.count import Replayed
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
 from streambp.planner.kernels import no_launches
 from streambp.planner.mixers import Mixers, standing_in
@@ -226,7 +228,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""
-        result: Tensor = Dequantised.apply(x, self.out_features)
+        result: Tensor = dequantised(x, self.out_features)
         return result if self.bias is None else result + self.bias
 
 
@@ -235,19 +237,19 @@ def parameters_of(parameter: Tensor) -> int:
     return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
-class Dequantised(torch.autograd.Function):
-    """x [..., in] -> [..., out] through a weight [out, in] that exists only meanwhile, here and in backward."""
+def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
+    """x [..., in] -> [..., width]; only the number of x's columns is kept for backward."""
+    ctx.inner = x.shape[-1]
+    return x @ x.new_empty(width, x.shape[-1]).mT
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
-        """x [..., in] -> [..., width]; only the number of x's columns is kept for backward."""
-        ctx.inner = x.shape[-1]
-        return x @ x.new_empty(width, x.shape[-1]).mT
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """grad [..., out] -> gradient of x [..., in]; the weight is frozen and gets none."""
-        return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
+def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    """grad [..., out] -> gradient of x [..., in]; the weight is frozen and gets none."""
+    return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
+
+
+# x [..., in] -> [..., out] through a weight [out, in] that exists only meanwhile, here and in backward.
+dequantised = functools.partial(Replayed.apply, _dequantised, _dequantised_backward)
 
 
 def _quantise(model: nn.Module, bits: int) -> None:

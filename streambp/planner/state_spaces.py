@@ -12,13 +12,14 @@ Mamba 1: u, dt, z [B, D, T], A [D, N], B, C [B, N, T], state [B, D, N]. Mamba 2:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from streambp.planner.count import add_flops
+from streambp.planner.count import Replayed, add_flops
 
 SCAN_BLOCK = 2048  # tokens for which Mamba 1's scan keeps one state
 PROCESSORS = 132  # of the GPU: over how many Mamba 2's backward spreads the heads of a group (an H100's and H200's)
@@ -31,98 +32,94 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class SelectiveScan(torch.autograd.Function):
-    """mamba_ssm's selective_scan_fn: y [B, D, T] and the end state [B, D, N]."""
+def _selective_scan(
+    ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None."""
+    u, dt, b, c = (_rows(x) for x in (u, dt, b, c))
+    z = None if z is None else _rows(z)
+    gated = None if z is None else torch.empty_like(z)
+    out = torch.empty_like(dt)
+    states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)  # [B, D, blocks, 2 N]
+    ctx.save_for_backward(u, dt, a, b, c, d, z, bias, states, None if z is None else out)
+    return out if gated is None else gated, states[:, :, -1, 1::2]
 
-    @staticmethod
-    def forward(
-        ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None."""
-        u, dt, b, c = (_rows(x) for x in (u, dt, b, c))
-        z = None if z is None else _rows(z)
-        gated = None if z is None else torch.empty_like(z)
-        out = torch.empty_like(dt)
-        states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)  # [B, D, blocks, 2 N]
-        ctx.save_for_backward(u, dt, a, b, c, d, z, bias, states, None if z is None else out)
-        return out if gated is None else gated, states[:, :, -1, 1::2]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """grad [B, D, T] -> gradients of forward's tensors; those of b and c in float32."""
-        u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
-        grad = _rows(grad)
-        dz = None if z is None else torch.empty_like(z)
-        du, d_dt, da = torch.empty_like(u), torch.empty_like(dt), torch.empty_like(a)
-        db, dc = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
-        return du, d_dt, da, db, dc, _like(d), dz, _like(bias)
+def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    """grad [B, D, T] -> gradients of forward's tensors; those of b and c in float32."""
+    u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
+    grad = _rows(grad)
+    dz = None if z is None else torch.empty_like(z)
+    du, d_dt, da = torch.empty_like(u), torch.empty_like(dt), torch.empty_like(a)
+    db, dc = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
+    return du, d_dt, da, db, dc, _like(d), dz, _like(bias)
+
+
+# mamba_ssm's selective_scan_fn: y [B, D, T] and the end state [B, D, N].
+selective_scan = functools.partial(Replayed.apply, _selective_scan, _selective_scan_backward)
 
 
 def _like(x: Tensor | None) -> Tensor | None:
     return None if x is None else torch.empty_like(x)
 
 
-class FusedMamba(torch.autograd.Function):
-    """mamba_ssm's mamba_inner_fn: xz [B, 2 D, T] -> [B, T, h]; B and C depend on the input. Their norms' copies are left
-    out: they have N columns where the rest has D.
+def _fused_mamba(
+    ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
+    out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """xz [B, 2 D, T], x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be None."""
+    xz = _rows(xz)
+    x = xz[:, : xz.shape[1] // 2]
+    convolved = torch.empty_like(x)
+    small = convolved.mT.flatten(0, 1) @ x_proj.mT  # [B T, R + 2 N]
+    dt = _mamba_step(small, dt_proj, norm is not None)  # [D, B T]
+    size = a.shape[-1]
+    b, c = (small.new_empty(xz.shape[0], 1, size, xz.shape[2]) for _ in range(2))
+    gated, out = torch.empty_like(x), torch.empty_like(x)  # [B, D, T]
+    states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)  # [B, D, blocks, 2 N]
+    del dt, convolved
+    ctx.has_norm = norm is not None
+    weights = (conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias)
+    ctx.save_for_backward(*weights, xz, small, a, b, c, states, out)
+    return F.linear(gated.mT, out_proj, out_bias)
 
-    Args:
-        norm: weight of dt's, None without one; its gradient is left out.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
-        out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """xz [B, 2 D, T], x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be None."""
-        xz = _rows(xz)
-        x = xz[:, : xz.shape[1] // 2]
-        convolved = torch.empty_like(x)
-        small = convolved.mT.flatten(0, 1) @ x_proj.mT  # [B T, R + 2 N]
-        dt = FusedMamba._step(small, dt_proj, norm is not None)  # [D, B T]
-        size = a.shape[-1]
-        b, c = (small.new_empty(xz.shape[0], 1, size, xz.shape[2]) for _ in range(2))
-        gated, out = torch.empty_like(x), torch.empty_like(x)  # [B, D, T]
-        states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)  # [B, D, blocks, 2 N]
-        del dt, convolved
-        ctx.has_norm = norm is not None
-        weights = (conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias)
-        ctx.save_for_backward(*weights, xz, small, a, b, c, states, out)
-        return F.linear(gated.mT, out_proj, out_bias)
+def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
+    """dt [D, B T] out of [B T, R + 2 N]; its norm takes a copy before, one itself and one behind."""
+    dt = dt_proj @ small[:, : dt_proj.shape[1]].mT
+    for _ in range(3 * has_norm):
+        dt = torch.empty_like(dt)
+    return dt
 
-    @staticmethod
-    def _step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-        """dt [D, B T] out of [B T, R + 2 N]; its norm takes a copy before, one itself and one behind."""
-        dt = dt_proj @ small[:, : dt_proj.shape[1]].mT
-        for _ in range(3 * has_norm):
-            dt = torch.empty_like(dt)
-        return dt
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """grad [B, T, h] -> gradients of forward's tensors; that of conv in float32."""
-        conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = ctx.saved_tensors
-        grad = _rows(grad)
-        x = xz[:, : xz.shape[1] // 2]
-        convolved = torch.empty_like(x)
-        dt = FusedMamba._step(small, dt_proj, ctx.has_norm)
-        d_xz = torch.empty_like(xz)
-        flat = grad.flatten(0, 1).mT  # [h, B T]
-        d_y = out_proj.mT @ flat  # [D, B T]
-        gated, d_convolved, d_dt, d_a = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dt), torch.empty_like(a)
-        d_b, d_c = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
-        d_out = flat @ gated.mT.flatten(0, 1)  # [h, D]
-        d_small = torch.empty_like(small)
-        d_dt_proj = d_dt @ small[:, : dt_proj.shape[1]]  # [D, R]
-        d_dt.mT @ dt_proj
-        d_x_proj = d_small.mT @ convolved.mT.flatten(0, 1)  # [R + 2 N, D]
-        x_proj.mT @ d_small.mT
-        del d_y, d_b, d_c, d_convolved, gated
-        d_conv = torch.empty_like(conv, dtype=WIDE)
-        biases = (_like(conv_bias), _like(out_bias), _like(dt_bias))
-        return d_xz, d_conv, biases[0], d_x_proj, d_dt_proj, d_out, biases[1], d_a, _like(d), biases[2], None
+def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """grad [B, T, h] -> gradients of forward's tensors; that of conv in float32."""
+    conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = ctx.saved_tensors
+    grad = _rows(grad)
+    x = xz[:, : xz.shape[1] // 2]
+    convolved = torch.empty_like(x)
+    dt = _mamba_step(small, dt_proj, ctx.has_norm)
+    d_xz = torch.empty_like(xz)
+    flat = grad.flatten(0, 1).mT  # [h, B T]
+    d_y = out_proj.mT @ flat  # [D, B T]
+    gated, d_convolved, d_dt, d_a = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dt), torch.empty_like(a)
+    d_b, d_c = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
+    d_out = flat @ gated.mT.flatten(0, 1)  # [h, D]
+    d_small = torch.empty_like(small)
+    d_dt_proj = d_dt @ small[:, : dt_proj.shape[1]]  # [D, R]
+    d_dt.mT @ dt_proj
+    d_x_proj = d_small.mT @ convolved.mT.flatten(0, 1)  # [R + 2 N, D]
+    x_proj.mT @ d_small.mT
+    del d_y, d_b, d_c, d_convolved, gated
+    d_conv = torch.empty_like(conv, dtype=WIDE)
+    biases = (_like(conv_bias), _like(out_bias), _like(dt_bias))
+    return d_xz, d_conv, biases[0], d_x_proj, d_dt_proj, d_out, biases[1], d_a, _like(d), biases[2], None
+
+
+# mamba_ssm's mamba_inner_fn: xz [B, 2 D, T] -> [B, T, h]; B and C depend on the input. Their norms' copies are left
+# out: they have N columns where the rest has D. norm: weight of dt's, None without one; its gradient is left out.
+fused_mamba = functools.partial(Replayed.apply, _fused_mamba, _fused_mamba_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,82 +214,75 @@ def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tu
     return dx, d_dt, db, dc, d_start
 
 
-class Mamba2Scan(torch.autograd.Function):
-    """mamba_ssm's mamba_chunk_scan_combined without a gate: out [B, T, H, P], end state [B, H, P, N].
-
-    Args:
-        block: Q, tokens.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
-        start: Tensor | None, block: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d and dt_bias [H] or None."""
-        x, b, c = _rows(x), _rows(b), _rows(c)
-        sizes = Sizes(x, block, *x.shape, *b.shape[2:])
-        out, end, decay = _scan_forward(sizes, x)
-        ctx.block = block
-        ctx.save_for_backward(out, x, dt, decay, a, b, c, d, dt_bias, start)
-        return out, end
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """grad [B, T, H, P] -> gradients of forward's tensors, in x's dtype or their own."""
-        _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
-        grad = _rows(grad)
-        sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
-        dx, d_dt, db, dc, d_start = _scan_backward(sizes, dt, start is not None, given=False)
-        return dx, d_dt, torch.empty_like(a), db, dc, _like(d), _like(dt_bias), d_start, None
+def _mamba2_scan(
+    ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
+    start: Tensor | None, block: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d and dt_bias [H] or None."""
+    x, b, c = _rows(x), _rows(b), _rows(c)
+    sizes = Sizes(x, block, *x.shape, *b.shape[2:])
+    out, end, decay = _scan_forward(sizes, x)
+    ctx.block = block
+    ctx.save_for_backward(out, x, dt, decay, a, b, c, d, dt_bias, start)
+    return out, end
 
 
-class FusedMamba2(torch.autograd.Function):
-    """mamba_ssm's mamba_split_conv1d_scan_combined: zxbcdt [B, T, 2 H P + 2 G N + H] -> [B, T, h], with norm and
-    projection.
+def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    """grad [B, T, H, P] -> gradients of forward's tensors, in x's dtype or their own."""
+    _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
+    grad = _rows(grad)
+    sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
+    dx, d_dt, db, dc, d_start = _scan_backward(sizes, dt, start is not None, given=False)
+    return dx, d_dt, torch.empty_like(a), db, dc, _like(d), _like(dt_bias), d_start, None
 
-    Args:
-        norm, proj, proj_bias: their weights. width, groups, block: P, G, Q.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
-        norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
-    ) -> Tensor:  # fmt: skip
-        """conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases may be None."""
-        ctx.sizes = width, groups, block
-        sizes = FusedMamba2._sizes(zxbcdt, conv, d, *ctx.sizes)
-        convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])  # [B, T, H P + 2 G N]
-        out, end, decay = _scan_forward(sizes, zxbcdt)
-        lengths = normed = None
-        if norm is not None:
-            normed = torch.empty_like(out)
-            lengths = out.new_empty(groups * sizes.rows * sizes.tokens, dtype=WIDE)  # [G B T]
-        projected = F.linear((out if normed is None else normed).flatten(2), proj, proj_bias)
-        del convolved, end, decay
-        ctx.save_for_backward(zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, lengths, proj, proj_bias)
-        return projected
+# mamba_ssm's mamba_chunk_scan_combined without a gate: out [B, T, H, P], end state [B, H, P, N].
+# block: Q, tokens.
+mamba2_scan = functools.partial(Replayed.apply, _mamba2_scan, _mamba2_scan_backward)
 
-    @staticmethod
-    def _sizes(zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int) -> Sizes:
-        heads = d.shape[0]
-        rows, tokens = zxbcdt.shape[:2]
-        size = (conv.shape[0] - heads * width) // groups // 2
-        return Sizes(zxbcdt, block, rows, tokens, heads, width, groups, size)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """grad [B, T, h] -> gradients of forward's tensors; that of conv in float32."""
-        zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
-        sizes = FusedMamba2._sizes(zxbcdt, conv, d, *ctx.sizes)
-        again, convolved = torch.empty_like(out), zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
-        d_zxbcdt, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(convolved)
-        d_normed = grad @ proj  # [B, T, H P]
-        d_out = None if norm is None else torch.empty_like(out)
-        _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, given=True)
-        d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)  # [h, H P]
-        d_proj_bias = None if proj_bias is None else grad.sum((0, 1))
-        del d_normed, d_out, again, convolved, d_convolved
-        gradients = [d_zxbcdt, torch.empty_like(conv, dtype=WIDE), _like(conv_bias), _like(dt_bias), _like(a), _like(d)]
-        return *gradients, _like(norm), d_proj, d_proj_bias, None, None, None
+def _fused_mamba2(
+    ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
+    norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
+) -> Tensor:  # fmt: skip
+    """conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases may be None."""
+    ctx.sizes = width, groups, block
+    sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
+    convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])  # [B, T, H P + 2 G N]
+    out, end, decay = _scan_forward(sizes, zxbcdt)
+    lengths = normed = None
+    if norm is not None:
+        normed = torch.empty_like(out)
+        lengths = out.new_empty(groups * sizes.rows * sizes.tokens, dtype=WIDE)  # [G B T]
+    projected = F.linear((out if normed is None else normed).flatten(2), proj, proj_bias)
+    del convolved, end, decay
+    ctx.save_for_backward(zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, lengths, proj, proj_bias)
+    return projected
+
+
+def _mamba2_sizes(zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int) -> Sizes:
+    heads = d.shape[0]
+    rows, tokens = zxbcdt.shape[:2]
+    size = (conv.shape[0] - heads * width) // groups // 2
+    return Sizes(zxbcdt, block, rows, tokens, heads, width, groups, size)
+
+
+def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """grad [B, T, h] -> gradients of forward's tensors; that of conv in float32."""
+    zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
+    sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
+    again, convolved = torch.empty_like(out), zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
+    d_zxbcdt, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(convolved)
+    d_normed = grad @ proj  # [B, T, H P]
+    d_out = None if norm is None else torch.empty_like(out)
+    _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, given=True)
+    d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)  # [h, H P]
+    d_proj_bias = None if proj_bias is None else grad.sum((0, 1))
+    del d_normed, d_out, again, convolved, d_convolved
+    gradients = [d_zxbcdt, torch.empty_like(conv, dtype=WIDE), _like(conv_bias), _like(dt_bias), _like(a), _like(d)]
+    return *gradients, _like(norm), d_proj, d_proj_bias, None, None, None
+
+
+# mamba_ssm's mamba_split_conv1d_scan_combined: zxbcdt [B, T, 2 H P + 2 G N + H] -> [B, T, h], with norm and projection,
+# whose weights are norm, proj and proj_bias. width, groups, block: P, G, Q.
+fused_mamba2 = functools.partial(Replayed.apply, _fused_mamba2, _fused_mamba2_backward)

@@ -19,11 +19,12 @@ from transformers import AttentionInterface
 from streambp.attention.carriers import attention_configs
 from streambp.known_names import IMPLEMENTATION
 from streambp.nested import replaced
-from streambp.planner.count import AllocatedBytes, LiveBytes, add_flops
+from streambp.planner.count import AllocatedBytes, LiveBytes, Replayed, add_flops
 from streambp.planner.work import Work, aten
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
 FUSED = "streambp_fused"
+TILE = (2048, 32768)  # of logits in `counted_head`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,35 +159,32 @@ def _flash(
     return out[..., :size], None
 
 
-class CountedHead(torch.autograd.Function):
-    """hidden [N, h], weight [V, h] -> a loss, with the memory of the fused heads that are in use elsewhere: labelled rows
-    are copied, logits exist in tiles, and the gradients of hidden and weight are float32 for all of N until they are done.
-    """
+def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [N, h], weight [V, h] -> a number in float32; each tile of logits is let go at once."""
+    for rows in hidden.split(TILE[0]):
+        for columns in weight.split(TILE[1]):
+            add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads it
+    statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
+    ctx.save_for_backward(hidden, weight, statistics[0])
+    return statistics[1].sum()
 
-    TILE = (2048, 32768)
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden [N, h], weight [V, h] -> a number in float32; each tile of logits is let go at once."""
-        for rows in hidden.split(CountedHead.TILE[0]):
-            for columns in weight.split(CountedHead.TILE[1]):
-                add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads it
-        statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
-        ctx.save_for_backward(hidden, weight, statistics[0])
-        return statistics[1].sum()
+def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden [N, h] and, if it is trained, of weight [V, h], in their dtypes."""
+    hidden, weight, _ = ctx.saved_tensors
+    d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
+    d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[3] else None
+    for rows in hidden.split(TILE[0]):
+        for columns in weight.split(TILE[1]):
+            tile = rows @ columns.mT  # [rows, columns]
+            add_flops(0, 2 * tile.nbytes)  # one kernel writes the gradient over it
+            tile @ columns
+            if d_weight is not None:
+                tile.mT @ rows
+            del tile
+    return d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients of hidden [N, h] and, if it is trained, of weight [V, h], in their dtypes."""
-        hidden, weight, _ = ctx.saved_tensors
-        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in hidden.split(CountedHead.TILE[0]):
-            for columns in weight.split(CountedHead.TILE[1]):
-                tile = rows @ columns.mT  # [rows, columns]
-                add_flops(0, 2 * tile.nbytes)  # one kernel writes the gradient over it
-                tile @ columns
-                if d_weight is not None:
-                    tile.mT @ rows
-                del tile
-        return d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype)
+
+# hidden [N, h], weight [V, h] -> a loss, with the memory of the fused heads that are in use elsewhere: labelled rows
+# are copied, logits exist in tiles, and the gradients of hidden and weight are float32 for all of N until they are done.
+counted_head = functools.partial(Replayed.apply, _counted_head, _counted_head_backward)

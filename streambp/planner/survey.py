@@ -37,7 +37,7 @@ from streambp.planner.profile import (
 )
 from streambp.planner.skeleton import Reduced, Skeleton, parameters_of
 from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
-from streambp.planner.step import CountedHead, Span, fused_attention, run_step
+from streambp.planner.step import Span, counted_head, fused_attention, run_step
 from streambp.planner.tree import module_tree
 from streambp.planner.work import Work
 
@@ -279,7 +279,7 @@ class Counter:
                 causal_lm = skeleton.causal_lm
                 hidden = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)  # [B T, h]
                 rows = torch.arange(hidden.shape[0], device=hidden.device)  # [B T], each counted as labelled
-                return CountedHead.apply(hidden[rows], causal_lm.get_output_embeddings().weight)
+                return counted_head(hidden[rows], causal_lm.get_output_embeddings().weight)
             return model(input_ids=ids, labels=ids, use_cache=False).loss
 
         model.zero_grad(set_to_none=True)

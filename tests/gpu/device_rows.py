@@ -40,7 +40,7 @@ from streambp.errors import StreamBPError
 from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.engines import AcceleratorEngine
 from streambp.planner.auto import FreeMemory, free_memory
-from streambp.planner.measure_device import CPU, Clock, measure_device
+from streambp.planner.measure_device import CPU, measure_device, seconds_of_run
 from streambp.planner.work import pairs
 from tests.gpu import script
 from tests.gpu.report import backends
@@ -81,7 +81,7 @@ def blocks(name: str, args: argparse.Namespace) -> str:
     if name == "math" and not args.tiny:
         queries, lengths = 2048, (8192,)
     device = torch.device(args.device)
-    clock, told = Clock(device, 3), []
+    clock, told = functools.partial(seconds_of_run, device=device, times=3), []
     full = [(Kind.FULL, queries, keys) for keys in lengths]
     for kind, rows, keys in [*full, (Kind.CAUSAL, queries, queries), (Kind.CAUSAL, lengths[-1], lengths[-1])]:
         q = torch.randn(1, rows, heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2)  # [B, H, T, D]

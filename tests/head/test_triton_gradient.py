@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from streambp.head import blocks, token_log_probs, triton_fold, triton_gradient
-from streambp.head.blocks import Projection, Softmax, Upstream, gradient_in_torch
+from streambp.head.blocks import Projection, TokenGradients, gradient_in_torch
 from streambp.head.log_probs import make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending
 from tests.head.interpreter import hard_rows
@@ -25,15 +25,17 @@ USED = tuple(
     for used in ((1, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 1, 1), (1, 1, 1), (1, 0, 0, 1), (1, 0, 1, 1))
 )
 
+UPSTREAM = ("d_log_probs", "d_entropy", "d_mean_log_probs", "d_lse")
 
-def written(product, projection, softmax, block, upstream):
+
+def written(product, projection, given, block):
     """The kernel's gradient of a product that is a slice of a larger one, around which nothing may change."""
     surrounded = torch.full((product.shape[0] + 1, product.shape[1] + 5), 77.0).to(product)
     place = surrounded[:-1, 2:-3]
     place.copy_(product)
     triton_gradient.write_gradient(
-        place, softmax.labels, block.start, softmax.lse,
-        (upstream.log_probs, upstream.entropy, upstream.mean_log_probs, upstream.lse), softmax.entropy, softmax.vocabulary,
+        place, given.labels, block.start, given.lse,
+        (given.d_log_probs, given.d_entropy, given.d_mean_log_probs, given.d_lse), given.entropy, given.vocabulary,
         projection.logit_scale, projection.softcap, projection.temperature,
     )  # fmt: skip
     assert (surrounded[:, :2] == 77).all()
@@ -50,15 +52,15 @@ def task(product, projection, used, generator, vocabulary):
     lse = logits.logsumexp(-1) + 0.3  # other blocks have entries too
     labels = torch.randint(100, 100 + columns, (rows,), generator=generator).to(product.device)
     labels[0], labels[-1], labels[rows // 2] = 99, 100 + columns, -100  # outside, and ignored
-    upstream = Upstream(*(random() if wanted else None for wanted in used))
-    return Softmax(labels, lse, random().abs(), vocabulary), upstream
+    upstream = [random() if wanted else None for wanted in used]
+    return TokenGradients(labels, lse, random().abs(), vocabulary, *upstream)
 
 
-def widened(softmax, upstream):
+def widened(given):
     """The same numbers in float64."""
-    double = lambda x: None if x is None else x.double()  # noqa: E731
-    upstream = Upstream(*(double(getattr(upstream, name)) for name in upstream.__dataclass_fields__))
-    return Softmax(softmax.labels, softmax.lse.double(), double(softmax.entropy), softmax.vocabulary), upstream
+    values = (getattr(given, name) for name in given.__dataclass_fields__)
+    wide = (x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values)
+    return TokenGradients(*wide)
 
 
 def error_of(found, exact):
@@ -78,11 +80,10 @@ def compare(device="cpu"):
         product = (torch.randn(6, columns, generator=generator) * 4).to(device, dtype)
         for index, used in enumerate(USED):
             projection = PROJECTIONS[(index + columns) % 3]
-            softmax, upstream = task(product, projection, used, generator, 2 * columns)
+            given = task(product, projection, used, generator, 2 * columns)
             block = slice(100, 100 + columns)
-            wide = widened(softmax, upstream)
-            exact = gradient_in_torch(product.double(), projection, wide[0], block, wide[1])
-            found = written(product, projection, softmax, block, upstream)
+            exact = gradient_in_torch(product.double(), projection, widened(given), block)
+            found = written(product, projection, given, block)
             assert error_of(found, exact) <= 3e-6, (dtype, projection, used)
 
 
@@ -92,11 +93,10 @@ def compare_hard_rows(device="cpu"):
     product = hard_rows(10, 5003, generator).to(device)
     for dtype, used in itertools.product((torch.float32, torch.bfloat16), USED):
         x = product.to(dtype)
-        softmax, upstream = task(x, Projection(), used, generator, 6000)
+        given = task(x, Projection(), used, generator, 6000)
         block = slice(100, 5103)
-        found = written(x, Projection(), softmax, block, upstream)
-        wide = widened(softmax, upstream)
-        exact = gradient_in_torch(x.double(), Projection(), wide[0], block, wide[1])
+        found = written(x, Projection(), given, block)
+        exact = gradient_in_torch(x.double(), Projection(), widened(given), block)
         # exp(z - lse) is as exact as z - lse: float32 knows logits around 30,000 to 1 / 512.
         assert error_of(found, exact) <= 4e-3
         assert error_of(found[::5], exact[::5]) <= 3e-6
@@ -107,21 +107,20 @@ def compare_mutants(device="cpu"):
     generator = seeded(3)
     product = torch.randn(6, 1000, generator=generator).to(device)
     projection, block = Projection(1.3, 3.0, 0.8), slice(100, 1100)
-    softmax, upstream = task(product, projection, (True, True, True, True), generator, 2000)
-    wide = widened(softmax, upstream)
-    exact = gradient_in_torch(product.double(), projection, wide[0], block, wide[1])
+    given = task(product, projection, (True, True, True, True), generator, 2000)
+    exact = gradient_in_torch(product.double(), projection, widened(given), block)
     change = dataclasses.replace
     mutants = [
-        (projection, softmax, slice(101, 1101), upstream),
-        (projection, change(softmax, lse=softmax.lse + 1e-3), block, upstream),
-        (projection, change(softmax, entropy=softmax.entropy * 1.01), block, upstream),
-        (projection, change(softmax, vocabulary=1000), block, upstream),
-        *((projection, softmax, block, change(upstream, **{name: None})) for name in upstream.__dataclass_fields__),
-        *((change(projection, **{name: value}), softmax, block, upstream) for name, value in (
+        (projection, given, slice(101, 1101)),
+        (projection, change(given, lse=given.lse + 1e-3), block),
+        (projection, change(given, entropy=given.entropy * 1.01), block),
+        (projection, change(given, vocabulary=1000), block),
+        *((projection, change(given, **{name: None}), block) for name in UPSTREAM),
+        *((change(projection, **{name: value}), given, block) for name, value in (
             ("logit_scale", 1.31), ("softcap", None), ("temperature", 0.81)
         )),
     ]  # fmt: skip
-    assert error_of(written(product, projection, softmax, block, upstream), exact) <= 3e-6
+    assert error_of(written(product, projection, given, block), exact) <= 3e-6
     for mutant in mutants:
         assert error_of(written(product, *mutant), exact) > 3e-5, mutant
 
@@ -174,6 +173,6 @@ def test_forbidden_entries_have_no_gradient():
     chosen = log_p.gather(1, torch.searchsorted(kept, labels)[:, None])[:, 0]
     (expected,) = torch.autograd.grad((chosen * upstream[0] + entropy * upstream[1]).sum(), leaf)
     full = torch.full_like(z, -torch.inf).index_copy(1, kept, z[:, kept])
-    softmax = Softmax(labels, full.logsumexp(-1), entropy.detach(), 9)
-    found = gradient_in_torch(full, Projection(), softmax, slice(0, 9), Upstream(*upstream))
+    given = TokenGradients(labels, full.logsumexp(-1), entropy.detach(), 9, *upstream)
+    found = gradient_in_torch(full, Projection(), given, slice(0, 9))
     torch.testing.assert_close(found, torch.zeros_like(z).index_copy(1, kept, expected), rtol=1e-12, atol=1e-13)

@@ -227,7 +227,7 @@ def test_a_head_in_float32_is_differentiated_there(one_pass):
             if one_pass:
                 loss = OnePassNLL.apply(inputs, Pending(), torch.tensor(1.0), *leaves, None)
             else:
-                loss = BlockwiseLogProbs.apply(inputs, blocks.Wanted(entropy=True), *leaves, None)[0].sum()
+                loss = BlockwiseLogProbs.apply(inputs, ("entropy",), *leaves, None)[0].sum()
             runs.append(torch.autograd.grad(loss, leaves))
     assert all(map(torch.equal, *runs))
 

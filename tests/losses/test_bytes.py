@@ -87,20 +87,20 @@ def step_on_logits(loss, length, rows=2):
         logits = lazy_logits(Deferred.make(hidden, Recipe(request, weight=weight, logits=True)), request)
         loss(logits, ids).backward()
     assert hidden.grad.shape == hidden.shape
-    return count, request.outcome
+    return count, request
 
 
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("name", ON_LOGITS)
 def test_slope_a_token_on_logits(name):
     short, long = 2048, 4096
-    (few, outcome), (many, _) = (step_on_logits(ON_LOGITS[name], length) for length in (short, long))
+    (few, request), (many, _) = (step_on_logits(ON_LOGITS[name], length) for length in (short, long))
     found = (many.peak - few.peak) / (2 * (long - short))
     print(f"{name}, on logits: head and objective beyond their input: {found / KB:.3f} KB a token")
     assert found <= 8.5 * KB
     assert many.largest == VOCABULARY * WIDTH * 4
-    assert outcome.computed
-    assert outcome.built_for is None
+    assert request.computed
+    assert request.built_for is None
 
 
 def test_slope_a_token_of_built_logits():

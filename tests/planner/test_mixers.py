@@ -15,13 +15,13 @@ from transformers import Qwen3_5TextConfig
 import streambp
 from streambp.planner import mixers
 from streambp.planner.count import LiveBytes, StepCount
-from streambp.planner.delta_rules import CausalConv, delta_rule
+from streambp.planner.delta_rules import causal_conv, delta_rule
 from streambp.planner.mixers import KERNELS, assumed, mixers_of, out_of_reach, standing_in
 from streambp.planner.plan import Memory, plan, plan_profile
 from streambp.planner.profile import Setting
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.state_spaces import FusedMamba, FusedMamba2, Mamba2Scan, SelectiveScan
+from streambp.planner.state_spaces import fused_mamba, fused_mamba2, mamba2_scan, selective_scan
 from streambp.planner.survey import Counter, streamed, survey
 from tests import zoo
 from tests.seeds import seed_torch
@@ -84,13 +84,13 @@ def check_kept():
 
     u, dt, z = empty(1, 32, tokens), empty(1, 32, tokens), empty(1, 32, tokens)
     a, b, c, d = empty(32, 8, dtype=WIDE), empty(1, 8, tokens), empty(1, 8, tokens), empty(32, dtype=WIDE)
-    kept, _, _ = ran(SelectiveScan.apply, u, dt, a, b, c, d, z, empty(32, dtype=WIDE))
+    kept, _, _ = ran(selective_scan, u, dt, a, b, c, d, z, empty(32, dtype=WIDE))
     assert kept == 2 * 32 * tokens * 2 + 32 * 2 * 8 * 4  # out, gated, and states of one block
 
     x, dt, b, c = empty(1, tokens, 4, 32), empty(1, tokens, 4), empty(1, tokens, 2, 16), empty(1, tokens, 2, 16)
     head = empty(4, dtype=WIDE)
     start = empty(1, 4, 32, 16, dtype=WIDE)
-    kept, _, found = ran(lambda *i: Mamba2Scan.apply(*i, 64), x, dt, head, b, c, head, head, start)
+    kept, _, found = ran(lambda *i: mamba2_scan(*i, 64), x, dt, head, b, c, head, head, start)
     assert kept == 4 * 32 * tokens * 2 + start.nbytes + 4 * tokens * 4  # out, end, decay
     assert found[-1].dtype == start.dtype
 
@@ -104,7 +104,7 @@ def check_peaks():
     values, keys, small = tokens * 4 * 32 * 2, tokens * 4 * 16 * 2, tokens * 4
     at_most = blocks + values * (2 + 1 + 1) + keys * (1 + 1 + 1) + 3 * tokens * 2 * 16 * 2 + small * (4 + 4 + 2)
     assert peak - kept == pytest.approx(at_most, rel=0.01)
-    kept, peak, _ = ran(lambda *inputs: (CausalConv.apply(*inputs),), empty(1, 64, 128), empty(64, 4), None)
+    kept, peak, _ = ran(lambda *inputs: (causal_conv(*inputs),), empty(1, 64, 128), empty(64, 4), None)
     assert peak - kept == 64 * 128 * 2 + 64 * 4 * 4 + 64 * 4 * 2  # dx, dW in float32 and then in its dtype
 
 
@@ -120,12 +120,12 @@ def test_fused_forms_return_every_gradient():
     xz, proj = empty(2, 64, 256), empty(16, 32)
     inputs = (xz, empty(32, 1, 4), empty(32), empty(20, 32), empty(32, 4), proj, None, empty(32, 8, dtype=WIDE))
     inputs += (empty(32, dtype=WIDE), empty(32, dtype=WIDE))
-    _, _, found = ran(lambda *i: (FusedMamba.apply(*i, torch.ones(1)),), *inputs)
+    _, _, found = ran(lambda *i: (fused_mamba(*i, torch.ones(1)),), *inputs)
     assert [x.shape for x in found] == [x.shape for x in inputs if x is not None]
     heads = empty(4, dtype=WIDE)
     inputs = (empty(2, 256, 2 * 128 + 2 * 2 * 16 + 4), empty(192, 4), empty(192), heads, heads.detach().requires_grad_())
     inputs += (empty(4), empty(128), empty(48, 128), empty(48))
-    _, _, found = ran(lambda *i: (FusedMamba2.apply(*i, 32, 2, 64),), *inputs)
+    _, _, found = ran(lambda *i: (fused_mamba2(*i, 32, 2, 64),), *inputs)
     assert [x.shape for x in found] == [x.shape for x in inputs]
 
 
@@ -191,20 +191,20 @@ def operations(config, choice, point):
     skeleton = Skeleton(config, HALF, None, 16, "cuda", choice)
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     calls, number = [], 0
-    real_call, real_kernel = StepCount.__torch_dispatch__, mixers.MixerStandIn.__call__
+    real_call, real_kernel = StepCount.__torch_dispatch__, mixers.stand_in
 
     def call(self, *arguments):
         nonlocal number
         number += 1
         return real_call(self, *arguments)
 
-    def kernel(self, *arguments, **named):
-        calls.append(self.kernel.package)
-        return real_kernel(self, *arguments, **named)
+    def kernel(function, known, *arguments, **named):
+        calls.append(known.package)
+        return real_kernel(function, known, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StepCount, "__torch_dispatch__", call)
-        patched.setattr(mixers.MixerStandIn, "__call__", kernel)
+        patched.setattr(mixers, "stand_in", kernel)
         counter.count(streamed(), point, accumulate=False)
     return number, calls
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streambp.head.blocks import token_blocks
-from streambp.model.causal_lm import Scored
+from streambp.head.log_probs import TokenLogProbs
+from streambp.head.recipe import HeadRequest
 from streambp.model.fused_head import FusedHead
 
 VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
@@ -44,17 +45,18 @@ class PolicyAndValueHead(FusedHead):
         self.with_values = values
         return super().call(*args, **kwargs)
 
-    def output(self, scored: Scored, kwargs: dict[str, Any]) -> Any:
+    def output(self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest) -> Any:
         """`FusedHead.output`; for a call with values=True also `state_values`, shaped as log_probs, in float32 or wider."""
-        result = super().output(scored, kwargs)
+        result = super().output(kwargs, output, values, request)
         if self.with_values:
             value_model = getattr(self.module, VALUE_MODEL, None)
             if value_model is None:
                 head = getattr(self.module, VALUE_HEAD)
-                result["state_values"] = blockwise_values(scored.hidden_states(), scored.norm, head)
+                assert request.hidden_states is not None
+                result["state_values"] = blockwise_values(request.hidden_states(), request.norm, head)
             else:
                 inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
-                values = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
-                wide = values.to(torch.promote_types(values.dtype, torch.float32))
-                result["state_values"] = wide[:, : scored.tokens.log_probs.shape[1]]
+                of_states = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
+                wide = of_states.to(torch.promote_types(of_states.dtype, torch.float32))
+                result["state_values"] = wide[:, : values.log_probs.shape[1]]
         return result
