@@ -54,6 +54,7 @@ class Deferred(StandIn):
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
         )  # type: ignore[attr-defined]
         self.source, self.recipe, self.memory = source, recipe, SharedMemory()
+        self.origin = source if recipe.places is None else recipe.places
         self.written, self.derived, self.cut, self.followed = None, False, False, False
         self.made_of = [(x, x._version) for x in (source, *recipe.inputs()) if not x.is_inference()]
         return self
@@ -113,10 +114,6 @@ class Deferred(StandIn):
     def casts_to(self, dtype: torch.dtype) -> bool:
         """Whether `dtype` is no narrower than what it is computed from; losses are computed in float32 or wider anyway."""
         return torch.promote_types(dtype, self.source.dtype) == dtype
-
-    def is_together(self) -> bool:
-        """Whether its tokens are contiguous in what it is a part of."""
-        return (self.source if self.recipe.places is None else self.recipe.places).is_contiguous()
 
     def check(self, operation: str) -> None:
         """Raise StreamBPError if it can no longer be computed as it was, or if what shares its memory was written to."""

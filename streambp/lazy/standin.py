@@ -75,6 +75,7 @@ class StandIn(Tensor):
     memory: shared with its slices and views. written: the real tensor, once it has taken this one's place.
     derived: it shares the memory of another. followed: something with a gradient was made of it.
     classes: the dimension of the W, if it is not the last.
+    origin: [*tokens, ...], contiguous if its tokens are so in what it is a part of.
     instead: the setting with which the real tensor exists. metadata: operations that a shape, a dtype and a device answer.
     rules: what happens to it, by the operation's name; a rule takes the operation's arguments.
     """
@@ -89,6 +90,7 @@ class StandIn(Tensor):
     derived: bool
     followed: bool
     classes: int | None = None
+    origin: Tensor
 
     # What a class has to say of its own.
     build: Callable[[], Tensor]  # the real tensor, differentiable if this one is, whatever grad mode it is asked for in
@@ -99,7 +101,6 @@ class StandIn(Tensor):
     changed: Callable[..., Any]  # another in memory of its own, in another dtype for example
     casts_to: Callable[[torch.dtype], bool]  # whether it may be in that dtype without being built
     arrived: Callable[..., None]  # what becomes of a gradient at its `Place`, whose context it gets as well
-    is_together: Callable[[], bool]  # whether its tokens are contiguous in what it is a part of
 
     def with_classes(self, classes: int | None) -> Any:
         """The same with its W entries in that dimension (None: the last), as a view; NotImplemented if it cannot be."""

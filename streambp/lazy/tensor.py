@@ -66,6 +66,8 @@ class LazyLogits(StandIn):
     """Rows of logits, or of what was made of them: shape, dtype and device of [*tokens, W] values; `node` says of which.
 
     Made by `make`. row_rules: what happens to it row by row, by the operation's name.
+    tokens: [*tokens], the shape without W. request: of the model's call that gave the logits, which tells `describe` what
+    became of them.
     seen: the writes to its memory that it knows of. now: what it is since it was written to.
     link: its own place in the graph.
     """
@@ -77,6 +79,8 @@ class LazyLogits(StandIn):
 
     node: Node
     width: int
+    tokens: torch.Size
+    request: HeadRequest
     seen: int
     now: LazyLogits | None
     link: Any
@@ -90,7 +94,8 @@ class LazyLogits(StandIn):
         self: LazyLogits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=reading.head.hidden.device, requires_grad=False
         )  # type: ignore[attr-defined]
-        self.node, self.width, self.classes = node, width, classes
+        self.node, self.width, self.classes, self.origin = node, width, classes, reading.positions
+        self.tokens, self.request = reading.positions.shape, reading.head.recipe.request
         self.memory, self.seen, self.link = SharedMemory(), 0, None
         self.written, self.derived, self.now, self.heeded, self.followed = None, False, None, False, False
         return self
@@ -123,17 +128,6 @@ class LazyLogits(StandIn):
         of_rows = gradient if classes is None else gradient.movedim(classes, -1)
         Function(flat(node)).leave([of_rows.reshape(-1, width)])
 
-    @property
-    def tokens(self) -> torch.Size:
-        """[*tokens], the shape without W."""
-        return readings(self.node)[0].positions.shape
-
-    @property
-    def request(self) -> HeadRequest:
-        """Of the model's call that gave the logits, which tells `describe` what became of them."""
-        found: HeadRequest = readings(self.node)[0].head.recipe.request
-        return found
-
     def sharing(self, other: LazyLogits) -> LazyLogits:
         """This one, as a view of another."""
         self.memory, self.seen, self.derived = other.memory, other.seen, True
@@ -164,10 +158,6 @@ class LazyLogits(StandIn):
         """Whether `dtype` is wider, but not float64. Integers and bools are not cast: 1 + 1 is not what True + True is."""
         wider = torch.promote_types(dtype, self.dtype) == dtype
         return self.dtype.is_floating_point and wider and dtype != torch.float64
-
-    def is_together(self) -> bool:
-        """Whether its positions are contiguous: so is the part that it is of the logits then."""
-        return self.classes is None and readings(self.node)[0].positions.is_contiguous()
 
     def current(self) -> LazyLogits:
         """What it stands for now: itself, or the function of rows that writing made of it."""

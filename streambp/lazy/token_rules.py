@@ -136,7 +136,9 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "swapdims": transpose,
     "permute": permute,
     # A copy, if the part that it is of the whole is not contiguous: neither are the positions then.
-    "contiguous": lambda x, *_, **__: x if not x.derived or x.is_together() else x.changed(),
+    "contiguous": lambda x, *_, **__: (
+        x if not x.derived or (x.classes is None and x.origin.is_contiguous()) else x.changed()
+    ),
     # float64 stays; integers and bools are not cast.
     "float": lambda x, *_, **__: to(
         x, torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32)

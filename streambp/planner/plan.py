@@ -255,10 +255,7 @@ def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memor
         times.append(Timed(method.name, size if method.chunked else length, one is not None, total, spent.total, speed))
     usable = min(memory.usable, memory.gpu - LEFT)
     default = by_default(profile, length, usable, setting, rates) if length else None
-    bar = (1 + SLOWER) * min((c.seconds.total for c in fitting), default=0.0)
-    near = (c for c in fitting if c.seconds.total <= bar)
-    safest = min(near, key=lambda c: (c.peak.total, c.seconds.total), default=None)
-    found = (choice, best.binds, levers, table, tuple(times), rates, default, safest)
+    found = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
     return Plan(profile, setting, memory, length, *found)
 
 
@@ -278,6 +275,12 @@ def choose(
 def _fastest(found: Sequence[Choice]) -> Choice | None:
     fastest = min((c.seconds.total for c in found), default=0.0) or math.inf  # a made-up step may take no time
     return min(found, key=lambda c: (round(c.seconds.total / fastest, 2), c.peak.host, -c.chunk_size), default=None)
+
+
+def _safest(found: Sequence[Choice]) -> Choice | None:
+    """Of those that are nearly as fast as the fastest, the one that leaves most of the device free."""
+    bar = (1 + SLOWER) * min((c.seconds.total for c in found), default=0.0)
+    return min((c for c in found if c.seconds.total <= bar), key=lambda c: (c.peak.total, c.seconds.total), default=None)
 
 
 def options(
