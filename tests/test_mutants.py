@@ -90,6 +90,17 @@ def top_left(task, device, real=kernels._tile):
     return torch.ones(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool, device=device).tril()
 
 
+def of_flat_scores(self, do, q, k, v, o, lse, task, real=kernels.MathKernel.backward):
+    flat = kernels.MathKernel()
+    flat._scores = lambda q, k, _: self._scores(q, k, task)
+    return real(flat, do, q, k, v, o, lse, task._replace(softcap=None))
+
+
+def without_sink_gradient(ctx, grad, real=attend.PrefixAttention.backward):
+    dq, dk, dv, dsink, *others = real(ctx, grad)
+    return dq, dk, dv, None if dsink is None else torch.zeros_like(dsink), *others
+
+
 def bottom_right_block():
     """A causal block of more keys than queries: queries are aligned to the last keys."""
     q, k, v = torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 1, 5, 8)
@@ -361,11 +372,11 @@ MUTANTS = {
         blocks.Projection, "backward", lambda self, grad, logits: grad, lambda: oracle("gemma3"),
     ),
     "attention softcap without its derivative": (
-        kernels.MathKernel, "_softcap_slope", lambda self, scores, task: 1.0, lambda: family("gemma2"),
+        kernels.MathKernel, "backward", of_flat_scores, lambda: family("gemma2"),
     ),
     "sink left out": (attend, "with_sink", lambda attended, sink: attended, of(family, "gpt_oss")),
     "sink without its gradient": (
-        attend, "_sink_gradient", lambda do, o, lse, sink: torch.zeros_like(sink), of(family, "gpt_oss"),
+        attend.PrefixAttention, "backward", staticmethod(without_sink_gradient), of(family, "gpt_oss"),
     ),
     "router outputs without their gradient": (layer_gradients.BackwardPass, "upstream", only_hidden_states, router_loss),
     "router outputs of chunks taken for layers": (call, "recording", lambda keys: contextlib.nullcontext({}), router_loss),

@@ -194,12 +194,9 @@ class PrefixAttention(torch.autograd.Function):
             summed.add(number, dq)
             site.add(block, dk, dv if size == width else narrowed(dv, size))
         dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
-        dsink = _sink_gradient(do, o, lse, sink) if ctx.needs_input_grad[3] else None
+        dsink = None
+        if ctx.needs_input_grad[3]:  # as `with_sink` says
+            weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
+            products = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [B, C, H]
+            dsink = -(weight.transpose(1, 2) * products).sum((0, 1)).view_as(sink).to(sink.dtype)
         return summed.result(), dk_own.to(q.dtype), dv_own.to(q.dtype), dsink, None, None, None, None, None
-
-
-def _sink_gradient(do: Tensor, o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """[H], from do and o [B, C, H, D_v]."""
-    weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
-    products = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [B, C, H]
-    return -(weight.transpose(1, 2) * products).sum((0, 1)).view_as(sink).to(sink.dtype)

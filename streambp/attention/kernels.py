@@ -141,7 +141,8 @@ class MathKernel(Kernel):
         """
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         scores = self._scores(q, k, task)
-        slope = self._softcap_slope(scores, task)
+        # The derivative of softcap * tanh(x / softcap), from its value.
+        slope = 1.0 if task.softcap is None else 1.0 - (scores / task.softcap) ** 2
         weights = _weights(self._masked(scores, q, k, task), lse.unflatten(1, groups))
         do, o, q, k, v = (_wide(t) for t in (do, o, q, k, v))
         delta = (do * o).sum(-1).unflatten(1, groups)  # [B, H_kv, G, Tq]
@@ -162,10 +163,6 @@ class MathKernel(Kernel):
         scores = _wide(q).unflatten(1, groups).flatten(2, 3) @ _wide(k).mT
         scores = (scores * task.scale).unflatten(2, (groups[1], q.shape[2]))  # [B, H_kv, G, Tq, Tk]
         return scores if task.softcap is None else task.softcap * torch.tanh(scores / task.softcap)
-
-    def _softcap_slope(self, scores: Tensor, task: Task) -> Tensor | float:
-        """The derivative of softcap * tanh(x / softcap), from its value."""
-        return 1.0 if task.softcap is None else 1.0 - (scores / task.softcap) ** 2
 
     def _masked(self, scores: Tensor, q: Tensor, k: Tensor, task: Task) -> Tensor:
         groups = (k.shape[1], q.shape[1] // k.shape[1])

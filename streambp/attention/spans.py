@@ -85,12 +85,16 @@ class Tiling:
 
     def takes(self, length: int) -> bool:
         """Whether a block may have so many queries, or keys."""
-        return self.few is None or next(piece_lengths(length, self.few, None), None) == length
+        return self.few is None or next(few_lengths(length, self.few, None), None) == length
 
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
         """Cut [q0, q1); each piece with the tiling of its blocks."""
         found = list[tuple[int, int, Tiling]]()
-        for length in piece_lengths(q1 - q0, self.few, self.q_block):
+        if self.few is None:
+            for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
+                found.append((start, min(start + (self.q_block or q1 - q0), q1), self))
+            return found
+        for length in few_lengths(q1 - q0, self.few, self.q_block):
             found.append((q0, q0 + length, self))
             q0 += length
         if q0 < q1:
@@ -101,17 +105,20 @@ class Tiling:
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
         """Cut [k0, k1)."""
         found = list[tuple[int, int]]()
-        for length in piece_lengths(k1 - k0, self.few, self.k_block):
+        if self.few is None:
+            for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
+                found.append((start, min(start + (self.k_block or k1 - k0), k1)))
+            return found
+        for length in few_lengths(k1 - k0, self.few, self.k_block):
             found.append((k0, k0 + length))
             k0 += length
         return [*found, (k0, k1)] if k0 < k1 else found
 
 
-def piece_lengths(length: int, few: int | None, most: int | None) -> Iterator[int]:
-    """Pieces up to `most`. With `few`, `most` is a multiple of `GRID`, and pieces have few lengths, of at least `few`; they
-    leave less than that. [Note: few shapes]"""
-    while length >= (few or 1):
-        piece = length if few is None else length - length % GRID or 1 << (length.bit_length() - 1)
+def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
+    """Pieces of at least `few`, up to `most` (a multiple of `GRID`), that leave less than `few`. [Note: few shapes]"""
+    while length >= few:
+        piece = length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)
         yield piece
         length -= piece

@@ -63,6 +63,10 @@ class Documents:
             self._cut[chunk] = torch.tensor(ends, dtype=self._ends.dtype, device=self._ends.device)
         return {DOCUMENT_ENDS: self._cut[chunk]}
 
+    def goes_on(self, chunk: Chunk) -> bool:
+        """Whether the chunk starts within a document."""
+        return chunk.start not in self.ends
+
 
 class Segment(NamedTuple):
     """Tokens `[start, stop)` of a chunk that belong to one document in each of these rows.
@@ -222,6 +226,6 @@ def _tell_rule(real: Function, documents: Documents, chunk: Chunk, *args: Any, *
         return real(*args, **kwargs)
     if state is not None:
         others = state.new_zeros((len(ends) - 2, *state.shape[1:]))  # [N - 1, H, K, V]
-        kwargs["initial_state"] = torch.cat((state, others)) if chunk.start not in documents.ends else None
+        kwargs["initial_state"] = torch.cat((state, others)) if documents.goes_on(chunk) else None
     out, end = real(*args, **kwargs)
     return out, None if end is None else end[-1:]
