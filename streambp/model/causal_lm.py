@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import is_initialized
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.own import biases_positions
@@ -123,7 +123,7 @@ class CausalLMForward(InstanceForward):
             if args:
                 kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
             labels = kwargs.get("labels")
-            if not self.state.warned_of_padding:
+            if not self.state.warned_of_padding and kwargs.get("attention_mask") is not None:
                 attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
                 if attention == "eager" or self._biased:  # it averages where nothing may be read
                     self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
@@ -236,9 +236,7 @@ class CausalLMForward(InstanceForward):
             return None
         if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
             return None
-        self._leave_cache(kwargs)
-        config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
-        left_out = self.use.left_out
+        config, left_out = self._leave_cache(kwargs), self.use.left_out
 
         def run() -> Any:
             output = self.original(**kwargs)
@@ -295,9 +293,12 @@ class CausalLMForward(InstanceForward):
                 "and pass the same tensor as labels and as shift_labels."
             )
 
-    def _leave_cache(self, kwargs: dict[str, Any]) -> None:
-        self.state.check_cache(self.module.config.get_text_config(), kwargs)  # type: ignore[operator, union-attr]
+    def _leave_cache(self, kwargs: dict[str, Any]) -> PreTrainedConfig:
+        """The call makes none from here on. Returned is the text model's config."""
+        config: PreTrainedConfig = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.state.check_cache(config, kwargs)
         kwargs["use_cache"] = False
+        return config
 
     @explaining("in the model around its layers")
     def _run(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:

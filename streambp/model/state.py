@@ -160,13 +160,14 @@ class PatchState:
             return None
         if self.weights is not None and self.weights.ranges.layers:
             return None  # its graph would hold slots, where other layers' weights come next
-        if not self.unpatched.within:
-            # It may be begun again, on this rank alone. [Note: what a rank decides alone]
-            if self.root is not None and is_initialized() and any(held(self.root)):
-                return None
-            cached = self.running.asked_cache and not self.warned_of_documents
-            if finds_other_documents(kwargs, own_implementation(config), cached):
-                return None
+        if self.unpatched.within:
+            return run()
+        # It may be begun again, on this rank alone. [Note: what a rank decides alone]
+        if self.root is not None and is_initialized() and any(held(self.root)):
+            return None
+        cached = self.running.asked_cache and not self.warned_of_documents
+        if finds_other_documents(kwargs, own_implementation(config), cached):
+            return None
         packers: list[Any] = [wrapper for wrapper in self.wrappers if hasattr(wrapper, "packs")]
         return self.unpatched.attempt(run, kwargs, config, lambda: any(w.packs(kwargs, padding_unseen) for w in packers))
 

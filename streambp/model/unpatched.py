@@ -27,6 +27,7 @@ it says or leaves out is kept: the warning of documents, a loss of 0 without a v
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -92,8 +93,6 @@ class UnpatchedRuns:
             run: the unpatched model's forward. kwargs: of the call, in training. config: of the text model.
             packs: whether the call is computed as a packed row else; asked last, since that looks at the batch.
         """
-        if self.within:
-            return run()
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(given, Tensor) or given.dim() < 2:
             return None
@@ -191,6 +190,9 @@ class LossOfLabels(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the loss, a scalar, as it came."""
         return grad, None, None
+
+
+vars(LossOfLabels.forward)["__signature__"] = inspect.signature(LossOfLabels.forward)  # torch makes one at each call else
 
 
 def kept_unpatched(
