@@ -62,7 +62,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         parts[f"attention in {name}"] = told(_attention, device, dtype, otherwise=lambda why: f"none ({why})")
-    parts["offload engine"] = told(lambda: type(make_engine(device)).__name__, otherwise=lambda why: f"none ({why})")
+    parts["offload engine"] = told(lambda: make_engine(device).name, otherwise=lambda why: f"none ({why})")
     return {name: value for name, value in parts.items() if value}
 
 

@@ -59,7 +59,11 @@ class Engine:
     """What moves bytes between a device and the host: here at once, on the calling thread, while nothing is under way.
 
     So it is for CPU models, where offloading frees nothing but can be tested.
+
+    name: for a person.
     """
+
+    name = "copies at once"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -133,6 +137,8 @@ class AcceleratorEngine(Engine):
 
     pinned: all of its host memory is; otherwise no more is tried.
     """
+
+    name = "copies beside the compute"
 
     def __init__(self, device: torch.device, beside: AcceleratorEngine | None = None) -> None:
         super().__init__(device)

@@ -186,7 +186,7 @@ def test_what_runs_there_is_told(device):
         here = found[f"{backend.NAME}:{index}"]
         assert here["name"] == "an emulated device"
         assert here["memory"].startswith("64.0 GiB")
-        assert here["offload engine"] == engines.AcceleratorEngine.__name__
+        assert here["offload engine"] == "copies beside the compute"
         assert here["attention in bfloat16"].startswith("math ")
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=8))
     model(**make_batch("plain"), use_cache=False).loss.backward()
