@@ -50,7 +50,7 @@ from streambp.layer.graphs import Origin, Started, is_kept, nodes_behind
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import remember
 from streambp.nested import rebuilt
-from streambp.recurrent.documents import in_one
+from streambp.recurrent.documents import in_one, in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS, leaves_of
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
@@ -155,7 +155,9 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
         chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
         try:
             named, length = call.arguments.named, x.shape[-2]
-            documents, rows = call.packing.tried(x)
+            # Several documents, if the call has several.
+            documents = in_several(named, length) if call.packing.told else {}
+            rows = None if call.packing.rows is None else tried_rows(x.shape[-3], length)
             with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
                 generators = generators_of(call.site, call.look)
                 states = generator_states(generators)

@@ -52,7 +52,7 @@ class LayerCall:
     extras: the extra outputs, in the order in which the layer's Function returns them.
     look: what the layer is made of as the call begins; seen: when its forward is over. [Note: fingerprint]
     parameters: the layer's, in their slots as the call begins.
-    attempt: gives the result of what it is given; where saves may be let go of, it may call it twice (`oom.py`).
+    attempt: gives the result of what it is given. repeats: it may call that twice, since saves may be let go of (`oom.py`).
     wanted: whether the input and each differentiable argument wants a gradient; known when the layer's Function runs.
     """
 
@@ -78,6 +78,7 @@ class LayerCall:
         self.recorded = tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
         self.collected: Collected = {}  # what the chunk at work records
         self.indexers = site.of(indexers_of)
+        self.runs_compiled = bool(site.of(compiled_inside))
         self.autocast = Autocast.capture(self.hidden_states.device)
         self.training = site.layer.training
         self.extras: list[Place] = []
@@ -101,8 +102,8 @@ class LayerCall:
             self.plan = self.plan.with_least(least)
         self.gradients_of_a_parameter = len(self.plan.ends)  # in a backward pass
         self.kept = self._keep()
-        self.attempt, chooser = AT_ONCE, site.chooser
-        if site.repeats and chooser is not None:
+        self.attempt, self.repeats, chooser = AT_ONCE, site.repeats, site.chooser
+        if self.repeats and chooser is not None:
             self.attempt = functools.partial(
                 with_memory,
                 device=self.device,
@@ -246,7 +247,7 @@ class LayerCall:
             states = None if states is None else {key: state.clone() for key, state in states.items()}
             if prefix is not None or stage is not Stage.FORWARD:
                 hidden_chunk = hidden_chunk.clone()
-        if prefix is None and self.site.of(compiled_inside):
+        if prefix is None and self.runs_compiled:
             # A chunk is a view at an offset, of a row as long as the sequence: compiled code would be made anew for these.
             hidden_chunk = hidden_chunk.clone(memory_format=torch.contiguous_format)
         prefix = prefix or self.carried.prefix

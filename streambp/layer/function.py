@@ -296,7 +296,7 @@ def _differentiated(
         of_states: the gradients of the states that the chunk ended with.
         again: what the first attempt has added up stays, and is not added once more.
     """
-    if call.site.repeats:
+    if call.repeats:
         work.sums.begin(again)
         call.carried.prefix.begin_backward(again)
     graph, call.kept.graph = call.kept.graph, None

@@ -133,7 +133,7 @@ def computed_with_graph(
 def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iterator[None]:
     """Within, what graphs save is told to the call's watch, in bytes: without known tensors [...], frozen weights and the
     call's arguments, such as cosines and sines, which are there anyway."""
-    if not call.site.repeats:
+    if not call.repeats:
         yield
         return
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]

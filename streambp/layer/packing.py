@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from torch import Tensor
-
 from streambp.chunks import Barrier, Chunk
 from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS
 from streambp.layer.arguments import Arguments
 from streambp.layer.site import LayerSite
-from streambp.recurrent.documents import TRIED, PackedRows, document_readers, in_several
+from streambp.recurrent.documents import PackedRows, document_readers
 from streambp.recurrent.scans import scans_of, starting_from
 from streambp.recurrent.segments import in_segments, mixers_of
 from streambp.recurrent.states import StateCache
@@ -58,16 +56,6 @@ class Packing:
         if documents is None:
             return named, starting_from(self._scans, cache)
         return {**named, **documents.within(chunk)}, starting_from(self._scans, cache, (self._functions, documents, chunk))
-
-    def tried(self, x: Tensor) -> tuple[dict[str, Tensor], PackedRows | None]:
-        """Arguments and packed rows for a trial on x [..., B, TOKENS, h]: several documents, if the call has several, other
-        ones in every second row."""
-        rows, length = x.shape[-3:-1]
-        told = in_several(self.arguments.named, length) if self.arguments is not None and self.told else {}
-        if self.rows is None:
-            return told, None
-        ends = (tuple(end - row % 2 for end in TRIED if end < length) for row in range(rows))
-        return told, PackedRows(tuple((0, *inside, length) for inside in ends))
 
 
 ONE_DOCUMENT = Packing()

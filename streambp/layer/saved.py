@@ -234,11 +234,15 @@ class Kept:
     def _overwritten(self, *names: str) -> UnsupportedModelError:
         """The layer writes to the outputs of these Linears; without names, to that of attention."""
         kind = type(self.site.layer).__name__
-        if len(names) < 2:
-            output, it, now = (names[0], "it", f", which is {self.saves}") if names else ("attention", "'attn_out'", "")
+        if not names:
             return UnsupportedModelError(
-                f"The output of {output} is changed in place inside {kind}, so it cannot be saved. Leave {it} out of "
-                f"StreamConfig's saves{now}."
+                f"The output of attention is changed in place inside {kind}, so it cannot be saved. Leave 'attn_out' out "
+                "of StreamConfig's saves."
+            )
+        if len(names) == 1:
+            return UnsupportedModelError(
+                f"The output of {names[0]} is changed in place inside {kind}, so it cannot be saved. Leave it out of "
+                f"StreamConfig's saves, which is {self.saves}."
             )
         return UnsupportedModelError(
             f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so they cannot be saved. Leave them "

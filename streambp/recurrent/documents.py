@@ -165,6 +165,11 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     return changed
 
 
+def tried_rows(rows: int, length: int) -> PackedRows:
+    """The same for the probe's rows of `length` tokens: several documents, other ones in every second row."""
+    return PackedRows(tuple((0, *(end - row % 2 for end in TRIED if end < length), length) for row in range(rows)))
+
+
 Function = Callable[..., Any]
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.admission import trials
-from streambp.layer import packing
+from streambp.admission import probe, trials
 from streambp.recurrent import documents
 from tests import zoo
 from tests.families import make_batch
@@ -208,6 +207,6 @@ def test_a_kernel_that_does_something_else_is_found_out(kernel, monkeypatch):
 
 
 def test_a_probe_of_one_document_would_not_find_it(monkeypatch):
-    monkeypatch.setattr(packing, "in_several", lambda named, length: documents.in_one(named))
+    monkeypatch.setattr(probe, "in_several", lambda named, length: documents.in_one(named))
     with pytest.raises(AssertionError):
         check_found_out(state_for_every_document, monkeypatch)

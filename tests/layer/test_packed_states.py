@@ -19,7 +19,6 @@ import torch
 import streambp
 from streambp.admission import probe
 from streambp.errors import UnsupportedModelError
-from streambp.layer import packing
 from streambp.model import wrappers
 from streambp.recurrent import documents, segments
 from tests import zoo
@@ -284,7 +283,7 @@ def test_a_kernel_that_does_not_do_as_it_is_told_is_called_by_document(monkeypat
 def test_a_trial_of_one_document_would_not_find_it(monkeypatch):
     deaf.__name__ = "mamba_chunk_scan_combined"
     deaf.__signature__ = inspect.signature(reference_kernels.mamba_chunk_scan_combined)
-    monkeypatch.setattr(packing, "TRIED", ())
-    monkeypatch.setattr(packing, "in_several", lambda named, length: documents.in_one(named))
+    monkeypatch.setattr(probe, "tried_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows))
+    monkeypatch.setattr(probe, "in_several", lambda named, length: documents.in_one(named))
     with pytest.raises(AssertionError):
         check_with_kernels(built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "told to its kernels")
