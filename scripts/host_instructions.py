@@ -66,7 +66,7 @@ def counted(tree: Path, case: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="the root of another checkout")
-    parser.add_argument("--cases", nargs="+", default=["plain", "uncompared", "lora"], metavar="CASE")
+    parser.add_argument("--cases", nargs="+", default=["plain", "uncompared plain", "lora"], metavar="CASE")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
@@ -76,7 +76,7 @@ def main() -> None:
         here = counted(HERE.parent, case)
         against = f"   against {counted(given.against.resolve(), case):,}" if given.against else ""
         ratio = f"   ratio {here / int(against.split()[-1].replace(',', '')):.3f}" if against else ""
-        print(f"{case:<13} {here:,} a step{against}{ratio}", flush=True)
+        print(f"{case:<24} {here:,} a step{against}{ratio}", flush=True)
 
 
 if __name__ == "__main__":

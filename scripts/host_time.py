@@ -2,18 +2,18 @@
 
 checkpointing              unpatched, with gradient checkpointing
 plain, lora                patched, the sequence in one chunk
-uncompared                 as plain, with compare_backward=False: the rest of plain's time is the witness
 8 chunks                   patched, the sequence in eight
 auto, auto 8 chunks        the same with saves="auto"; the others save nothing
+uncompared ...             with compare_backward=False: the rest of the case's time is the witness
 first plain, first lora    the first step of a new model, in which each layer is tried
 
     OMP_NUM_THREADS=1 python scripts/host_time.py                       # this tree
     OMP_NUM_THREADS=1 python scripts/host_time.py --against /path/to/tree/of/another/commit
 
 Printed are milliseconds of processor time, the minimum over all steps, and their ratio to checkpointing, or to the other
-tree, and of saves="auto" to the same without saves. With another tree two processes, one for each (it comes first in
-PYTHONPATH), take turns, so that a machine that is busy or slows down does so for both. Processes of one tree differ by
-some percent for as long as they live: `--processes 6` takes the minimum over six pairs.
+tree, then of saves="auto" to the same without saves, and to the same without the witness. With another tree two processes,
+one for each (it comes first in PYTHONPATH), take turns, so that a machine that is busy or slows down does so for both.
+Processes of one tree differ by some percent for as long as they live: `--processes 6` takes the minimum over six pairs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import streambp
 
 HERE = Path(__file__).resolve().parent.parent
-WARM = ("checkpointing", "plain", "uncompared", "8 chunks", "lora", "auto", "auto 8 chunks")
-PEERS = {"plain": "uncompared", "auto": "plain", "auto 8 chunks": "8 chunks"}  # of the same run
+UNCOMPARED = "uncompared "
+STREAMED = ("plain", "8 chunks", "lora", "auto", "auto 8 chunks")
+WARM = ("checkpointing", *STREAMED, *(UNCOMPARED + case for case in STREAMED if case != "auto"))  # which is not streamed
+WITHOUT_SAVES = {"auto": "plain", "auto 8 chunks": "8 chunks"}
 CASES = (*WARM, "first plain", "first lora")
 
 
@@ -54,16 +56,17 @@ def build(case: str, layers: int, length: int, width: int = 32) -> torch.nn.Modu
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
+    known = "compare_backward" in streambp.StreamConfig.__dataclass_fields__  # the other tree may be older
+    settings: dict[str, Any] = {"compare_backward": False} if case.startswith(UNCOMPARED) and known else {}
+    case = case.removeprefix(UNCOMPARED)
     saves: tuple[str, ...] | Literal["auto"] = "auto" if case.startswith("auto") else ()
     if case.endswith("8 chunks"):
-        return streambp.patch(model, streambp.StreamConfig(chunk_size=length // 8, saves=saves))
+        settings["chunk_size"] = length // 8
     if case == "lora":
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
         model.enable_input_require_grads()
-    known = "compare_backward" in streambp.StreamConfig.__dataclass_fields__  # the other tree may be older
-    settings: dict[str, Any] = {"compare_backward": False} if case == "uncompared" and known else {}
     return streambp.patch(model, streambp.StreamConfig(saves=saves, **settings))
 
 
@@ -132,8 +135,9 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
     for case in arguments.cases:
         here, *there = (found[case, tree] for tree in trees)
         others = there or [found[case, HERE] for case in WARM[:1] if case in arguments.cases]
-        others += [found[PEERS[case], HERE]] if PEERS.get(case) in arguments.cases else []
-        yield f"{case:<13} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in others)
+        peers = WITHOUT_SAVES.get(case, ""), UNCOMPARED + case  # of the same run
+        others += [found[peer, HERE] for peer in peers if peer in arguments.cases]
+        yield f"{case:<24} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in others)
 
 
 def main() -> None:
