@@ -23,10 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from streambp.attention.indexers import indexers_of
 from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
-from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS
+from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS, MODULE_TABLES
 from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness, rows_of
 
+PARAMETERS = MODULE_TABLES[0]
 Labels = frozenset[str]
 
 
@@ -135,20 +136,27 @@ def summed(
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name in unread.intersection(linears) if sums.alone else linears:
         module = linears[name]
-        weight: Any = module.weight
+        weight, _ = weights_of(module)
         add = sums.adder(weight)
-        cast = weight.to if add is None else functools.partial(sums.cast, weight)
+        cast = None if add is None else functools.partial(sums.cast, weight)
         sees = witness if witness is not None and name in unread and name in witness.left_out else None
         if name in unread or add is not None:
             forwards[module] = _adding(module, UNREAD if name in unread else None, add, cast, sees, name)
     return _Replaced(forwards)
 
 
+def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Its weight [out, in] and bias [out], which are read in each chunk: torch looks for them everywhere else first."""
+    slots = module.__dict__[PARAMETERS]
+    return (slots["weight"], slots["bias"]) if "weight" in slots and "bias" in slots else (module.weight, module.bias)
+
+
 def _adding(
-    module: nn.Linear, value: Unread | None, add: Add | None, cast: Cast, witness: Witness | None, name: str
+    module: nn.Linear, value: Unread | None, add: Add | None, cast: Cast | None, witness: Witness | None, name: str
 ) -> Callable[[Tensor], Tensor]:
     """`_product` of x, for as long as the module keeps its weight."""
-    weight, bias, kind = module.weight, module.bias, module.weight.device.type
+    weight, bias = weights_of(module)
+    kind = weight.device.type
     may_cast = torch.amp.is_autocast_available(kind)
 
     def forward(x: Tensor) -> Tensor:
@@ -167,13 +175,13 @@ def _adding(
 def left_out(linears: dict[str, nn.Linear], names: Labels) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears return NaN and know their backward."""
     chosen = [linears[name] for name in names if name in linears]
-    return _Replaced({module: functools.partial(_product, module, UNREAD, None, module.weight.to) for module in chosen})
+    return _Replaced({module: functools.partial(_product, module, UNREAD, None, None) for module in chosen})
 
 
 def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
     """Within, these Linears compute their products and have the backward of those that are left out."""
     modules = [linears[name] for name in names if name in linears]
-    return _Replaced({module: functools.partial(_product, module, None, None, module.weight.to) for module in modules})
+    return _Replaced({module: functools.partial(_product, module, None, None, None) for module in modules})
 
 
 def tapped(
@@ -194,10 +202,11 @@ def tapped(
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name in names:
         if name in linears:
-            module = linears[name]
-            weight: Any = module.weight
-            add = None if sums is None else sums.adder(weight)
-            cast = weight.to if sums is None or add is None else functools.partial(sums.cast, weight)
+            module, add, cast = linears[name], None, None
+            if sums is not None:
+                weight, _ = weights_of(module)
+                add = sums.adder(weight)
+                cast = None if add is None else functools.partial(sums.cast, weight)
             forwards[module] = functools.partial(_tapped, name, module, sink, see, source, add, cast)
     return _Replaced(forwards)
 
@@ -209,7 +218,7 @@ def _tapped(
     see: See | None,
     source: Callable[[str], Tensor | None] | None,
     add: Add | None,
-    cast: Cast,
+    cast: Cast | None,
     x: Tensor,
 ) -> Tensor:
     if see is not None:
@@ -228,16 +237,16 @@ Unread = slice  # in place of a product that nobody reads: its rows that are com
 UNREAD = Unread(0)  # none
 
 
-def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast, x: Tensor) -> Tensor:
+def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast | None, x: Tensor) -> Tensor:
     """The module's output for x [..., in], if `value` is not it already."""
-    weight: Any = module.weight
-    bias: Any = module.bias
+    weight, bias = weights_of(module)
     dtype = cast_to(x)
     if value is UNREAD and not torch.is_grad_enabled():
         # In the dtype that the Linear would give; no weight is cast for it.
         return x.new_full((*x.shape[:-1], module.out_features), torch.nan, dtype=dtype or x.dtype)
     if dtype is not None:
-        x, weight, bias = x.to(dtype), cast(dtype), None if bias is None else bias.to(dtype)
+        weight = weight.to(dtype) if cast is None else cast(dtype)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
     return out
 
