@@ -107,12 +107,13 @@ class Witness:
     last: bool = False
     _noted: dict[Any, list[tuple[str, Tensor]]] = dataclasses.field(default_factory=dict)
     _here: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
+    _seen: tuple[weakref.ref[Tensor], int, Tensor] | None = None  # the last x, its version, and its combination
     _again: bool = False
     _found: list[Compared] = dataclasses.field(default_factory=list)
 
     def begin(self, place: Hashable, last: bool, again: bool) -> None:
         """Compute the chunk, or the half of one, that goes by this name. again: in backward."""
-        self.last, self._again = last, again
+        self.last, self._again, self._seen = last, again, None
         if again:
             self._here = self._noted.pop(place, [])
         else:
@@ -125,14 +126,13 @@ class Witness:
             unchanged: [..., C, n], which x contains; the norm of the rest sets the tolerance.
             rows: of x, to be compared as they are; None: all, in one combination.
         """
-        x = x.detach() if x.requires_grad else x
         if not self._again:
-            self._here.append((name, self.witnesses.combined(x) if rows is None else x[..., rows, :].clone()))
+            self._here.append((name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone()))
             return
         for place, (known, then) in enumerate(self._here):
             if known == name:
                 del self._here[place]
-                now = self.witnesses.combined(x) if rows is None else x[..., rows, :]
+                now = self._combined(x) if rows is None else x.detach()[..., rows, :]
                 if then.shape != now.shape or answered_at_once(then, now):
                     return
                 base = unchanged
@@ -140,6 +140,17 @@ class Witness:
                     base = self.witnesses.combined(base.detach()) if rows is None else base.detach()[..., rows, :].clone()
                 self._found.append(self.compared()(then, now if rows is None else now.clone(), base))
                 return
+
+    def _combined(self, x: Tensor) -> Tensor:
+        """Of x [..., C, n], as `Witnesses.combined`; the products of one x are seen one after the other."""
+        if x.is_inference():
+            return self.witnesses.combined(x)
+        seen = self._seen
+        if seen is None or seen[0]() is not x or seen[1] != x._version:
+            combined = self.witnesses.combined(x.detach() if x.requires_grad else x)
+            self._seen = weakref.ref(x), x._version, combined
+            return combined
+        return seen[2]
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
         """See what a chunk's x [..., B, C, h] became, [..., B, C, h].

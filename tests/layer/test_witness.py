@@ -281,6 +281,40 @@ def test_a_cpu_that_gives_the_same_bits_is_asked_nothing_more(monkeypatch):
     assert noted
 
 
+def one_input(change=None):
+    """What a witness compares of three Linears of one x [1, C, n]: how many combinations it made, and whether it raises.
+
+    change: comes between the first and the second Linear of the recomputation.
+    """
+    made, real = [], witness.Witnesses()
+    combined = real.combined
+    real.combined = lambda x: made.append(x) or combined(x)
+    seen = witness.Witness(real, lambda: functools.partial(witness.Compared, nn.Identity(), 0, False, 1e-8))
+    value = torch.randn(1, CHUNK, 4, dtype=torch.float64)
+    for again in (False, True):
+        x = value.clone()
+        seen.begin(0, True, again)
+        for name in "qkv":
+            seen.see(name, x)
+            if again and name == "q" and change is not None:
+                x = change(x)
+    try:
+        seen.end()
+    except BackwardError:
+        return len(made), True
+    return len(made), False
+
+
+IN_BETWEEN = {"in place": lambda x: x.add_(0.5), "another tensor": lambda x: x + 0.5}
+
+
+def test_one_input_of_several_linears_is_combined_once():
+    """And a change between two of them is found."""
+    assert one_input() == (2, False)
+    for change in IN_BETWEEN.values():
+        assert one_input(change) == (3, True)
+
+
 def test_a_backward_that_raises_leaves_nothing_behind():
     model, loss = changed_within("a fused step", dtype=torch.float32)
     with pytest.raises(BackwardError):
@@ -338,6 +372,15 @@ def _but(see, name):
     return lambda self, given, *rest: None if given == name else see(self, given, *rest)
 
 
+def one_combination_for_all(patch):
+    real = witness.Witness._combined
+
+    def combined(self, x):
+        return real(self, x) if self._seen is None else self._seen[2]
+
+    patch.setattr(witness.Witness, "_combined", combined)
+
+
 later = functools.partial(test_a_change_without_a_trace_raises, steps=1)
 
 
@@ -348,6 +391,7 @@ later = functools.partial(test_a_change_without_a_trace_raises, steps=1)
         (nobody_asks, functools.partial(later, "a fused step", "nothing")),
         (last_row_alone, functools.partial(later, "one token", "nothing")),
         (no_rows, functools.partial(later, "a global behind the MLP", "nothing")),
+        (one_combination_for_all, test_one_input_of_several_linears_is_combined_once),
         (no_inputs_of_what_is_left_out, lambda: test_a_change_of_one_token_in_inner_chunks(1)),
     ],
 )
