@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.attention.indexers import indexers_of
+from streambp.device import autocast_dtype
 from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS, MODULE_TABLES
@@ -253,9 +254,7 @@ def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, 
 
 def cast_to(x: Tensor) -> torch.dtype | None:
     """What autocast makes of x [...]; None where it is off: it leaves float64 alone."""
-    device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else None
+    return None if x.dtype == torch.float64 else autocast_dtype(x.device.type)
 
 
 class LinearWithKnownOutput(torch.autograd.Function):

@@ -200,7 +200,9 @@ class Witnesses:
             if len(self._weights) == REMEMBERED:
                 self._weights.clear()
             weights = self._weights[rows, x.dtype, device] = self._longest[key][:rows]
-        columns = x.reshape(rows, features).t()  # [n, rows]
+        whole = type(x) is Tensor and x.is_contiguous()
+        # One view where the other way makes two: this is asked twice for each chunk.
+        columns = x.as_strided((features, rows), (1, features)) if whole else x.reshape(rows, features).t()  # [n, rows]
         if not torch._C._is_any_autocast_enabled():
             found = torch.mv(columns, weights)
         else:
