@@ -6,6 +6,7 @@ version, so its errors are known by their place behind `typer.BadParameter`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from streambp.fields import parse_bytes, parse_tokens, shown
 
 UsageError, ClickException = typer.BadParameter.__mro__[1:3]
 DIGITS = 18  # of a whole number
-MOST = 10**DIGITS
 
 
 def tokens(longest: bool = False) -> Callable[[Any], Any]:
@@ -45,31 +45,18 @@ def size(text: Any) -> int:
         raise typer.BadParameter(str(error).rstrip(".")) from None
 
 
-def whole(low: int, high: int = MOST) -> Callable[[Any], int]:
-    """A parser of whole numbers within a range."""
-    told = f"a whole number from {low}" + (f" to {high}" if high < MOST else "")
+def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:
+    """A parser of whole numbers, or of all finite ones, within a range."""
+    told = f"a {'whole ' if whole else ''}number from {low}" + ("" if high is None else f" to {high:g}")
 
-    def parse(text: Any) -> int:
-        number = int(text) if re.fullmatch(rf"-?[0-9]{{1,{DIGITS}}}", str(text)) else None
-        if number is None or not low <= number <= high:
+    def parse(text: Any) -> Any:
+        found: float = math.nan
+        if not whole or re.fullmatch(rf"-?[0-9]{{1,{DIGITS}}}", str(text)):
+            with contextlib.suppress(ValueError):
+                found = int(text) if whole else float(text)
+        if not low <= found <= (math.inf if high is None else high) or math.isinf(found):
             raise typer.BadParameter(f"is {shown(text)}; it must be {told}")
-        return number
-
-    return parse
-
-
-def real(low: float, high: float = math.inf) -> Callable[[Any], float]:
-    """A parser of finite numbers within a range."""
-    told = f"a number from {low:g}" + (f" to {high:g}" if math.isfinite(high) else "")
-
-    def parse(text: Any) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not low <= number <= high or math.isinf(number):
-            raise typer.BadParameter(f"is {shown(text)}; it must be {told}")
-        return number
+        return found
 
     return parse
 

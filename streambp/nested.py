@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -40,11 +40,11 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def replaced(objects: Collection[Any], name: str, value: Any) -> Iterator[None]:
-    """Within, an attribute of these objects has that value."""
+def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
+    """Within, an attribute of these objects has these values, one for each."""
     before = [getattr(one, name) for one in objects]
     try:
-        for one in objects:
+        for one, value in zip(objects, values, strict=False):
             setattr(one, name, value)
         yield
     finally:

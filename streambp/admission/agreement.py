@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import Choices
-from streambp.layer.site import LayerSite
+from streambp.nested import replaced
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
@@ -36,23 +36,10 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
 
 
 @contextlib.contextmanager
-def choosing(sites: Sequence[LayerSite], choices: Sequence[Choices | None]) -> Iterator[None]:
-    """Within, each layer makes these choices or is handed them out; None: it chooses freely. [Note: choices]"""
-    before = [site.choices for site in sites]
-    for site, of_site in zip(sites, choices, strict=True):
-        site.choices = of_site
-    try:
-        yield
-    finally:
-        for site, of_site in zip(sites, before, strict=True):
-            site.choices = of_site
-
-
-@contextlib.contextmanager
 def choices_once(call: LayerCall) -> Iterator[Choices]:
     """Within, the layer chooses freely in its first run over the tokens, and as then in the others. [Note: choices]"""
     choices = Choices()
-    with choosing([call.site], [choices]):
+    with replaced([call.site], "choices", [choices]):
         yield choices
 
 

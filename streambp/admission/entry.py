@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
-from streambp.admission.agreement import choosing
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.insides import hooks_of_others, may_edit_gradients
 from streambp.admission.probe import Verdict, can_stream
@@ -39,6 +38,7 @@ from streambp.layer.recompute import NOTHING
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.layer.unchanged import NOBODY
+from streambp.nested import replaced
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
@@ -148,7 +148,8 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         site.shown |= hooks_of_others(call.layer)
     try:
         here = site.weights_here("trial", call.device)
-        with here, nothing_compiled(), call.autocast.off(), choosing([site], [None]):  # [Note: autocast], [Note: choices]
+        freely = replaced([site], "choices", [None])  # [Note: choices]
+        with here, nothing_compiled(), call.autocast.off(), freely:  # [Note: autocast]
             found = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):

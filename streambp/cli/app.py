@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import streambp
-from streambp.arguments import one_of, real, size, tokens, whole
+from streambp.arguments import number, one_of, size, tokens
 from streambp.launch.command import UNPATCHED
 from streambp.launch.hook import VARIABLE
 from streambp.launch.settings import Allowed, with_flags
@@ -49,9 +49,9 @@ ChunkSize = Annotated[
 Saves = Annotated[
     str, _option(TRAINING, "tensors that backward need not recompute: attn_out, kv, globs of Linears; separated by commas")
 ]
-Seed = Annotated[Any, _option(LENGTH, "seed of the random tokens", parser=whole(0), metavar="N")]
-Padding = Annotated[Any, _option(LENGTH, "tokens of padding at the start", parser=whole(0), metavar="N")]
-Top = Annotated[Any, _option(OUTPUT, "parameters to list, 0 for all", parser=whole(0), metavar="N")]
+Seed = Annotated[Any, _option(LENGTH, "seed of the random tokens", parser=number(0), metavar="N")]
+Padding = Annotated[Any, _option(LENGTH, "tokens of padding at the start", parser=number(0), metavar="N")]
+Top = Annotated[Any, _option(OUTPUT, "parameters to list, 0 for all", parser=number(0), metavar="N")]
 GpuMemory = Annotated[
     Any, _option(MEMORY, "memory of each GPU, such as 24GiB", parser=size, metavar="BYTES", show_default=False)
 ]
@@ -60,19 +60,21 @@ HostMemory = Annotated[
     _option(MEMORY, "memory of the machine, for all its GPUs (default: no limit)", parser=size, metavar="BYTES"),
 ]
 Reserve = Annotated[
-    Any, _option(MEMORY, "part of each GPU's memory that is kept free", parser=real(0, 0.99), metavar="PART")
+    Any, _option(MEMORY, "part of each GPU's memory that is kept free", parser=number(0, 0.99, whole=False), metavar="PART")
 ]
 Gpus = Annotated[
-    Any, _option(GPUS, "number of GPUs (default: 1, or those that share a sequence)", parser=whole(1), metavar="N")
+    Any, _option(GPUS, "number of GPUs (default: 1, or those that share a sequence)", parser=number(1), metavar="N")
 ]
-Ulysses = Annotated[Any, _option(GPUS, "ranks that share each sequence by DeepSpeed Ulysses", parser=whole(1), metavar="N")]
+Ulysses = Annotated[
+    Any, _option(GPUS, "ranks that share each sequence by DeepSpeed Ulysses", parser=number(1), metavar="N")
+]
 ContextParallel = Annotated[
-    Any, _option(GPUS, "ranks that share each sequence by context parallelism", parser=whole(1), metavar="N")
+    Any, _option(GPUS, "ranks that share each sequence by context parallelism", parser=number(1), metavar="N")
 ]
 Zero = Annotated[Any, _option(GPUS, "ZeRO stage; 3 for FSDP2 too", **one_of(0, 1, 2, 3))]
-Rows = Annotated[Any, _option(LENGTH, "rows on each GPU", parser=whole(1), metavar="N")]
+Rows = Annotated[Any, _option(LENGTH, "rows on each GPU", parser=number(1), metavar="N")]
 Lora = Annotated[
-    Any, _option(TRAINING, "train adapters of this rank on every Linear of the layers", parser=whole(1), metavar="RANK")
+    Any, _option(TRAINING, "train adapters of this rank on every Linear of the layers", parser=number(1), metavar="RANK")
 ]
 Full = Annotated[bool, _option(TRAINING, "train every parameter (default: plan full training and LoRA)", "--full")]
 Bits = Annotated[Any, _option(TRAINING, "bits of the frozen weights beside adapters", **one_of(4, 8, 16))]
@@ -82,7 +84,7 @@ OptimizerBytes = Annotated[
         TRAINING,
         "optimizer state of each trained parameter: 12 is Adam with float32 weights, 16 with float32 gradients too "
         "(ZeRO-Offload), 4 Adam in bf16, 0 none",
-        parser=real(0, 1024),
+        parser=number(0, 1024, whole=False),
         metavar="BYTES",
     ),
 ]
@@ -144,7 +146,9 @@ Html = Annotated[
 Modules = Annotated[
     bool, _option(OUTPUT, "print the model's modules with their parameters and activations as well", "--modules")
 ]
-Group = Annotated[Any, _option(LENGTH, "plan that many completions of one prompt instead", parser=whole(1), metavar="ROWS")]
+Group = Annotated[
+    Any, _option(LENGTH, "plan that many completions of one prompt instead", parser=number(1), metavar="ROWS")
+]
 Prompt = Annotated[
     Any,
     _option(LENGTH, "prompt of a group's rows; the rest of --seq-len is completion", parser=tokens(), metavar="TOKENS"),

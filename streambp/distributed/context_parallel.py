@@ -7,13 +7,13 @@ gather keys and values themselves (`sharded/gathered.py`).
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Hashable
 from typing import Any
 
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
+from streambp.distributed.ulysses import SplitOver
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import (
     CONTEXT_PARALLEL,
@@ -21,15 +21,6 @@ from streambp.known_names import (
     CONTEXT_PARALLEL_MESH,
     CONTEXT_PARALLEL_OPTIONS,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ContextParallel:
-    """The process group over which sequences are split; balanced: of 2 P parts rank r holds parts r and 2 P - 1 - r, else
-    of P parts the one of its number."""
-
-    group: Any
-    balanced: bool
 
 
 def replaced_attention() -> Any:
@@ -43,7 +34,7 @@ def replaced_attention() -> Any:
     return function if isinstance(function, Hashable) else id(function)
 
 
-def find_context_parallel() -> ContextParallel | None:
+def find_context_parallel() -> SplitOver | None:
     """What is at work now, if it is.
 
     Raises:
@@ -55,7 +46,7 @@ def find_context_parallel() -> ContextParallel | None:
     try:
         mesh = inspect.getclosurevars(function).nonlocals[CONTEXT_PARALLEL_MESH]
         options = function.__globals__[CONTEXT_PARALLEL_OPTIONS]
-        return ContextParallel(mesh.get_group(), bool(getattr(options, CONTEXT_PARALLEL_BALANCED)))
+        return SplitOver(mesh.get_group(), bool(getattr(options, CONTEXT_PARALLEL_BALANCED)))
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise UnsupportedModelError(
             "torch's context parallelism splits the sequence over ranks, but its mesh of one dimension or the order of its "

@@ -17,14 +17,19 @@ from streambp.known_names import ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYS
 
 
 @dataclasses.dataclass(frozen=True)
-class Ulysses:
-    """The process group over which a sequence is split; disable_in_eval: it is not while the model is in eval mode."""
+class SplitOver:
+    """The process group over which sequences are split.
+
+    balanced: None: by Ulysses. By context parallelism: of 2 P parts rank r holds parts r and 2 P - 1 - r, else of P parts
+        the one of its number. disable_in_eval: they are not while the model is in eval mode.
+    """
 
     group: Any
-    disable_in_eval: bool
+    balanced: bool | None = None
+    disable_in_eval: bool = False
 
 
-def find_ulysses(implementation: str | None) -> Ulysses | None:
+def find_ulysses(implementation: str | None) -> SplitOver | None:
     """What `UlyssesSPAttentionHF.register_with_transformers` put in place of an attention function, if it did.
 
     Args:
@@ -38,7 +43,7 @@ def find_ulysses(implementation: str | None) -> Ulysses | None:
         return None
     for value in inspect.getclosurevars(inspect.unwrap(function)).nonlocals.values():
         if hasattr(value, ULYSSES_GROUP) and hasattr(value, ULYSSES_ATTENTION):
-            return Ulysses(getattr(value, ULYSSES_GROUP), getattr(value, ULYSSES_NOT_IN_EVAL, False))
+            return SplitOver(getattr(value, ULYSSES_GROUP), None, getattr(value, ULYSSES_NOT_IN_EVAL, False))
     raise UnsupportedModelError(
         "DeepSpeed Ulysses (ALST) splits the sequence over ranks, but the process group is not where DeepSpeed 0.19 keeps "
         "it. Use DeepSpeed 0.19, or run this model unpatched (streambp.unpatch(model))."

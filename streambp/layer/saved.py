@@ -100,10 +100,9 @@ class Kept:
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """What is saved is chosen for the memory that there is, if nothing else says it."""
         if self.site.chooser is not None and self.chosen_here:
-            chosen = self.site.chooser.saves(self, rows, can_keep_graph)
-            self.watch, self.keeps_graph = chosen.watch, chosen.graph
-            if chosen.names is not None:
-                self.saves, self.named = chosen.names, False
+            names, self.keeps_graph, self.watch = self.site.chooser.saves(self, rows, can_keep_graph)
+            if names is not None:
+                self.saves, self.named = names, False
 
     def give_up(self, at_work: bool) -> None:
         """Keep only what backward cannot compute again. at_work: the layer's forward is running."""

@@ -29,7 +29,7 @@ from streambp.layer.oom import explaining
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import lazy_logits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
-from streambp.model.deferring import DeferredHead, HeldHead
+from streambp.model.deferring import DeferredForward, HeldHead
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, wants_cache
@@ -313,7 +313,8 @@ class CausalLMForward(InstanceForward):
         if gathered and type(output_embeddings).forward is not nn.Linear.forward:  # peft's does more than its weight
             request.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
-        head = HeldHead(self.module, output_embeddings, request) if gathered else DeferredHead(output_embeddings, request)
+        own = output_embeddings
+        head = HeldHead(self.module, own, request) if gathered else DeferredForward(own, request)
         self.state.running.defer_norm = None if hidden_wanted or gathered else request
         self.state.running.padding_unseen = functools.partial(hides_padding, self.module, self.state, kwargs)
         head.install()

@@ -40,28 +40,19 @@ def can_be_deferred(norm: nn.Module) -> bool:
     return not hooked and all(kind in TORCHS or kind.__module__.partition(".")[0] != "torch" for kind in kinds)
 
 
-class DeferredNorm(InstanceForward):
-    """The final norm for one forward: returns a `Deferred` that remembers the norm and its input."""
+class DeferredForward(InstanceForward):
+    """The final norm for one forward, which returns a `Deferred` that remembers the norm and its input; or the output
+    projection, which makes its input `Deferred` where the final norm could not."""
 
-    def __init__(self, module: nn.Module, request: HeadRequest) -> None:
+    def __init__(self, module: nn.Module, request: HeadRequest, is_norm: bool = False) -> None:
         super().__init__(module)
-        self.request = request
+        self.request, self.is_norm = request, is_norm
 
     def call(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., h] -> what stands for the norm of them, [..., h]."""
-        self.remove()  # `Deferred` calls the module itself, block by block
-        return Deferred.make(hidden_states, Recipe(self.request, norm=self.module))
-
-
-class DeferredHead(InstanceForward):
-    """The output projection for one forward; makes its input `Deferred` where the final norm could not."""
-
-    def __init__(self, module: nn.Module, request: HeadRequest) -> None:
-        super().__init__(module)
-        self.request = request
-
-    def call(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., h] -> what stands for their logits, [..., V]."""
+        """hidden_states [..., h] -> what stands for the norm of them, [..., h], or for their logits, [..., V]."""
+        if self.is_norm:
+            self.remove()  # `Deferred` calls the module itself, block by block
+            return Deferred.make(hidden_states, Recipe(self.request, norm=self.module))
         if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
             hidden_states = hidden_states.written
         if not isinstance(hidden_states, Deferred):

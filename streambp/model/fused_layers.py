@@ -199,6 +199,7 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
     return not known or bool((found != rounded).float().mean() > BY_CHANCE)
 
 
+@dataclasses.dataclass(eq=False)
 class OnDevice:
     """A forward that Liger has given a module: Liger's for tensors of one kind of device, the class's for all others, and
     in float64. The model may move, be cast, or be called on meta tensors after it was patched.
@@ -209,9 +210,8 @@ class OnDevice:
 
     __name__ = "forward"  # a bound method is pickled as what the module has by this name
 
-    def __init__(self, fused: Callable[..., Any], kind: str) -> None:
-        self.fused = fused
-        self.kind = kind
+    fused: Callable[..., Any]
+    kind: str
 
     def __call__(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         forward = self.fused if takes(x, self.kind) else type(module).forward

@@ -54,6 +54,12 @@ def record_of(state: PatchState) -> StepRecord | None:
     choice, chosen = step.choice, step.choice if isinstance(step.choice, Chosen) else None
     room = None if choice is None or state.offloader is not None else choice.room
     saved = () if step.unpatched else _saved(state, step, choice)
+    kept = next((one for one in saved if one.name == GRAPH), None)
+    way = KEPT_GRAPH if kept and kept.layers == len(step.reports) and step.let_go is None else STREAMED
+    if step.unpatched:
+        way = UNPATCHED
+    elif step.reports and all(report.because is not None for report in step.reports):
+        way = WHOLE
     counted = 0 if step.over else 1
     whole = [(s, r.because) for s, r in zip(steps.sites, step.reports, strict=False) if r.because is not None]
     names = {} if state.root is None or not whole else {id(module): name for name, module in state.root.named_modules()}
@@ -67,7 +73,7 @@ def record_of(state: PatchState) -> StepRecord | None:
         number=step.number,
         tokens=step.tokens,
         rows=max(rows for rows, _ in step.shapes.values()),
-        way=_way(step, saved),
+        way=way,
         chunk_size=max(length for _, length in step.shapes.values()) if longest is None else longest.size,
         chunks=1 if longest is None else len(longest),
         layers=len(steps.sites),
@@ -85,15 +91,6 @@ def record_of(state: PatchState) -> StepRecord | None:
         unpatched_steps=steps.unpatched + counted * step.unpatched,
         short_steps=steps.short + counted * (step.let_go is not None),
     )
-
-
-def _way(step: Step, saved: tuple[Saved, ...]) -> str:
-    if step.unpatched:
-        return UNPATCHED
-    if step.reports and all(report.because is not None for report in step.reports):
-        return WHOLE
-    keeps = [one for one in saved if one.name == GRAPH]
-    return KEPT_GRAPH if keeps and keeps[0].layers == len(step.reports) and step.let_go is None else STREAMED
 
 
 def _saved(state: PatchState, step: Step, choice: Choice | None) -> tuple[Saved, ...]:

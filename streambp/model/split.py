@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 
 from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import own_implementation
-from streambp.distributed.context_parallel import ContextParallel, find_context_parallel
-from streambp.distributed.ulysses import Ulysses, find_ulysses
+from streambp.distributed.context_parallel import find_context_parallel
+from streambp.distributed.ulysses import SplitOver, find_ulysses
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.site import LayerSite
 from streambp.sharded.call import keeps
@@ -25,7 +25,7 @@ BOTH = (
 )
 
 
-def find_split(config: PreTrainedConfig, training: bool) -> Ulysses | ContextParallel | None:
+def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
     """Who splits the sequences of a model with this config now, if anybody does; training: the model's mode.
 
     Raises:
@@ -82,7 +82,7 @@ def shards_of(
         return None
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     agreed = sum(keeps(site.config, "kv") + MANY * keeps(site.config, "attn_out") for site in sites)
-    if isinstance(found, Ulysses):
+    if found.balanced is None:  # by Ulysses
         return gather_shards(Shards, found.group, tokens, positions, mask, agreed)
     kind = functools.partial(GatheredShards, balanced=found.balanced)
     agreed += MANY * MANY * found.balanced

@@ -21,7 +21,7 @@ from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
 from streambp.layer.owner import StepOwner
 from streambp.layer.witness import Witnesses
-from streambp.model.deferring import DeferredNorm
+from streambp.model.deferring import DeferredForward
 from streambp.model.packing import finds_other_documents
 from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
@@ -54,7 +54,7 @@ class ForwardContext:
 
     bypass: bool = False
     defer_norm: HeadRequest | None = None
-    deferring: DeferredNorm | None = None
+    deferring: DeferredForward | None = None
     shards: Shards | None = None
     packed_rows: PackedRows | None = None
     position_ids: Any = None

@@ -42,7 +42,7 @@ from streambp.known_names import (
 from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
-from streambp.model.deferring import DeferredNorm, can_be_deferred
+from streambp.model.deferring import DeferredForward, can_be_deferred
 from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import PatchState, wants_cache
@@ -149,7 +149,7 @@ class LayerForward(InstanceForward):
         norm, request = self.final_norm, running.defer_norm
         if norm is not None and request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm):
             # Not before: some models normalise the embeddings with the same module.
-            running.deferring = DeferredNorm(norm, request)
+            running.deferring = DeferredForward(norm, request, is_norm=True)
             running.deferring.install()
             running.defer_norm = None
         return output

@@ -222,19 +222,6 @@ class AsUnpatched:
 Choice = Chosen | AsUnpatched
 
 
-@dataclasses.dataclass(frozen=True)
-class Saves:
-    """What a layer's call saves, handed to what keeps it.
-
-    names: as in `StreamConfig.saves`, a Linear by its exact name; None: those of the configuration. graph: its graph
-    instead. watch: is to be told what its chunks cost; None: that is known.
-    """
-
-    names: tuple[str, ...] | None = ()
-    graph: bool = False
-    watch: LayerSeen | None = None
-
-
 class Need:
     """What a step without saves takes."""
 

@@ -41,7 +41,7 @@ import torch
 
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.offload.arena import host_limit
-from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Figures, LayerCost, LayerSeen, Saves, Shortage
+from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Figures, LayerCost, LayerSeen, Shortage
 from streambp.offload.link import LinkBudget
 
 SLACK = 0.01  # of the free memory at first: less is no sign that the law is wrong
@@ -165,11 +165,17 @@ class SavesPolicy:
         free -= 0.0 if lack is None else lack.margin
         return [[upto, free - size] for upto, size in self.known.need.by_layer(tokens, chunk, self.present)]
 
-    def saves(self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]) -> Saves:
+    def saves(
+        self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]
+    ) -> tuple[tuple[str, ...] | None, bool, LayerSeen | None]:
         """What the layer of this call saves; its forward begins.
 
         Args:
             kept: `layer.saved.Kept`, which can be asked to let go of it. can_keep_graph: whether its graph may be kept.
+
+        Returns:
+            names as in `StreamConfig.saves`, a Linear by its exact name, None for those of the configuration; whether its
+            graph is saved instead; and what is to be told what its chunks cost, None if that is known.
         """
         index, length, unread = kept.site.index, kept.plan.length, kept.site.unread
         tokens = rows * length
@@ -195,11 +201,11 @@ class SavesPolicy:
             if self.latest is None:
                 watch = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
                 self._seen[index] = self.link.watch(watch)
-            return Saves(tuple(candidate.name for candidate in chosen) if self.keeps else None, watch=watch)
+            return tuple(candidate.name for candidate in chosen) if self.keeps else None, False, watch
         if cost is None or cost.situations != len(unread) or cost.device != kept.device:
             watch = self._seen[index] = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
         if kept.device != self._device:
-            return Saves(watch=watch)
+            return (), False, watch
         graph = GRAPH in [candidate.name for candidate in chosen]
         if graph and not (watch is None and can_keep_graph()):
             if watch is None:
@@ -212,7 +218,7 @@ class SavesPolicy:
         self._waiting.add(kept)
         inputs = 0.0 if cost is None else cost.scaled_to(tokens).x
         self._expected -= sum(candidate.bytes for candidate in chosen) + inputs
-        return Saves(() if graph else tuple(candidate.name for candidate in chosen), graph, watch)
+        return () if graph else tuple(candidate.name for candidate in chosen), graph, watch
 
     def _begin(self, kept: Any, rows: int) -> None:
         """A micro-batch begins: learn from those before, and choose."""

@@ -113,7 +113,7 @@ class Skeleton:
                 self.mode,
                 no_launches(),
                 # A mock would remember its arguments, and their bytes would count.
-                replaced([masking_utils], "is_tracing", lambda *_: False),
+                replaced([masking_utils], "is_tracing", [lambda *_: False]),
                 mock.patch.object(log, "disabled", True),
             ):
                 yield

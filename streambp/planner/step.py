@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -130,7 +131,7 @@ def run_step(
 def fused_attention(model: nn.Module) -> Iterator[None]:
     """Within, the model attends with FlashAttention's operator: on meta, sdpa would count a [T, T] matrix."""
     AttentionInterface.register(FUSED, _flash)
-    with replaced(attention_configs(model), IMPLEMENTATION, FUSED):
+    with replaced(attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED)):
         yield
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import HALF
-from streambp.admission.agreement import SCORES, choosing
+from streambp.admission.agreement import SCORES
 from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, is_out_of_memory
@@ -33,6 +33,7 @@ from streambp.layer.choices import Choices
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
+from streambp.nested import replaced
 from streambp.prefixes.arguments import TRIAL, known_by, packed, tokens_of, trial_of, why_not_packed
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
@@ -160,10 +161,10 @@ class Trials:
             failed: list[Exception] = []
             try:
                 made = [Choices() for _ in sites]
-                with choosing(sites, made):
+                with replaced(sites, "choices", made):  # [Note: choices]
                     rows = over(kwargs, None, failed)
                 taken = [each.rearranged(functools.partial(_in_packed_row, tree)) for each in made]
-                with choosing(sites, taken):
+                with replaced(sites, "choices", taken):
                     row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
                 if not failed:
                     expected, found = rows[0][here], spread_all(row, tree)[0][here]

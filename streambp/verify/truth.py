@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
     """Within, experts are multiplied one after the other: torch's grouped products know no float64."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
-    with replaced(configs.values(), EXPERTS_IMPLEMENTATION, EAGER):
+    with replaced(configs.values(), EXPERTS_IMPLEMENTATION, itertools.repeat(EAGER)):
         yield
 
 

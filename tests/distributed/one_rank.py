@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from streambp.distributed.ulysses import Ulysses
+from streambp.distributed.ulysses import SplitOver
 from streambp.model import causal_lm, split, wrappers
 
 
@@ -14,7 +14,7 @@ def give_back(received, sent, group=None):
 
 
 def split_over_one_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split, "find_ulysses", lambda implementation: Ulysses(group=None, disable_in_eval=False))
+    patch.setattr(split, "find_ulysses", lambda implementation: SplitOver(None))
     for module in (causal_lm, wrappers):
         patch.setattr(module, "is_initialized", lambda: True)
     patch.setattr(dist, "all_to_all_single", give_back)

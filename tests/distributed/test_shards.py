@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import streambp
 from streambp.attention.spans import Run, Spans
-from streambp.distributed.context_parallel import ContextParallel
+from streambp.distributed.ulysses import SplitOver
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.model import split, wrappers
 from streambp.sharded.shards import Shards, gather_shards
@@ -140,6 +140,6 @@ def test_a_layer_that_no_model_has_told_of_its_shard_is_refused(monkeypatch, aft
     if after_a_step:
         model(torch.arange(11)[None], use_cache=False)  # an ordinary step before it
     monkeypatch.setattr(wrappers, "is_initialized", lambda: True)
-    monkeypatch.setattr(split, "find_context_parallel", lambda: ContextParallel(None, True))
+    monkeypatch.setattr(split, "find_context_parallel", lambda: SplitOver(None, True))
     with pytest.raises(UnsupportedModelError, match="called while sequences are split over ranks"):
         model.model.layers[0](hidden_states, position_embeddings=positions)

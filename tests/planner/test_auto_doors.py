@@ -82,7 +82,8 @@ def by_trls_trainers():
 def by_launch(monkeypatch):
     from streambp.launch import process
 
-    monkeypatch.setattr(process.atexit, "register", lambda function: None)  # the account that it would print at the end
+    # The account that it would print at the end.
+    monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
     found = model()
     assert process.Launched(streambp.StreamConfig()).streams(found)
     return found

@@ -67,7 +67,7 @@ class StreamedTrainer:
             settings = next((value for value in args if isinstance(value, StreamArguments)), StreamArguments())
         self._refuse_split(getattr(settings, "parallelism_config", None))
         add = functools.partial(add_streamed_head, settings.stream_config(), self.head_class)
-        with replaced([self.trl_module], "add_fused_lm_head", add):
+        with replaced([self.trl_module], "add_fused_lm_head", [add]):
             super().__init__(*args, **kwargs)
         self._refuse_split(self.accelerator.parallelism_config)  # type: ignore[attr-defined]  # accelerate launch may ask
         keep_groups(self)
