@@ -38,7 +38,6 @@ PLACES = {
         head/triton_fold.py:serves
         model/describe.py:_describe_attention
         offload/engines.py:AcceleratorEngine.host_buffer
-        offload/engines.py:pin
         planner/auto.py:rates_here
         planner/measure.py:compare_step
     """,
