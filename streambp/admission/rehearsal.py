@@ -101,7 +101,7 @@ Kept = tuple[dict[Any, Any], dict[Any, Any]]  # a module's attributes or hooks, 
 NUMBERS = (bool, int, float)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Restored:
     """Within, numbers in modules' attributes and inner hooks may change; afterwards they are what they were.
 

@@ -135,35 +135,38 @@ def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
     for key, (table, number) in hooks.places.items():
         if number in table and "forward" in key[1]:
             own = table[number]
-            table[number] = watched_hook = functools.partial(_watched, key, own, acted)
-            watched.append((table, number, own, watched_hook))
+            table[number] = _Watched(key, own, acted)
+            watched.append((table, number, own))
     try:
         yield acted
     finally:
-        for table, number, own, watched_hook in watched:
-            if table.get(number) is watched_hook:  # a hook may have removed itself
+        for table, number, own in watched:
+            if isinstance(table.get(number), _Watched):  # a hook may have removed itself
                 table[number] = own
 
 
-def _watched(key: HookKey, hook: Callable[..., Any], acted: set[HookKey], module: nn.Module, *given: Any) -> Any:
-    """What the hook returns; its key is among those that have acted once it changes what it is given."""
-    if key in acted:
-        return hook(module, *given)
-    code = getattr(getattr(hook, "func", hook), "__code__", None)
-    unseen = code is not None and not UNSEEN_WRITES.isdisjoint(code.co_names)
-    tensors = tensors_in(given, Tensor)
-    before = [version_of(x) for x in tensors]
-    copies = [x.detach().clone() for x in tensors] if unseen else []
-    result = hook(module, *given)
-    acts = before != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
-    if not acts and result is not None:
-        # It may give back what it was given: it looks at it, or changes its gradient alone.
-        was = given[-1] if key[1] == "forward hook" else given[0]
-        now, then = (tensors_in(values, Tensor) for values in (result, was))
-        acts = len(now) != len(then) or not all(map(_equal, now, then))
-    if acts:
-        acted.add(key)
-    return result
+class _Watched:
+    def __init__(self, key: HookKey, hook: Callable[..., Any], acted: set[HookKey]) -> None:
+        self.key, self.hook, self.acted = key, hook, acted
+        code = getattr(getattr(hook, "func", hook), "__code__", None)
+        self.unseen = code is not None and bool(UNSEEN_WRITES & set(code.co_names))
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        if self.key in self.acted:
+            return self.hook(module, *given)
+        tensors = tensors_in(given, Tensor)
+        before = [version_of(x) for x in tensors]
+        copies = [x.detach().clone() for x in tensors] if self.unseen else []
+        result = self.hook(module, *given)
+        acts = before != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
+        if not acts and result is not None:
+            # It may give back what it was given: it looks at it, or changes its gradient alone.
+            was = given[-1] if self.key[1] == "forward hook" else given[0]
+            now, then = (tensors_in(values, Tensor) for values in (result, was))
+            acts = len(now) != len(then) or not all(map(_equal, now, then))
+        if acts:
+            self.acted.add(self.key)
+        return result
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:

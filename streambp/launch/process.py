@@ -37,7 +37,6 @@ class Launched:
         self.config = config
         self._seen: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakKeyDictionary[nn.Module, StreamConfig] = weakref.WeakKeyDictionary()
-        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._models: list[Model] = []
         self._busy = self._left = False
         atexit.register(self.tell, at_end=True)
@@ -72,14 +71,7 @@ class Launched:
     def training(self, model: nn.Module) -> None:
         """`train()` was called on a model."""
         if not self._busy and not self._knows(model) and not is_patched(model) and self.streams(model):
-            model.register_forward_hook(self.after_forward, with_kwargs=False)
-
-    @torch.compiler.disable
-    def after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook of a model whose loop is the program's own: tells after its first forward in training."""
-        if model.training and model not in self._told:
-            self._told.add(model)
-            self.tell()
+            model.register_forward_hook(AfterFirstStep(self), with_kwargs=False)
 
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
         """Patch a model, unless it is patched already with settings of its user's; False if it cannot be.
@@ -181,3 +173,18 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """The process may be ended by others before it ends by itself."""
         self.launched.account()
+
+
+class AfterFirstStep:
+    """A forward hook of a model whose loop is the program's own: tells after its first forward in training. A copy of the
+    model has a copy of it, which has told."""
+
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+        self.told = False
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if model.training and not self.told:
+            self.told = True
+            self.launched.tell()

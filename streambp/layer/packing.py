@@ -27,15 +27,19 @@ class Packing:
         self.arguments = arguments
         self.told: tuple[str, ...] = ()
         self.rows: PackedRows | None = None
-        self.barriers: tuple[Barrier, ...] = ()  # where no chunk may end for the sake of documents. [Note: chunk ends]
         if site is not None and arguments is not None:
             self.told = () if arguments.documents is None else tuple(arguments.documents.arguments)
             self.rows = arguments.packed_rows
-            self.barriers = () if self.rows is None else self.rows.barriers
             self._scans = scans_of(site.layer)
             self._functions = document_readers(site.layer) if self.told else []
             self._mixers = [] if self.rows is None else mixers_of(site.layer)
         self.marks_documents = bool(self.told) or self.rows is not None
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        """Where no chunk may end for the sake of documents: a trial has others than its call. [Note: chunk ends]"""
+        rows = None if self.arguments is None else self.arguments.packed_rows
+        return () if rows is None else rows.barriers
 
     def entered(
         self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None

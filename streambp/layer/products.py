@@ -105,7 +105,7 @@ Cast = Callable[[torch.dtype], Tensor]
 See = Callable[[str, Tensor], None]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Replaced:
     """Within, these modules have these forwards; what was there comes back."""
 

@@ -132,9 +132,11 @@ def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
     try:
         for module in flagged:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        parametrize._cache_enabled = 0
+        if cached:  # a process has one such number: where nobody caches, threads must not set it for each other
+            parametrize._cache_enabled = 0
         yield
     finally:
-        parametrize._cache_enabled = cached
+        if cached:
+            parametrize._cache_enabled = cached
         for module in flagged:
             module.gradient_checkpointing = True  # type: ignore[assignment]

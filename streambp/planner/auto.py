@@ -65,7 +65,7 @@ class StepNeed(Need):
     casts: float = 0.0
     rows: int = 1
     _asked: dict[tuple[int, int, float], tuple[tuple[float, float], ...]] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict, init=False, compare=False, repr=False
     )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:

@@ -291,6 +291,16 @@ def test_copies_that_patching_makes_are_not_patched(at_train, hook, monkeypatch)
     assert not is_patched(copies[0])
 
 
+def test_a_copy_of_a_model_has_told(at_train, hook, capsys):
+    """An average of weights, or a reference: its own steps are not told again."""
+    model = at_train(model_of().config).train()
+    batch = {name: value[None] for name, value in rows(1)[0].items()}
+    model(**batch).loss.backward()
+    assert "blockwise loss, no logits\n" in capsys.readouterr().err
+    copy.deepcopy(model)(**batch).loss.backward()
+    assert capsys.readouterr().err == ""
+
+
 def test_what_a_model_did_is_told_when_it_is_gone(at_train, hook, capsys):
     model = at_train(model_of().config).train()
     model(**{name: value[None] for name, value in rows(1)[0].items()}).loss.backward()

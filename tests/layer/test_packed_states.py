@@ -19,6 +19,7 @@ import torch
 import streambp
 from streambp.admission import probe
 from streambp.errors import UnsupportedModelError
+from streambp.layer import packing
 from streambp.model import wrappers
 from streambp.recurrent import documents, segments
 from tests import zoo
@@ -77,9 +78,9 @@ def one_by_one(stock, batch, cuts):
     return differentiated(stock, [summed_loss(stock, document) for document in documents])
 
 
-def check_one_by_one(name, chunk_sizes, rows=1, length=26, changes=None, **settings):
+def check_one_by_one(name, chunk_sizes, rows=1, length=26, changes=None, cuts=None, **settings):
     fresh = zoo.build(name, **(changes or {}))
-    batch, cuts = packed(rows, length)
+    batch, cuts = packed(rows, length) if cuts is None else (packed_batch(cuts, ids=False, ends=False), cuts)
     expected_loss, expected = one_by_one(copy.deepcopy(fresh), batch, cuts)
     for chunk_size in chunk_sizes:
         ours = patched(fresh, chunk_size=chunk_size, **settings)
@@ -101,6 +102,18 @@ def test_documents_are_alone(name):
 def test_documents_of_several_rows_are_alone(name):
     """Each row has its own: those that start together are called together."""
     check_one_by_one(name, (5, 9), rows=2)
+
+
+@pytest.mark.parametrize(("name", "ends"), thinned([("bamba", 6), ("jamba", 6), ("jamba", 2)], lambda _, ends: ends == 6))
+def test_a_trial_cuts_by_its_own_documents(name, ends):
+    """And not by the batch's, which would leave a document of the trial with one token in a chunk."""
+    check_one_by_one(name, (4,), cuts=[[0, ends, 40]])
+
+
+def test_mutant_a_trial_cuts_by_the_batchs_documents(monkeypatch):
+    monkeypatch.setattr(packing.Packing, "barriers", property(lambda self: self.rows.barriers if self.rows else ()))
+    with pytest.raises(AssertionError, match="its forward does not work on chunks"):
+        test_a_trial_cuts_by_its_own_documents("jamba", 6)
 
 
 @pytest.mark.fast("22-sizes1")

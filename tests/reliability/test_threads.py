@@ -13,10 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import streambp
+from streambp.fingerprint.hooks import hooks_of, watching
+from streambp.fingerprint.looks import Body
 from streambp.layer.owner import StepOwner, Use
+from streambp.layer.recompute import computed_as_written
 from tests import device_thread
 from tests.families import build, make_batch
 from tests.oracle import EXACT, worst_error
@@ -161,3 +165,32 @@ def test_without_an_owner_another_thread_is_let_in(other, monkeypatch):
     monkeypatch.setattr(StepOwner, "enter", lambda self, began=None: Use(self, 0, 0))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         test_copies_and_what_an_exception_left_behind_belong_to_nobody(other)
+
+
+def test_a_cache_of_parametrized_weights_is_its_own_threads(monkeypatch):
+    """Where nobody caches as a layer begins, its end says nothing of a cache that another thread has begun meanwhile."""
+    monkeypatch.setattr(parametrize, "_cache_enabled", 0)
+    checkpointed = torch.nn.Identity()
+    checkpointed.gradient_checkpointing = True
+    cached = parametrize.cached()
+    with computed_as_written([checkpointed]):
+        assert not checkpointed.gradient_checkpointing
+        cached.__enter__()
+    assert checkpointed.gradient_checkpointing
+    assert parametrize._cache_enabled == 1
+    cached.__exit__(None, None, None)
+    assert parametrize._cache_enabled == 0
+
+
+def test_threads_that_watch_one_hook_leave_it_as_it_was():
+    """Of two models that share a module: the watches overlap, and the first to begin is the first to end."""
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    layer[0].register_forward_hook(hook := lambda module, given, output: 2 * output)
+    body = Body(layer, set())
+    hooks = hooks_of(body.hooks, body.named, set(), None)
+    first, second = watching(hooks), watching(hooks)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert list(layer[0]._forward_hooks.values()) == [hook]
