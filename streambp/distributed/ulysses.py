@@ -20,8 +20,8 @@ from streambp.known_names import ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYS
 class SplitOver:
     """The process group over which sequences are split.
 
-    balanced: None: by Ulysses. By context parallelism: of 2 P parts rank r holds parts r and 2 P - 1 - r, else of P parts
-        the one of its number. disable_in_eval: they are not while the model is in eval mode.
+    balanced: None where Ulysses splits them. Where context parallelism does, True: rank r holds parts r and 2 P - 1 - r of
+        2 P parts; False: part r of P. disable_in_eval: sequences are whole while the model is in eval mode.
     """
 
     group: Any

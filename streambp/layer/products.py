@@ -147,7 +147,8 @@ def summed(
 
 
 def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Its weight [out, in] and bias [out], which are read in each chunk: torch looks for them everywhere else first."""
+    """A Linear's weight [out, in] and bias [out], from their slots: `module.weight` looks everywhere else first, and each
+    chunk asks."""
     slots = module.__dict__[PARAMETERS]
     return (slots["weight"], slots["bias"]) if "weight" in slots and "bias" in slots else (module.weight, module.bias)
 

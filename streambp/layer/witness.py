@@ -142,7 +142,7 @@ class Witness:
                 return
 
     def _combined(self, x: Tensor) -> Tensor:
-        """Of x [..., C, n], as `Witnesses.combined`; the products of one x are seen one after the other."""
+        """`Witnesses.combined` of x [..., C, n], made once where several Linears of one x come one after the other."""
         if x.is_inference():
             return self.witnesses.combined(x)
         seen = self._seen
