@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import sys
 from types import MethodType
@@ -121,7 +120,7 @@ class CausalLMForward(InstanceForward):
         with self.state.owner.enter():
             want_log_probs = kwargs.pop("output_log_probs", False)
             if args:
-                kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
+                kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
             labels = kwargs.get("labels")
             if not self.state.warned_of_padding and kwargs.get("attention_mask") is not None:
                 attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
@@ -232,7 +231,8 @@ class CausalLMForward(InstanceForward):
         [Note: micro-batches as unpatched]"""
         named = kwargs.get("return_dict")
         named = getattr(self.module.config, "return_dict", True) if named is None else named
-        if not (self._trains and named) or self.use.left_out is None or self._is_lazy(kwargs):
+        trains = self._trains
+        if not (trains and named) or self.use.left_out is None or self._is_lazy(kwargs):
             return None
         if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
             return None
@@ -247,7 +247,7 @@ class CausalLMForward(InstanceForward):
 
         output = self.state.as_unpatched(run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs))
         if output is not None:
-            self.use.note(self._trains, AS_UNPATCHED)
+            self.use.note(trains, AS_UNPATCHED)
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:

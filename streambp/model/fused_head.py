@@ -8,7 +8,6 @@ the model's logits as the model's own forward computes them, whatever its scale 
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from streambp.foreign import trls_head, wrapped_functions
@@ -51,7 +50,7 @@ class FusedHead(InstanceForward):
         if self.retired or not fused_lm_head:
             return self.original(*args, **kwargs)
         if args:
-            kwargs = {**kwargs, **dict(inspect.signature(self).bind_partial(*args).arguments)}
+            kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
         if kwargs.get("labels") is None:
             kwargs["labels"] = kwargs.get("shift_labels")
         scored = self.causal.score(kwargs, self.wanted, self.temperature, self.in_float32)

@@ -168,8 +168,15 @@ class PatchState:
         cached = self.running.asked_cache and not self.warned_of_documents
         if finds_other_documents(kwargs, own_implementation(config), cached):
             return None
-        packers: list[Any] = [wrapper for wrapper in self.wrappers if hasattr(wrapper, "packs")]
-        return self.unpatched.attempt(run, kwargs, config, lambda: any(w.packs(kwargs, padding_unseen) for w in packers))
+
+        def packs() -> bool:
+            for wrapper in self.wrappers:
+                ask = getattr(wrapper, "packs", None)  # of backbones
+                if ask is not None and ask(kwargs, padding_unseen):
+                    return True
+            return False
+
+        return self.unpatched.attempt(run, kwargs, config, packs)
 
 
 def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:

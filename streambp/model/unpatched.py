@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +56,8 @@ from streambp.prefixes.calls import IGNORED
 SHARE = 0.25  # of the memory that a step without saves leaves free
 SCORES, MASK = 16, 4  # bytes of a token and a key: of each head, where scores are built and softmaxed; of a mask beside
 LOGITS = 16  # bytes: a logit and its gradient, in the model's dtype and in float32, and one more of these
+# Of all layers, without a generator, each resumption of which is a call.
+INDEX, HEADS, SEEN_WRITING = map(operator.attrgetter, ("index", "sdpa.heads", "seen_writing"))
 T = TypeVar("T")
 
 
@@ -127,7 +130,6 @@ class UnpatchedRuns:
             make_room(given.device, allocators)
             random.restore()
             return None
-        self.chooser.ended()
         self.chooser.latest = found
         self.steps.watch(result)
         return result
@@ -143,9 +145,9 @@ class UnpatchedRuns:
 
     def predicted(self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig) -> AsUnpatched | None:
         """As `kept_unpatched`; None also where several stacks count their layers from 0."""
-        if len({site.index for site in self.steps.sites}) < len(self.steps.sites):
+        if len(set(map(INDEX, self.steps.sites))) < len(self.steps.sites):
             return None
-        heads, vocabulary = [site.sdpa.heads for site in self.steps.sites], getattr(config, "vocab_size", 0)
+        heads, vocabulary = list(map(HEADS, self.steps.sites)), getattr(config, "vocab_size", 0)
         return kept_unpatched(self.chooser, tokens, length, device, heads, vocabulary, self.factor)
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
@@ -160,9 +162,9 @@ class UnpatchedRuns:
             return False
         if is_initialized() and find_split(config, True) is not None:
             return False
-        looked = all(any(found.seen_writing for found in site.findings.values()) for site in self.steps.sites)
-        if not looked or not all(map(is_plain, self.steps.sites)):
-            return False
+        for site in self.steps.sites:
+            if not any(map(SEEN_WRITING, site.findings.values())) or not is_plain(site):
+                return False
         size = self.chooser.size(batch_size, length, given.device) if self.chooser.sizes else self.config.chunk_size
         return len(plan_chunks(length, batch_size, size)) == 1
 
@@ -200,7 +202,7 @@ def kept_unpatched(
     tokens: int,
     length: int,
     device: torch.device,
-    heads: Iterable[int],
+    heads: Sequence[int],
     vocabulary: int,
     factor: float = 1.0,
 ) -> AsUnpatched | None:
@@ -213,21 +215,20 @@ def kept_unpatched(
     if known is None:
         return None
     graphs, spare = known
-    keys = sum(MASK + SCORES * built for built in heads) * length
+    keys = (MASK * len(heads) + SCORES * sum(heads)) * length
     return AsUnpatched(tokens, factor * (graphs + tokens * (keys + LOGITS * vocabulary)), spare)
 
 
 def is_plain(site: LayerSite) -> bool:
     """Whether a layer that was streamed does the same unpatched without building its scores by itself, and no engine's
     hooks are inside it."""
-    return not (
+    if (
         site.last.because is not None
         or site.kind.states.carries
         or site.kind.attention.picks_keys
         or site.of(engine_hooks)
         or not site.kind.attention.reads_a_mask  # it attends by itself, with all scores
-        or any(
-            own == EAGER or (own == SDPA and not site.sdpa.same)
-            for own in map(own_implementation, site.of(attention_configs))
-        )
-    )
+    ):
+        return False
+    own = set(map(own_implementation, site.of(attention_configs)))
+    return EAGER not in own and (SDPA not in own or site.sdpa.same)

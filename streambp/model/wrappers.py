@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -177,7 +176,7 @@ class BackboneForward(InstanceForward):
         if self.retired:
             return self.original(*args, **kwargs)
         if args:
-            kwargs = {**kwargs, **inspect.signature(self).bind_partial(*args).arguments}
+            kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
         if ENGINES[0] in sys.modules:
             for wrapper in self.state.wrappers:
                 if isinstance(wrapper, LayerForward):
@@ -204,14 +203,14 @@ class BackboneForward(InstanceForward):
                     self.checkpointed.append(layer)
             self._check(given)
             refuse_foreign_attention(self.attentions)
-            state.check_cache(self._config, kwargs)
+            state.check_cache(self.module.config, kwargs)
             if state.policy is not None and isinstance(given, Tensor):
                 state.policy.begins(given.device)
             output = None if state.unpatched is None else self._unstreamed(kwargs)
             if output is not None:
                 if self.prefixes is not None:
                     self.prefixes.last = AS_UNPATCHED
-                self._note(given, unpatched=True)
+                state.steps.forward_done(id(self.module), given, None, unpatched=True)
                 return output
             offloader = state.offloader
             if offloader is not None and state.root is not None and not offloader.host_bytes:
@@ -219,21 +218,21 @@ class BackboneForward(InstanceForward):
                 offloader.set_aside, weights = engine_host_use(state.root).to_come, state.weights
                 offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
             if is_initialized():
-                running.shards = shards_of(kwargs, given, self._config, self.module.training, self._sites)
+                running.shards = shards_of(kwargs, given, self.module.config, self.module.training, self._sites)
                 state.split = running.shards or state.split
             running.packed_rows = self._packed_rows(kwargs, given) if self.keeps_states else None
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
                 # gemma4 would run some layers on these positions alone; its head selects them anyway.
                 kwargs.pop("logits_to_keep", None)
-            masked = FLASH not in str(self._config._attn_implementation)
             with explaining("in the model around its layers"), routed(self._configs()):
                 output = self._run(kwargs)
             if torch.is_grad_enabled():
-                self._note(given)
+                shared = getattr(self.prefixes, "last", None)
+                state.steps.forward_done(id(self.module), given, shared if isinstance(shared, Shared) else None)
                 if self.module.training and not state.warned_of_documents:
-                    packed, asked_cache = running.packed_rows is not None, masked and running.asked_cache
-                    state.warned_of_documents = warn_of_documents(self._sites, asked_cache, packed)
+                    asked_cache = running.asked_cache and FLASH not in str(self.module.config._attn_implementation)  # type: ignore[union-attr]
+                    state.warned_of_documents = warn_of_documents(self._sites, asked_cache, running.packed_rows is not None)
             if not state.warned_of_trials:
                 state.warned_of_trials = warn_of_trials(self._sites)
             return output
@@ -258,17 +257,13 @@ class BackboneForward(InstanceForward):
             finally:
                 self.state.running.bypass = False
 
-        return self.state.as_unpatched(run, kwargs, self._config.get_text_config(), self.state.running.padding_unseen)
+        config: PreTrainedConfig = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
+        return self.state.as_unpatched(run, kwargs, config, self.state.running.padding_unseen)
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
         """Whether a call, its own or of the language model around it, is computed as a packed row if it streams."""
         labels = self.state.running.labels
         return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, labels, padding_unseen)
-
-    def _note(self, given: Any, unpatched: bool = False) -> None:
-        """Forward of these tokens is over. unpatched: it ran so. [Note: notes on a step]"""
-        shared = None if self.prefixes is None or not isinstance(self.prefixes.last, Shared) else self.prefixes.last
-        self.state.steps.forward_done(id(self.module), given, shared, unpatched)
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward with streamed layers, over a packed row if that is wanted."""
@@ -310,11 +305,11 @@ class BackboneForward(InstanceForward):
             self.state.given_cache |= torch.is_grad_enabled() and self.module.training
             return False
         attentions = kwargs.get("output_attentions")
-        if attentions or (attentions is None and getattr(self._config, "output_attentions", False)):
+        if attentions or (attentions is None and getattr(self.module.config, "output_attentions", False)):
             return False
         if torch.is_grad_enabled() and self.module.training:
             return True
-        use_cache = wants_cache(self._config, kwargs)
+        use_cache = wants_cache(self.module.config, kwargs)
         if kwargs.get("use_cache") is None:
             self.state.unasked_cache |= use_cache and torch.is_grad_enabled()
         return not use_cache
@@ -356,11 +351,6 @@ class BackboneForward(InstanceForward):
             return None
         return packed_rows(positions, tokens.shape[0])
 
-    @property
-    def _config(self) -> PreTrainedConfig:
-        config: PreTrainedConfig = self.module.config  # type: ignore[assignment]
-        return config
-
     @functools.cached_property
     def _sites(self) -> list[LayerSite]:
         inside = set(map(id, self.layers))
@@ -368,7 +358,7 @@ class BackboneForward(InstanceForward):
 
     def _configs(self) -> list[PreTrainedConfig]:
         # As of their last call; a layer that has changed routes its own when it is called.
-        found = {id(self._config): self._config}
+        found = {id(self.module.config): self.module.config}
         for site in self._sites:
             if not site.kind.attention.ours:
                 return []  # it attends by itself, with the masks that its own setting builds

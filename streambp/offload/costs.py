@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -239,7 +240,7 @@ class Need:
 
     def __call__(self, tokens: int, chunk: int, present: float = 0.0) -> float:
         """Bytes at most."""
-        return max(size for _, size in self.by_layer(tokens, chunk, present))
+        return max(map(operator.itemgetter(1), self.by_layer(tokens, chunk, present)))
 
 
 @dataclasses.dataclass

@@ -365,11 +365,13 @@ class SavesPolicy:
         """Bytes that the graphs of all layers take in a call of so many tokens over all rows, in one chunk, and those that
         a step without saves leaves free on the device; None where one of them is not known, or a layer lies elsewhere."""
         costs, free, need = self.learn(), self.free(device), self.known.need
-        if len(costs) < self.layers or not all(cost.graph and cost.device == device for cost in costs.values()):
+        if len(costs) < self.layers or free is None or need is None:
             return None
-        if free is None or need is None:
-            return None
-        taken = sum(cost.graph * tokens / cost.tokens for cost in costs.values())
+        taken = 0.0
+        for cost in costs.values():
+            if not cost.graph or cost.device != device:
+                return None
+            taken += cost.graph * tokens / cost.tokens
         return taken, free - need(tokens, tokens, self.present)
 
     def _free_now(self) -> float | None:

@@ -146,7 +146,7 @@ class SharedPrefixes:
     @staticmethod
     def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
         """Whether a call has nothing to save, which takes no look at the device."""
-        ids, mask, _ = (kwargs.get(name) for name in SHARED_INPUTS)
+        ids, mask, _ = map(kwargs.get, SHARED_INPUTS)
         return mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2
 
     def _why_not(self, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
