@@ -11,6 +11,7 @@ import streambp.model.patching as patching
 from streambp.device import counted_bytes, tells_memory
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
+from streambp.instance_forward import forwards
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
 from streambp.model.patching import Patch
 from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, WHOLE, HostTraffic, Saved, StepRecord
@@ -122,7 +123,7 @@ def head_of(state: PatchState) -> str:
 
 def _what_became_of(head: CausalLMForward) -> str:
     """What a head did in the last step; before the first, what it will do."""
-    if not head.reached:
+    if all(forward is not head for forward in forwards(head.module)):  # no call of the module comes to it
         forward = head.module.__dict__.get(head.slot)
         who = foreign_forward(type(head.module), forward) or "something"  # which tells by where it was written
         if any(trls_head(function) is not None for function in wrapped_functions(forward)):
