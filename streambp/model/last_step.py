@@ -13,7 +13,6 @@ from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
 from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
-from streambp.model.patching import Patch
 from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, WHOLE, HostTraffic, Saved, StepRecord
 from streambp.model.state import PatchState
 from streambp.model.steps import Step
@@ -30,11 +29,11 @@ def last_step(model: nn.Module) -> StepRecord | None:
     Raises:
         StreamBPError: the model is not patched.
     """
-    return record_of(patch_of(model).state)
+    return record_of(patch_of(model))
 
 
-def patch_of(model: nn.Module) -> Patch:
-    """The `Patch` of a patched model, whichever module inside or around the model was given to `patch`.
+def patch_of(model: nn.Module) -> PatchState:
+    """The `PatchState` of a patched model, whichever module inside or around the model was given to `patch`.
 
     Raises:
         StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
