@@ -12,7 +12,7 @@ from streambp.device import counted_bytes, tells_memory
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
-from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
+from streambp.model.causal_lm import BLOCKWISE, PREDICTED, CausalLMForward
 from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, WHOLE, HostTraffic, Saved, StepRecord
 from streambp.model.state import PatchState
 from streambp.model.steps import Step
@@ -132,8 +132,17 @@ def _what_became_of(head: CausalLMForward) -> str:
         return f"as another library computes it: {head.foreign}"
     if not head.state.config.head:
         return "builds the logits (head=False)"
-    use = head.use
-    if use.told is None:
+    told, lazy = head.last, head.lazy
+    if lazy is not None:
+        before = "" if told is None else f"{told}; besides, "
+        if lazy.built_for is not None:
+            told = f"{before}builds the logits: the program uses {lazy.built_for} on them, costs memory"
+        elif lazy.computed:
+            told = f"{before}no logits: computed blockwise for {', '.join(lazy.computed)}"
+        else:
+            told = told or "no logits: none were used"
+    if told is None:
         return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
-    missing = f" ({use.unlabelled} of {use.trained} training calls came without labels)" if use.unlabelled else ""
-    return use.told + missing
+    predicted = f"; {PREDICTED}" if head.predicted else ""
+    missing = f" ({head.unlabelled} of {head.trained} training calls came without labels)" if head.unlabelled else ""
+    return f"{told}{predicted}{missing}"

@@ -61,7 +61,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
         )
     # What is drawn from torch's generators does not count, nor does what `describe` counts of calls.
     before = [RandomState.capture(device) for device in {p.device for p in model.parameters()} or {torch.device("cpu")}]
-    uses = [(w.use, w.use.trained, w.use.unlabelled) for w in wrappers if isinstance(w, CausalLMForward)]
+    heads = [(w, w.trained, w.unlabelled) for w in wrappers if isinstance(w, CausalLMForward)]
     try:
         with leaving_no_trace(model):
             output = model(**inputs)
@@ -73,8 +73,8 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
     finally:
         for state in before:
             state.restore()
-        for use, trained, unlabelled in uses:
-            use.trained, use.unlabelled = trained, unlabelled
+        for head, trained, unlabelled in heads:
+            head.trained, head.unlabelled = trained, unlabelled
     warm = next((w.site.warm for w in layers if w.site.warm is not None and w.site.warm.on), Warm())
     for wrapper in layers:
         wrapper.site.warm = warm
