@@ -113,11 +113,11 @@ class CausalLMForward(InstanceForward):
                     self._leave_cache(kwargs)
                     request = HeadRequest(self.state.pending, norms=self._steady_norms)
                     output = self._run(kwargs, request)
-                    self._note(None, lazy=request)
+                    self._note(self._trains, None, lazy=request)
                     return _hand_out(output, request)
                 output = self.original(**kwargs)
                 if labels is not None or self._trains:
-                    self._note(WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
+                    self._note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
                 return output
             if want_log_probs:
                 scored, tokens, _ = self.score(kwargs, ())
@@ -126,9 +126,8 @@ class CausalLMForward(InstanceForward):
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
-    def _note(self, how: str | None, labelled: bool = True, lazy: HeadRequest | None = None) -> None:
+    def _note(self, training: bool, how: str | None, labelled: bool = True, lazy: HeadRequest | None = None) -> None:
         """Count a call and remember how it computed its loss; evaluations only until a call in training."""
-        training = self._trains
         self.trained += training
         self.unlabelled += training and not labelled
         if training or not self.trained:
@@ -204,7 +203,7 @@ class CausalLMForward(InstanceForward):
             how = "builds the logits: the model's loss does not come from its output projection, costs memory"
         elif request.hidden_built_for is not None:
             how = f"{BLOCKWISE}; the final norm's output is computed for the model's {request.hidden_built_for}"
-        self._note(how, lazy=lazy)
+        self._note(self._trains, how, lazy=lazy)
         return output
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
@@ -227,7 +226,7 @@ class CausalLMForward(InstanceForward):
 
         output = self.state.as_unpatched(run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs))
         if output is not None:
-            self._note(AS_UNPATCHED)
+            self._note(self._trains, AS_UNPATCHED)
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
