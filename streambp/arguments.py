@@ -7,6 +7,7 @@ version, so its errors are known by their place behind `typer.BadParameter`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -22,14 +23,14 @@ UsageError, ClickException = typer.BadParameter.__mro__[1:3]
 DIGITS = 18  # of a whole number
 
 
-def tokens(longest: bool = False) -> Callable[[Any], Any]:
-    """A parser of lengths such as 64k; of "max" too, if `longest`."""
+def amount(known: Callable[[str, Any], int], longest: bool = False) -> Callable[[Any], Any]:
+    """A parser of text that `known` takes, such as 64k or 80GiB; of "max" too, if `longest`."""
 
     def parse(text: Any) -> Any:
         if longest and text == "max":
             return text
         try:
-            return parse_tokens("", text)
+            return known("", text)
         except ConfigError as error:
             or_max = '; or "max"' if longest else ""
             raise typer.BadParameter(str(error).rstrip(".") + or_max) from None
@@ -37,12 +38,8 @@ def tokens(longest: bool = False) -> Callable[[Any], Any]:
     return parse
 
 
-def size(text: Any) -> int:
-    """Bytes, such as 80GiB."""
-    try:
-        return parse_bytes("", text)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error).rstrip(".")) from None
+tokens = functools.partial(amount, parse_tokens)
+size = amount(parse_bytes)
 
 
 def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:

@@ -174,11 +174,6 @@ class InstanceForward:
             return isinstance(forward.__func__, Unbound | InstanceForward) and forward.__func__.index == self.index
         return forward is self
 
-    @property
-    def reached(self) -> bool:
-        """Whether a call of the module comes here, be it through wrappers of others."""
-        return any(forward is self for forward in forwards(self.module))
-
     def leave(self, own: dict[str, Any]) -> None:
         """Take what it has put on its module off a copy's attributes."""
         if self.stands_as(own.get(self.slot)):

@@ -101,7 +101,7 @@ def test_micro_batches_as_unpatched(monkeypatch):
     monkeypatch.setattr(unpatched, "SHARE", 0.25)
     patched = compare(build("qwen3", attention_dropout=0.2), make_batch("plain"), chunk_size=LENGTH)
     assert isinstance(chooser_of(patched).latest, AsUnpatched)
-    assert patched._streambp.state.steps.last.over  # the end of backward was seen
+    assert patched._streambp.steps.last.over  # the end of backward was seen
 
 
 def test_a_backward_that_raises_is_heeded(monkeypatch, backward_threads):

@@ -509,7 +509,7 @@ def test_a_record_that_fails_stops_no_step(caplog, monkeypatch):
     def fails():
         raise ZeroDivisionError("of a test")
 
-    model._streambp.state.steps.tell = fails
+    model._streambp.steps.tell = fails
     step(model)
     assert "the step's record could not be made" in caplog.text
     monkeypatch.setattr(wording.StepRecord, "numbers", lambda self: fails())
@@ -536,12 +536,12 @@ def test_frozen_layers_and_two_micro_batches():
     model.model.layers[0].requires_grad_(False)
     step(model)
     step(model)
-    assert (streambp.last_step(model).number, model._streambp.state.steps.last.over) == (2, True)
+    assert (streambp.last_step(model).number, model._streambp.steps.last.over) == (2, True)
     first, second = (model(**make_batch("plain"), use_cache=False).loss for _ in range(2))
-    assert not model._streambp.state.steps.last.over
+    assert not model._streambp.steps.last.over
     first.backward()
     second.backward()
-    assert (streambp.last_step(model).number, model._streambp.state.steps.last.over) == (4, True)
+    assert (streambp.last_step(model).number, model._streambp.steps.last.over) == (4, True)
 
 
 def test_offloaded_steps(lines):
@@ -551,7 +551,7 @@ def test_offloaded_steps(lines):
     record = streambp.last_step(model)
     inputs, attended = 2 * 2 * LENGTH * 64, 2 * 2 * LENGTH * (64 + 4)
     assert record.host.out > attended - inputs > 0
-    assert record.host.out == pytest.approx(model._streambp.state.offloader.transfers.bytes["out"] / 2)
+    assert record.host.out == pytest.approx(model._streambp.offloader.transfers.bytes["out"] / 2)
     assert record.saved == (Saved("attn_out", 2),)
     assert str(record) == f"46 tokens (2 rows) in 5 chunks of 5 a row, streamed: moved {sized(record.host.out)} to the host"
     assert len(lines()) == 1

@@ -66,13 +66,6 @@ class Projection:
             logits = torch_own.tanh(logits / self.softcap) * self.softcap
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-    def scaled(self, factor: float) -> Projection:
-        """The projection whose logits are these times `factor`, in front of the temperature."""
-        if self.softcap is None:
-            return dataclasses.replace(self, logit_scale=self.logit_scale * factor)
-        softcap = self.softcap * factor
-        return dataclasses.replace(self, logit_scale=self.slope * softcap, softcap=softcap)
-
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
         """d loss / d product [n, v] from the logits [n, v] and d loss / d logits, `grad` [n, v], which is overwritten."""
         if self.softcap is not None:

@@ -69,7 +69,12 @@ def run(arguments: Any) -> int:
         code = call(program, environment(settings, folder))
         if not lost:
             try:
-                return _report(program, Path(folder), code, arguments.allow_unpatched)
+                accounts, untold = collect(Path(folder))
+                for account in accounts:
+                    leave(account)  # for the launch that this one may be run by
+                say(f"end of {shlex.join(program)}")
+                say("\n".join([*untold, *([table(accounts)] if accounts or not untold else [])]))
+                return code if untold else judge(code, streamed(accounts), arguments.allow_unpatched)
             except Exception as error:  # [Note: reports]
                 lost = reason(error)
         say(f"what the program's processes did could not be told ({lost})")
@@ -77,16 +82,6 @@ def run(arguments: Any) -> int:
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _report(program: Sequence[str], folder: Path, code: int, allowed: bool) -> int:
-    """Say what the processes of a program did, and judge its exit code by it; where that is not known, it is as it was."""
-    accounts, lost = collect(folder)
-    for account in accounts:
-        leave(account)  # for the launch that this one may be run by
-    say(f"end of {shlex.join(program)}")
-    say("\n".join([*lost, *([table(accounts)] if accounts or not lost else [])]))
-    return code if lost else judge(code, streamed(accounts), allowed)
 
 
 def judge(code: int, patched: int, allowed: bool) -> int:

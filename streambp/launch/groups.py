@@ -39,7 +39,7 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     if cut is None or cut is before:
         return inputs
     patched = [part.__dict__["_streambp"] for part in trainer.model.modules() if "_streambp" in part.__dict__]
-    if not any(patch.state.config.rows == "packed" for patch in patched):  # with "auto" no micro-batch is another
+    if not any(state.config.rows == "packed" for state in patched):  # with "auto" no micro-batch is another
         return inputs
     together = grouped(cut)
     setattr(trainer, ROLLOUTS, together)

@@ -10,14 +10,6 @@ from streambp.errors import StreamBPError
 NAME = "streambp_launch.pth"
 
 
-def line() -> str:
-    """What Python runs at each start: one look into the environment, and nothing else without STREAMBP_LAUNCH."""
-    loader = str(Path(__file__).parent / "site" / "sitecustomize.py")
-    names = f"{{'__name__': 'streambp_launch', '__file__': {loader!r}}}"
-    run = f"exec(compile(open({loader!r}).read(), {loader!r}, 'exec'), {names})"
-    return f"import os; os.environ.get('STREAMBP_LAUNCH') and {run}\n"
-
-
 def place(folder: Path | None = None) -> Path:
     """Write the file; over one that is there.
 
@@ -28,8 +20,12 @@ def place(folder: Path | None = None) -> Path:
         StreamBPError: it cannot be written.
     """
     file = Path(folder or sysconfig.get_path("purelib"), NAME)
+    # What Python runs at each start: one look into the environment, and nothing else without STREAMBP_LAUNCH.
+    loader = str(Path(__file__).parent / "site" / "sitecustomize.py")
+    names = f"{{'__name__': 'streambp_launch', '__file__': {loader!r}}}"
+    run = f"exec(compile(open({loader!r}).read(), {loader!r}, 'exec'), {names})"
     try:
-        file.write_text(line(), "utf-8")
+        file.write_text(f"import os; os.environ.get('STREAMBP_LAUNCH') and {run}\n", "utf-8")
     except OSError as error:
         raise StreamBPError(
             f"{file} cannot be written ({error.strerror}). Use an environment of your own, or `streambp launch -- COMMAND`."

@@ -71,7 +71,7 @@ class Launched:
     def training(self, model: nn.Module) -> None:
         """`train()` was called on a model."""
         if not self._busy and not self._knows(model) and not is_patched(model) and self.streams(model):
-            model.register_forward_hook(AfterFirstStep(self), with_kwargs=False)
+            model.register_forward_hook(Watcher(self), with_kwargs=False)
 
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
         """Patch a model, unless it is patched already with settings of its user's; False if it cannot be.
@@ -150,9 +150,13 @@ class Launched:
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Sees to models that a Trainer gets after its `__init__`, and tells after its first step."""
+    """Sees to models that a Trainer gets after its `__init__`, and tells after its first step.
 
-    def __init__(self, launched: Launched, trainer: Any) -> None:
+    A forward hook as well, of a model whose loop is the program's own (trainer: None): tells after its first forward in
+    training. A copy of the model has a copy of it, which has told.
+    """
+
+    def __init__(self, launched: Launched, trainer: Any = None) -> None:
         self.launched = launched
         self.trainer = trainer
         self.told = False
@@ -174,17 +178,7 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
         """The process may be ended by others before it ends by itself."""
         self.launched.account()
 
-
-class AfterFirstStep:
-    """A forward hook of a model whose loop is the program's own: tells after its first forward in training. A copy of the
-    model has a copy of it, which has told."""
-
-    def __init__(self, launched: Launched) -> None:
-        self.launched = launched
-        self.told = False
-
     @torch.compiler.disable
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if model.training and not self.told:
-            self.told = True
-            self.launched.tell()
+        if model.training:
+            self.on_step_end()

@@ -168,8 +168,12 @@ def _scale(x: Deferred, other: Any, *, over: bool = False) -> Any:
     """Times a number, or over it."""
     if not is_number(other):
         return NotImplemented
-    projection = x.recipe.projection.scaled(1.0 / other if over else float(other))
-    return x.changed(dataclasses.replace(x.recipe, projection=projection))
+    projection, factor = x.recipe.projection, 1.0 / other if over else float(other)
+    scaled = {"logit_scale": projection.logit_scale * factor}
+    if projection.softcap is not None:
+        softcap = projection.softcap * factor
+        scaled = {"logit_scale": projection.slope * softcap, "softcap": softcap}
+    return x.changed(dataclasses.replace(x.recipe, projection=dataclasses.replace(projection, **scaled)))
 
 
 def _tanh(x: Deferred) -> Any:

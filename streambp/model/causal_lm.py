@@ -41,9 +41,13 @@ PREDICTED = "evaluations build the logits, which a Trainer takes for metrics or 
 WITH_LOGITS = "builds the logits: the call had a cache"
 
 
-@dataclasses.dataclass
-class HeadUse:
-    """What became of a model's head in its calls so far, for `describe`.
+class CausalLMForward(InstanceForward):
+    """A causal language model whose loss is computed without logits when labels are given (DESIGN.md section 8).
+
+    Args:
+        norms: the final norms of its decoder; the head's blocks may compute them.
+
+    What became of the head in its calls so far, for `describe`:
 
     last: how the last call computed its loss, the last one in training if there was one.
     lazy: of that call, if its logits are computed where they are used, what became of them.
@@ -52,47 +56,15 @@ class HeadUse:
     left_out: fields of the last streamed call's output in training that hold no tensor; None: there was none, or a tuple.
     """
 
-    last: str | None = None
-    lazy: HeadRequest | None = None
-    trained: int = 0
-    unlabelled: int = 0
-    predicted: bool = False
-    left_out: frozenset[str] | None = None
-
-    @property
-    def told(self) -> str | None:
-        """What `describe` says of the head: the last call's loss and what became of its lazy logits; None before a call."""
-        told, lazy = self.last, self.lazy
-        if lazy is not None:
-            before = "" if told is None else f"{told}; besides, "
-            if lazy.built_for is not None:
-                told = f"{before}builds the logits: the program uses {lazy.built_for} on them, costs memory"
-            elif lazy.computed:
-                told = f"{before}no logits: computed blockwise for {', '.join(lazy.computed)}"
-            else:
-                told = told or "no logits: none were used"
-        return f"{told}; {PREDICTED}" if told and self.predicted else told
-
-    def note(self, training: bool, how: str | None, labelled: bool = True, lazy: HeadRequest | None = None) -> None:
-        """Count a call and remember how it computed its loss; evaluations only until a call in training."""
-        self.trained += training
-        self.unlabelled += training and not labelled
-        if training or not self.trained:
-            self.last, self.lazy = how, lazy
-
-
-class CausalLMForward(InstanceForward):
-    """A causal language model whose loss is computed without logits when labels are given (DESIGN.md section 8).
-
-    Args:
-        norms: the final norms of its decoder; the head's blocks may compute them.
-    """
-
     def __init__(self, module: PreTrainedModel, state: PatchState, norms: tuple[nn.Module, ...]) -> None:
         super().__init__(module)
         self.norms = norms
         self.state = state
-        self.use = HeadUse()
+        self.last: str | None = None
+        self.lazy: HeadRequest | None = None
+        self.trained = self.unlabelled = 0
+        self.predicted = False
+        self.left_out: frozenset[str] | None = None
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that `patch` found; within, the state has the call's position_ids and labels for a backbone that gets
@@ -140,11 +112,11 @@ class CausalLMForward(InstanceForward):
                     self._leave_cache(kwargs)
                     request = HeadRequest(self.state.pending, norms=self._steady_norms)
                     output = self._run(kwargs, request)
-                    self.use.note(self._trains, None, lazy=request)
+                    self._note(self._trains, None, lazy=request)
                     return _hand_out(output, request)
                 output = self.original(**kwargs)
                 if labels is not None or self._trains:
-                    self.use.note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
+                    self._note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
                 return output
             if want_log_probs:
                 scored, tokens, _ = self.score(kwargs, ())
@@ -152,6 +124,13 @@ class CausalLMForward(InstanceForward):
                 return kind(**scored, log_probs=tokens.log_probs)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
             return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
+
+    def _note(self, training: bool, how: str | None, labelled: bool = True, lazy: HeadRequest | None = None) -> None:
+        """Count a call and remember how it computed its loss; evaluations only until a call in training."""
+        self.trained += training
+        self.unlabelled += training and not labelled
+        if training or not self.trained:
+            self.last, self.lazy = how, lazy
 
     @property
     def foreign(self) -> str | None:
@@ -223,7 +202,7 @@ class CausalLMForward(InstanceForward):
             how = "builds the logits: the model's loss does not come from its output projection, costs memory"
         elif request.hidden_built_for is not None:
             how = f"{BLOCKWISE}; the final norm's output is computed for the model's {request.hidden_built_for}"
-        self.use.note(self._trains, how, lazy=lazy)
+        self._note(self._trains, how, lazy=lazy)
         return output
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
@@ -232,11 +211,11 @@ class CausalLMForward(InstanceForward):
         named = kwargs.get("return_dict")
         named = getattr(self.module.config, "return_dict", True) if named is None else named
         trains = self._trains
-        if not (trains and named) or self.use.left_out is None or self._is_lazy(kwargs):
+        if not (trains and named) or self.left_out is None or self._is_lazy(kwargs):
             return None
         if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
             return None
-        config, left_out = self._leave_cache(kwargs), self.use.left_out
+        config, left_out = self._leave_cache(kwargs), self.left_out
 
         def run() -> Any:
             output = self.original(**kwargs)
@@ -247,7 +226,7 @@ class CausalLMForward(InstanceForward):
 
         output = self.state.as_unpatched(run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs))
         if output is not None:
-            self.use.note(trains, AS_UNPATCHED)
+            self._note(trains, AS_UNPATCHED)
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
@@ -329,7 +308,7 @@ class CausalLMForward(InstanceForward):
         evaluates = not self.module.training
         logits_wanted = self.state.config.eval_logits and evaluates
         if evaluates and not logits_wanted and not torch.is_grad_enabled() and wants_predictions():
-            logits_wanted = self.use.predicted = True
+            logits_wanted = self.predicted = True
 
         def real(value: Any) -> Any:
             if not isinstance(value, Deferred) or (value.recipe.weight is not None and not logits_wanted):
@@ -342,7 +321,7 @@ class CausalLMForward(InstanceForward):
             return tuple(part for part in map(real, output) if not isinstance(part, Deferred))
         fields = {name: real(value) for name, value in output.items()}
         if self._trains:
-            self.use.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
+            self.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
         return type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
 
 

@@ -82,8 +82,22 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
         return Fused(why_own=found)
     if config.products:
         return fused
-    # All names are their own again, to which Liger's rotation is compared.
-    return dataclasses.replace(fused, replaced=(*fused.replaced, *bind_rotations(device.type, rotations)))
+    bound: list[Replaced] = []
+    alike: dict[Callable[..., Any], bool] = {}
+    for module, rotation in rotations.items():
+        # All names are their own again, to which Liger's rotation is compared.
+        space = globals_that_turn(module)
+        if space is None:
+            continue
+        own = space[ROTARY]
+        if own not in alike:
+            alike[own] = turns_halves(own)
+        if alike[own]:
+            around = WithRotation(space, rotation, device.type)
+            forward = types.MethodType(with_globals(around, type(module).forward), module)
+            module.__dict__["forward"] = forward
+            bound.append(Replaced(module, "forward", None, forward, False))
+    return dataclasses.replace(fused, replaced=(*fused.replaced, *bound))
 
 
 def accelerator() -> torch.device | None:
@@ -125,25 +139,6 @@ def by_device(kind: str, rotations: dict[nn.Module, Callable[..., Any]], before:
             if home_of(rotation).partition(".")[0] == LIGER:
                 rotations[module] = rotation
     return theirs
-
-
-def bind_rotations(kind: str, rotations: dict[nn.Module, Callable[..., Any]]) -> list[Replaced]:
-    """Bind Liger's rotation for a kind of device to the modules whose own is alike."""
-    found: list[Replaced] = []
-    alike: dict[Callable[..., Any], bool] = {}
-    for module, rotation in rotations.items():
-        space = globals_that_turn(module)
-        if space is None:
-            continue
-        own = space[ROTARY]
-        if own not in alike:
-            alike[own] = turns_halves(own)
-        if alike[own]:
-            around = WithRotation(space, rotation, kind)
-            forward = types.MethodType(with_globals(around, type(module).forward), module)
-            module.__dict__["forward"] = forward
-            found.append(Replaced(module, "forward", None, forward, False))
-    return found
 
 
 def turns_halves(rotation: Callable[..., Any]) -> bool:

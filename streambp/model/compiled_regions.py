@@ -120,14 +120,9 @@ def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> An
     return down(middle.view(*x.shape[:-1], middle.shape[-1]))
 
 
-def gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [n, m] -> [n, m]."""
-    return act(gate) * up
-
-
-def gated_in_one(act: Callable[[Tensor], Tensor], both: Tensor) -> Tensor:
-    """Gate before up, [n, 2 m] -> [n, m]."""
-    gate, up = both.chunk(2, -1)
+def gated(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
+    """gate, up [n, m], or gate before up in one [n, 2 m] -> [n, m]."""
+    gate, up = products if len(products) > 1 else products[0].chunk(2, -1)
     return act(gate) * up
 
 
@@ -199,8 +194,7 @@ def compile_regions(model: nn.Module) -> Fused:
             region: Any
             role = NUMBER.sub(".*", name)
             if what == "MLP":
-                product = gated if names_of(module) == GATED_MLP else gated_in_one
-                region = Region(of_mlp, compiler.compiled(product, role))
+                region = Region(of_mlp, compiler.compiled(gated, role))
             elif what == "norm":
                 region = Region(of_norm, compiler.compiled(kind.forward, role))
             else:  # the class's forward, with a compiled rotation among its globals
@@ -264,9 +258,8 @@ def treats_tokens_alike(module: nn.Module) -> bool:
                     entry.register_forward_hook(note)
                 twin.__dict__[MODULES] = {**module.__dict__[MODULES], **entries, names[-2]: nn.Identity()}
                 act = getattr(module, names[-1])
-                region = gated if names == GATED_MLP else gated_in_one
                 found = type(module).forward(twin, x)
-                return all(seen.get(entry) is x for entry in known) and torch.equal(found, region(act, *parts))
+                return all(seen.get(entry) is x for entry in known) and torch.equal(found, gated(act, *parts))
             parameters = {name: None if p is None else some(TRIED) for name, p in module.__dict__[PARAMETERS].items()}
             twin.__dict__[PARAMETERS] = parameters
             tensors = [some(2, 3, TRIED) for _ in inspect.signature(type(module).forward).parameters][1:]

@@ -22,8 +22,8 @@ from streambp.instance_forward import forwards
 from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
 from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_of, patch_of, record_of
-from streambp.model.patching import Patch
 from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, offloaded, sized
+from streambp.model.state import PatchState
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
 from streambp.offload.costs import Chosen
@@ -112,11 +112,11 @@ def describe(model: nn.Module) -> Description:
     Raises:
         StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
     """
-    found: Patch = patch_of(model)
+    found: PatchState = patch_of(model)
     lost: list[str] = []
 
     one, several = (lambda why: f"{LOST} ({why})"), (lambda why: (f"{LOST} ({why})",))
-    record: StepRecord | str | None = told(record_of, found.state, otherwise=one)
+    record: StepRecord | str | None = told(record_of, found, otherwise=one)
     if isinstance(record, str):
         lost.append(f"the last step {record}")
         record = None
@@ -131,33 +131,33 @@ def describe(model: nn.Module) -> Description:
         told(_saves, found, record, otherwise=several),
         told(_describe_offload, found, otherwise=one),
         told(_describe_attention, found, record, otherwise=one),
-        told(head_of, found.state, otherwise=one),
+        told(head_of, found, otherwise=one),
         (*lost, *notes),
         record,
     )
 
 
-def _chunk_size(found: Patch, record: StepRecord | None) -> str:
+def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
     """As configured, whether or not the last step had chunks; of "auto" the size in the last step, and the rule."""
-    if found.state.config.chunk_size != "auto":
+    if found.config.chunk_size != "auto":
         no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
-        return f"{found.state.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
-    rule = str(found.state.policy or AUTO_RULE)
+        return f"{found.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
+    rule = str(found.policy or AUTO_RULE)
     if record is None:
         return rule
     size = f"{record.chunk_size:,}" if record.chunks > 1 else "the whole sequence"
     return f"{size} ({rule})"
 
 
-def _layers(model: nn.Module, found: Patch) -> tuple[LayerDescription, ...]:
+def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]:
     """Those that are in the model now, in its order, then those of `patch` that no longer are."""
     names = {id(module): name for name, module in model.named_modules()}
     places = {module: place for place, module in enumerate(names)}
-    wrappers = [w for w in found.state.wrappers if isinstance(w, LayerForward)]
+    wrappers = [w for w in found.wrappers if isinstance(w, LayerForward)]
     here = [w for w in wrappers if id(w.module) in names]
     described = [(id(w.module), _streamed(names[id(w.module)], w)) for w in here]
     try:  # what `patch` would stream now
-        stacks = () if found.state.root is None else find_stacks(found.state.root).stacks
+        stacks = () if found.root is None else find_stacks(found.root).stacks
     except UnsupportedModelError:
         stacks = ()
     own = {id(w.module) for w in here}
@@ -203,34 +203,34 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     return LayerDescription(name, kind, "streams", "; ".join(parts))
 
 
-def _saves(found: Patch, record: StepRecord | None) -> tuple[str, ...]:
+def _saves(found: PatchState, record: StepRecord | None) -> tuple[str, ...]:
     """As configured, or as chosen for the last step."""
-    config, choice = found.state.config, _offload_choice(found)
+    config, choice = found.config, _offload_choice(found)
     if config.saves != "auto":
         return config.named_saves
-    if found.state.offloader is not None:
+    if found.offloader is not None:
         return () if choice is None else tuple(choice.layers)
-    known = None if found.state.policy is None else found.state.policy.known
+    known = None if found.policy is None else found.policy.known
     if known is not None and known.need is None and known.why:
         return (f"nothing (auto: {known.why})",)
     return (f"{NOT_TRIED} (auto)",) if record is None else record.saves()
 
 
-def _offload_choice(found: Patch) -> Chosen | None:
-    latest = None if found.state.policy is None else found.state.policy.latest
+def _offload_choice(found: PatchState) -> Chosen | None:
+    latest = None if found.policy is None else found.policy.latest
     return latest if isinstance(latest, Chosen) and latest.measured is not None else None
 
 
-def _describe_attention(found: Patch, record: StepRecord | None) -> str:
+def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
     """As configured, what "auto" does without, and which kernels attended in each layer's last streamed call.
 
     Plain products are named with the blocks that they attended: other kernels are faster.
     """
-    parts: list[str] = [found.state.config.attention]
+    parts: list[str] = [found.config.attention]
     if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():
         parts = ["auto: FlashAttention is switched off (torch.backends.cuda), so plain products attend where others cannot"]
     counts: dict[str, int] = {}
-    for wrapper in found.state.wrappers:
+    for wrapper in found.wrappers:
         if isinstance(wrapper, LayerForward):
             whats = set()
             for used in wrapper.site.attended:
@@ -246,10 +246,10 @@ def _describe_attention(found: Patch, record: StepRecord | None) -> str:
     return f"the model's own; where layers stream: {told}" if record is not None and record.way == UNPATCHED else told
 
 
-def _describe_offload(found: Patch) -> str:
-    manager, config = found.state.offloader, found.state.config
+def _describe_offload(found: PatchState) -> str:
+    manager, config = found.offloader, found.config
     if manager is None:
-        return "nothing leaves the device" if found.state.weights is None else "no saved tensor leaves the device"
+        return "nothing leaves the device" if found.weights is None else "no saved tensor leaves the device"
     limit = config.host_memory
     budget = "nine tenths of the host memory available" if limit is None else f"{sized(int(limit))} of host memory"
     ranks = local_ranks()
@@ -259,7 +259,7 @@ def _describe_offload(found: Patch) -> str:
     names = config.named_saves if config.saves != "auto" else () if choice is None else tuple(choice.layers)
     moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
-    use = HostUse() if found.state.root is None else engine_host_use(found.state.root)
+    use = HostUse() if found.root is None else engine_host_use(found.root)
     sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}  # of an engine's own offloading
     beside = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
     if beside:
@@ -273,7 +273,7 @@ def _describe_offload(found: Patch) -> str:
         )
     if stats["left"]:
         parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
-    if found.state.policy is not None and found.state.policy.link is not None:
+    if found.policy is not None and found.policy.link is not None:
         if choice is None:
             parts.append("auto: the first step measures, with layer inputs alone on the host")
         elif config.saves == "auto":
@@ -297,14 +297,14 @@ def _weights(weights: HostWeights) -> str:
     )
 
 
-def _fused_layers(found: Patch) -> list[str]:
+def _fused_layers(found: PatchState) -> list[str]:
     """A line for each set of modules that another library's kernels compute, whoever has put it there."""
     layers: dict[tuple[str, tuple[str, ...]], int] = {}
-    for wrapper in found.state.wrappers:
+    for wrapper in found.wrappers:
         if isinstance(wrapper, LayerForward):
             for home, names in fused_modules(wrapper.module).items():
                 layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
-    who, fused, choice = {LIGER: LIGERS, REGION: REGIONS}, found.fused, found.state.config.kernels
+    who, fused, choice = {LIGER: LIGERS, REGION: REGIONS}, found.fused, found.config.kernels
     notes = [
         f"{who.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
         for (home, names), number in layers.items()
@@ -319,31 +319,31 @@ def _fused_layers(found: Patch) -> list[str]:
     return notes
 
 
-def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
+def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
     hooked = sum(
         any(not belongs_to_engine(hook) for table in FORWARD_HOOKS for hook in getattr(m, table).values())
-        for wrapper in found.state.wrappers
+        for wrapper in found.wrappers
         if isinstance(wrapper, LayerForward)
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
-    if found.state.split is not None:
-        split = found.state.split
+    if found.split is not None:
+        split = found.split
         notes.append(f"sequences are split over {split.size} ranks ({split.by}), each streams its shard")
-    notes += [] if found.state.weights is None else [_weights(found.state.weights)]
+    notes += [] if found.weights is None else [_weights(found.weights)]
     notes += _fused_layers(found)
-    faster = 0.0 if found.state.policy is None else found.state.policy.faster_on_host()
+    faster = 0.0 if found.policy is None else found.policy.faster_on_host()
     if faster >= FASTER:
         notes.append(
             f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: attn_out would fit"
         )
-    reports = (wrapper.site.last for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward))
+    reports = (wrapper.site.last for wrapper in found.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:
         how = "restart" if packed[0] == "position_ids" else "are given"
         notes.append(f"{packed[0]} {how}: attention kept the {packed[1]} documents of the last call's rows apart")
-    backbones = [w.prefixes for w in found.state.wrappers if isinstance(w, BackboneForward) and w.prefixes is not None]
+    backbones = [w.prefixes for w in found.wrappers if isinstance(w, BackboneForward) and w.prefixes is not None]
     tells = (prefixes.last for prefixes in backbones if prefixes.rows == "packed" or prefixes.last not in UNREMARKABLE)
     for last in tells:
         if isinstance(last, str):
@@ -351,17 +351,17 @@ def _notes(model: nn.Module, found: Patch) -> tuple[str, ...]:
         elif last is not None:
             size = f"{last.tokens_of_rows:,} tokens" + (f" and {last.padding:,} of padding" if last.padding else "")
             notes.append(f"rows: the last call's {last.rows} rows of {size} were computed as {last.tokens:,}")
-    if found.state.unasked_cache:
+    if found.unasked_cache:
         notes.append(
             "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran "
             "unpatched"
         )
-    if found.state.given_cache:
+    if found.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
-    layers = [wrapper.module for wrapper in found.state.wrappers if isinstance(wrapper, LayerForward)]
+    layers = [wrapper.module for wrapper in found.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
     inside = sorted({name.removesuffix(f".{COMPILED}") for name, module in named if is_compiled(module)})
-    apart = compiled_around(model, found.state.root, layers, [w.module for w in found.state.wrappers])
+    apart = compiled_around(model, found.root, layers, [w.module for w in found.wrappers])
     if apart is not None:
         rest = f"{', '.join(sorted(apart))} run compiled" if apart else "what is around them is eager, too"
         notes.append(f"streamed layers stay eager under torch.compile; {rest}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,12 +12,11 @@ import streambp.model.patching as patching
 from streambp.device import counted_bytes, tells_memory
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
-from streambp.model.causal_lm import BLOCKWISE, CausalLMForward
-from streambp.model.patching import Patch
+from streambp.instance_forward import forwards
+from streambp.model.causal_lm import BLOCKWISE, PREDICTED, CausalLMForward
 from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, WHOLE, HostTraffic, Saved, StepRecord
 from streambp.model.state import PatchState
-from streambp.model.steps import Step
-from streambp.offload.costs import GRAPH, AsUnpatched, Choice, Chosen
+from streambp.offload.costs import GRAPH, AsUnpatched, Chosen
 from streambp.offload.engines import BACK, OUT
 
 
@@ -29,11 +29,11 @@ def last_step(model: nn.Module) -> StepRecord | None:
     Raises:
         StreamBPError: the model is not patched.
     """
-    return record_of(patch_of(model).state)
+    return record_of(patch_of(model))
 
 
-def patch_of(model: nn.Module) -> Patch:
-    """The `Patch` of a patched model, whichever module inside or around the model was given to `patch`.
+def patch_of(model: nn.Module) -> PatchState:
+    """The `PatchState` of a patched model, whichever module inside or around the model was given to `patch`.
 
     Raises:
         StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
@@ -53,7 +53,13 @@ def record_of(state: PatchState) -> StepRecord | None:
     longest = max(plans, key=len, default=None)
     choice, chosen = step.choice, step.choice if isinstance(step.choice, Chosen) else None
     room = None if choice is None or state.offloader is not None else choice.room
-    saved = () if step.unpatched else _saved(state, step, choice)
+    saved: tuple[Saved, ...] = ()
+    if chosen is not None and state.config.saves == "auto" and not step.unpatched:
+        saved = tuple(Saved(name, chosen.layers[name], size) for name, size in chosen.bytes.items())
+    elif not step.unpatched:  # what the user named, layer by layer
+        cut = [site for site, report in zip(steps.sites, step.reports, strict=True) if report.because is None]
+        names = Counter(name for site in cut for name in site.config.named_saves)
+        saved = tuple(Saved(name, layers) for name, layers in names.items())
     kept = next((one for one in saved if one.name == GRAPH), None)
     way = KEPT_GRAPH if kept and kept.layers == len(step.reports) and step.let_go is None else STREAMED
     if step.unpatched:
@@ -62,7 +68,7 @@ def record_of(state: PatchState) -> StepRecord | None:
         way = WHOLE
     counted = 0 if step.over else 1
     whole = [(s, r.because) for s, r in zip(steps.sites, step.reports, strict=False) if r.because is not None]
-    names = {} if state.root is None or not whole else {id(module): name for name, module in state.root.named_modules()}
+    places = {} if state.root is None or not whole else {id(module): name for name, module in state.root.named_modules()}
     device = next((p.device for p in steps.sites[0].layer.parameters()), None) if steps.sites else None
     host = None
     if state.offloader is not None:
@@ -86,23 +92,11 @@ def record_of(state: PatchState) -> StepRecord | None:
         let_go=step.let_go,
         host=host,
         shared=step.shared,
-        whole=tuple((names.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole),
+        whole=tuple((places.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole),
         split_by=None if state.split is None or step.unpatched else state.split.by,
         unpatched_steps=steps.unpatched + counted * step.unpatched,
         short_steps=steps.short + counted * (step.let_go is not None),
     )
-
-
-def _saved(state: PatchState, step: Step, choice: Choice | None) -> tuple[Saved, ...]:
-    """What was chosen, or what the user named, layer by layer."""
-    if isinstance(choice, Chosen) and state.config.saves == "auto":
-        return tuple(Saved(name, choice.layers[name], size) for name, size in choice.bytes.items())
-    cut = [site for site, report in zip(state.steps.sites, step.reports, strict=True) if report.because is None]
-    names: dict[str, int] = {}
-    for site in cut:
-        for name in site.config.named_saves:
-            names[name] = names.get(name, 0) + 1
-    return tuple(Saved(name, layers) for name, layers in names.items())
 
 
 def head_of(state: PatchState) -> str:
@@ -122,7 +116,7 @@ def head_of(state: PatchState) -> str:
 
 def _what_became_of(head: CausalLMForward) -> str:
     """What a head did in the last step; before the first, what it will do."""
-    if not head.reached:
+    if all(forward is not head for forward in forwards(head.module)):  # no call of the module comes to it
         forward = head.module.__dict__.get(head.slot)
         who = foreign_forward(type(head.module), forward) or "something"  # which tells by where it was written
         if any(trls_head(function) is not None for function in wrapped_functions(forward)):
@@ -132,8 +126,17 @@ def _what_became_of(head: CausalLMForward) -> str:
         return f"as another library computes it: {head.foreign}"
     if not head.state.config.head:
         return "builds the logits (head=False)"
-    use = head.use
-    if use.told is None:
+    told, lazy = head.last, head.lazy
+    if lazy is not None:
+        before = "" if told is None else f"{told}; besides, "
+        if lazy.built_for is not None:
+            told = f"{before}builds the logits: the program uses {lazy.built_for} on them, costs memory"
+        elif lazy.computed:
+            told = f"{before}no logits: computed blockwise for {', '.join(lazy.computed)}"
+        else:
+            told = told or "no logits: none were used"
+    if told is None:
         return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
-    missing = f" ({use.unlabelled} of {use.trained} training calls came without labels)" if use.unlabelled else ""
-    return use.told + missing
+    predicted = f"; {PREDICTED}" if head.predicted else ""
+    missing = f" ({head.unlabelled} of {head.trained} training calls came without labels)" if head.unlabelled else ""
+    return f"{told}{predicted}{missing}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TypeVar
 
@@ -20,7 +19,6 @@ from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.fused_head import FusedHead, head_again
-from streambp.model.fused_layers import Fused
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
 from streambp.model.wrappers import BackboneForward, LayerForward
@@ -65,7 +63,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         )
     layers = [layer for stack in found.stacks for layer in stack.layers]
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
-    state = PatchState(config, root=model, shares_through_cache=shared)
+    state = PatchState(config, root=model, left_alone=found.left_alone, shares_through_cache=shared)
     if config.offload != "none":
         host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
         state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory)
@@ -76,7 +74,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     for wrapper in state.wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
-    fused = choose_kernels(model, config)
+    state.fused = choose_kernels(model, config)
     for wrapper in state.wrappers:
         wrapper.install()
     if state.weights is not None:
@@ -85,7 +83,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         head = head_again(causal, heads.get(causal.module))
         if head is not None and config.head and causal.foreign is None:
             head.install()
-    model._streambp = Patch(state, found.left_alone, fused)  # type: ignore[assignment]
+    model._streambp = state  # type: ignore[assignment]
     model.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, model))
     return model
 
@@ -157,15 +155,6 @@ def _check_products(found: Found, config: StreamConfig) -> None:
             )
 
 
-@dataclasses.dataclass
-class Patch:
-    """What `unpatch` takes off; kept on the module that was given to `patch`."""
-
-    state: PatchState
-    left_alone: tuple[str, ...]
-    fused: Fused = dataclasses.field(default_factory=Fused)
-
-
 def unpatch(model: Model) -> Model:
     """Take off everything `patch` put on; the model is exactly what it was. Nothing happens to an unpatched model.
 
@@ -174,24 +163,24 @@ def unpatch(model: Model) -> Model:
     """
     found = patch_of(model)
     while found is not None:
-        module, patch = found
-        root = patch.state.root or module
+        module, state = found
+        root = state.root or module
         for own in dict.fromkeys((module, root)):  # they differ in what `copy.copy` has made
             own.__dict__.pop(PATCH, None)
             for wrapper in reversed(own.__dict__.pop(WRAPPERS, ())) if own is not root else ():
                 wrapper.leave(own.__dict__)
-        for wrapper in reversed(patch.state.wrappers):
+        for wrapper in reversed(state.wrappers):
             wrapper.remove()
-        patch.fused.take_off()
-        if patch.state.weights is not None:
-            patch.state.weights.ranges.remove()
-            patch.state.weights.close()
+        state.fused.take_off()
+        if state.weights is not None:
+            state.weights.ranges.remove()
+            state.weights.close()
         unmark(module)
         found = patch_of(model)
     return model
 
 
-def patch_of(model: nn.Module) -> tuple[nn.Module, Patch] | None:
+def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     """The module that was given to `patch`, and what was put on: the model itself, a part of it, or what wraps it (DDP, an
     engine), if all that streams there is in the model. None: it is not patched.
 
@@ -205,9 +194,9 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, Patch] | None:
     root = next((state.root for state in states if state.root is not None and PATCH in state.root.__dict__), None)
     if root is None:
         return None
-    found: Patch = root.__dict__[PATCH]
+    found: PatchState = root.__dict__[PATCH]
     inside, there = (set(map(id, around.modules())) for around in (model, root))
-    if any(id(wrapper.module) in there - inside for wrapper in found.state.wrappers):
+    if any(id(wrapper.module) in there - inside for wrapper in found.wrappers):
         raise StreamBPError(
             f"This {type(model).__name__} is a part of a {type(root).__name__} that was given to streambp.patch, and other "
             "parts of it stream as well. Pass the whole model."

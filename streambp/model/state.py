@@ -22,6 +22,7 @@ from streambp.instance_forward import InstanceForward
 from streambp.layer.owner import StepOwner
 from streambp.layer.witness import Witnesses
 from streambp.model.deferring import DeferredForward
+from streambp.model.fused_layers import Fused
 from streambp.model.packing import finds_other_documents
 from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
@@ -71,7 +72,8 @@ class PatchState:
 
     owner: who is computing with the model. [Note: owner of a step]
     witnesses: compare backward passes with forwards. [Note: witness]
-    root: what was given to `patch`.
+    root: what was given to `patch`, and has this.
+    left_alone: parts of it that do not stream, and why. fused: kernels of others on its modules.
     running: what is known of the running forward alone.
     steps: notes on its steps. [Note: notes on a step]
     policy: what decides chunk_size="auto", whose rule its str() says, saves="auto" and offload="auto".
@@ -92,6 +94,8 @@ class PatchState:
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False)
     witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False)
     root: nn.Module | None = dataclasses.field(default=None, repr=False)
+    left_alone: tuple[str, ...] = ()
+    fused: Fused = dataclasses.field(default_factory=Fused, repr=False)
     running: ForwardContext = dataclasses.field(default_factory=ForwardContext, repr=False)
     pending: Pending = dataclasses.field(default_factory=Pending)
     offloader: OffloadManager | None = None

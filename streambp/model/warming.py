@@ -8,8 +8,7 @@ forward and a backward, of which nothing stays but what was found out. Gradients
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,13 +59,22 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             f"An engine (DDP, DeepSpeed, FSDP) holds the parameters of this {type(model).__name__} and waits for gradients "
             "that a warm-up does not give. Call streambp.warm_up before the engine gets the model."
         )
-    with _as_before([w for w in wrappers if isinstance(w, CausalLMForward)], model), leaving_no_trace(model):
-        output = model(**inputs)
-        leaves = [p for p in (*model.parameters(), *inputs.values()) if isinstance(p, Tensor) and p.requires_grad]
-        loss = _loss_of(output)
-        if torch.is_grad_enabled() and leaves and loss is not None:
-            with Autocast.capture(loss.device).off():
-                torch.autograd.grad(loss, leaves, allow_unused=True)
+    # What is drawn from torch's generators does not count, nor does what `describe` counts of calls.
+    before = [RandomState.capture(device) for device in {p.device for p in model.parameters()} or {torch.device("cpu")}]
+    heads = [(w, w.trained, w.unlabelled) for w in wrappers if isinstance(w, CausalLMForward)]
+    try:
+        with leaving_no_trace(model):
+            output = model(**inputs)
+            leaves = [p for p in (*model.parameters(), *inputs.values()) if isinstance(p, Tensor) and p.requires_grad]
+            loss = _loss_of(output)
+            if torch.is_grad_enabled() and leaves and loss is not None:
+                with Autocast.capture(loss.device).off():
+                    torch.autograd.grad(loss, leaves, allow_unused=True)
+    finally:
+        for state in before:
+            state.restore()
+        for head, trained, unlabelled in heads:
+            head.trained, head.unlabelled = trained, unlabelled
     warm = next((w.site.warm for w in layers if w.site.warm is not None and w.site.warm.on), Warm())
     for wrapper in layers:
         wrapper.site.warm = warm
@@ -84,18 +92,3 @@ def _loss_of(output: Any) -> Tensor | None:
         labels = torch.zeros(lazy.shape[:-1], dtype=torch.long, device=lazy.device)  # [B, T]
         return F.cross_entropy(lazy.flatten(0, -2), labels.flatten())
     return torch.stack([x.sum().float() for x in wanted]).sum() if wanted else None
-
-
-@contextlib.contextmanager
-def _as_before(heads: list[CausalLMForward], model: nn.Module) -> Iterator[None]:
-    """Within, what is drawn from torch's generators does not count, nor does what `describe` counts of calls."""
-    devices = {p.device for p in model.parameters()} or {torch.device("cpu")}
-    before = [RandomState.capture(device) for device in devices]
-    uses = [(head.use, head.use.trained, head.use.unlabelled) for head in heads]
-    try:
-        yield
-    finally:
-        for state in before:
-            state.restore()
-        for use, trained, unlabelled in uses:
-            use.trained, use.unlabelled = trained, unlabelled

@@ -14,7 +14,7 @@ def manager_of(model: nn.Module) -> OffloadManager:
     """
     for module in model.modules():
         if "_streambp" in module.__dict__:
-            manager: OffloadManager | None = module.__dict__["_streambp"].state.offloader
+            manager: OffloadManager | None = module.__dict__["_streambp"].offloader
             if manager is not None:
                 return manager
     raise StreamBPError(

@@ -23,6 +23,7 @@ from streambp.distributed.engines import contents_of
 from streambp.distributed.zero import is_partitioned
 from streambp.known_names import SHARD_HERE
 from streambp.model.last_step import record_of
+from streambp.model.state import PatchState
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.costs import Figures, LayerCost, Need
@@ -123,8 +124,7 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
     model = patching.patch(model, config)
-    installed: patching.Patch = model._streambp  # type: ignore[assignment]
-    state = installed.state
+    state: PatchState = model._streambp  # type: ignore[assignment]
     state.steps.name, state.steps.tell = type(model).__name__, functools.partial(record_of, state)
     sizes, saves = state.config.chunk_size == "auto", state.config.saves == "auto"
     on_device = state.config.offload == "auto" and state.config.gpu_memory is None
@@ -190,8 +190,8 @@ class ModelStates:
     def _count(self, device: torch.device) -> Figures:
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
-        installed: patching.Patch = self.model._streambp  # type: ignore[assignment]
-        sites = installed.state.steps.sites
+        installed: PatchState = self.model._streambp  # type: ignore[assignment]
+        sites = installed.steps.sites
         most = bound(self.model, [site.layer for site in sites])
         if free_memory(device) is None or (self.config.chunk_size != "auto" and self.config.offload != "none"):
             return Figures(most)
@@ -200,7 +200,7 @@ class ModelStates:
         law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
         if isinstance(law, str):
             return Figures(most, why=law)
-        moved = installed.state.weights is not None
+        moved = installed.weights is not None
         first = {site.index: next(site.layer.parameters(), None) for site in sites}
         places = {index: device if moved else getattr(p, "device", torch.device("cpu")) for index, p in first.items()}
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
@@ -220,7 +220,7 @@ class ModelStates:
         known, present = self(device)
         if known.need is None:
             return 0.0
-        layers = {id(p) for site in model._streambp.state.steps.sites for p in site.layer.parameters()}  # type: ignore[union-attr]
+        layers = {id(p) for site in model._streambp.steps.sites for p in site.layer.parameters()}  # type: ignore[union-attr]
         trained = [p for p in model.parameters() if p.requires_grad]
         there = sum(p.nbytes for p in model.parameters() if p.device == device and id(p) in layers and not p.requires_grad)
         coming = sum(p.nbytes for p in trained if p.device != device)

@@ -11,6 +11,7 @@ import torch
 import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
+from streambp.model.state import PatchState
 from streambp.model.unpatched import is_plain
 from streambp.offload.costs import Cost, Figures, LayerCost, Product
 from streambp.offload.policy import SavesPolicy
@@ -31,15 +32,15 @@ def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) 
     patching.patch(skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"))
     sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
     known = Figures()
-    installed: patching.Patch = skeleton.model._streambp  # type: ignore[assignment]
-    for site in installed.state.steps.sites:
+    installed: PatchState = skeleton.model._streambp  # type: ignore[assignment]
+    for site in installed.steps.sites:
         site.chooser = sees
     with skeleton.running(), StepCount(None):
         ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
         skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     found = sees.learn()
     costs = {index: found[place] for index in layers if (place := reduced.stand_in(index)) in found}
-    return costs, all(map(is_plain, installed.state.steps.sites))
+    return costs, all(map(is_plain, installed.steps.sites))
 
 
 def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:

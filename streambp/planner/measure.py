@@ -14,8 +14,9 @@ from streambp.config import StreamConfig
 from streambp.device import MEMORY_ERRORS, is_accelerator, is_out_of_memory, tells_memory
 from streambp.errors import StreamBPError
 from streambp.model.last_step import last_step
-from streambp.model.patching import Patch, patch, unpatch
+from streambp.model.patching import patch, unpatch
 from streambp.model.record import StepRecord
+from streambp.model.state import PatchState
 from streambp.offload.manager import OffloadManager
 from streambp.planner import auto
 from streambp.planner.compose import unroll
@@ -139,8 +140,8 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 def uncount_host(model: nn.Module) -> None:
     """Keep the host memory of a patched CPU model's offloading out of a count of its storages."""
-    installed: Patch = model._streambp  # type: ignore[assignment]
-    sites = installed.state.steps.sites
+    installed: PatchState = model._streambp  # type: ignore[assignment]
+    sites = installed.steps.sites
     if sites and sites[0].offloader is not None:
         budget = None if sites[0].config.gpu_memory is None else int(sites[0].config.gpu_memory)
         manager = OffloadManager(None, "raise", len(sites), budget, engine=UncountedHost(torch.device("cpu")))

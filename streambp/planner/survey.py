@@ -17,7 +17,8 @@ from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import LAST, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.known_names import CHECKPOINTING_SWITCHES
-from streambp.model.patching import Patch, patch, unpatch
+from streambp.model.patching import patch, unpatch
+from streambp.model.state import PatchState
 from streambp.offload.arena import Arena
 from streambp.planner.compose import Counted, fit, unroll
 from streambp.planner.count import Shapes, StepCount
@@ -211,7 +212,7 @@ class Counter:
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
                 self.skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 if not recipe.split:
-                    self._unread = [site.unread for site in self.skeleton.model._streambp.state.steps.sites]  # type: ignore[union-attr]
+                    self._unread = [site.unread for site in self.skeleton.model._streambp.steps.sites]  # type: ignore[union-attr]
             self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
@@ -310,8 +311,8 @@ class Counter:
                 return
             patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
             stack.callback(unpatch, model)
-            installed: Patch = model._streambp  # type: ignore[assignment]
-            sites = installed.state.steps.sites
+            installed: PatchState = model._streambp  # type: ignore[assignment]
+            sites = installed.steps.sites
             if not recipe.split:
                 for site, unread in zip(sites, self._unread, strict=False):
                     site.unread.update(unread)

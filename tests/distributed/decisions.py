@@ -182,7 +182,7 @@ def its_loss(model, batch):
 
 
 def state_of(engine):
-    return (getattr(engine.module, "_streambp", None) or engine.wrapped._streambp).state
+    return getattr(engine.module, "_streambp", None) or engine.wrapped._streambp
 
 
 def train(case, rank, decision, patched, name):

@@ -54,7 +54,7 @@ class Steps:
         assert (record.way, record.chunks) == RUN_AS[way], record
         self.expected = [first]
         if way == "unpatched":  # where memory is short it is streamed, and rounded otherwise
-            self.model._streambp.state.unpatched.most = 0
+            self.model._streambp.unpatched.most = 0
             self.expected.append(self())
             self.forget()
             self()
@@ -82,7 +82,7 @@ class Steps:
 
     @property
     def chooser(self):
-        return next(w.site.chooser for w in self.model._streambp.state.wrappers if hasattr(w, "site"))
+        return next(w.site.chooser for w in self.model._streambp.wrappers if hasattr(w, "site"))
 
     @staticmethod
     def count():
@@ -97,8 +97,8 @@ class Steps:
     def forget(self):
         """What running out of memory has taught."""
         self.chooser.margins.clear()
-        if self.model._streambp.state.unpatched is not None:
-            self.model._streambp.state.unpatched.most = float("inf")
+        if self.model._streambp.unpatched is not None:
+            self.model._streambp.unpatched.most = float("inf")
 
 
 def same(found, expected):

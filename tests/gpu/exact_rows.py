@@ -108,7 +108,7 @@ def judged(found: Any, truth: Any, noise: float) -> tuple[str, list[str]]:
 
 
 def chooser_of(model: Any) -> Any:
-    return next(w.site.chooser for w in model._streambp.state.wrappers if hasattr(w, "site"))
+    return next(w.site.chooser for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
 def default_row(args: argparse.Namespace, length: int, settings: dict[str, Any], way: type) -> tuple[str, list[str]]:

@@ -127,7 +127,7 @@ class Trainer:
     def __init__(self, shares=True):
         self.model = torch.nn.Linear(1, 1)
         config = SimpleNamespace(rows="packed" if shares else "auto")
-        self.model._streambp = SimpleNamespace(state=SimpleNamespace(config=config))
+        self.model._streambp = SimpleNamespace(config=config)
         self.step, self._buffered_inputs = 0, None
 
     def _prepare_inputs(self, batch):

@@ -44,7 +44,7 @@ def trainer_class(hook):
 
 
 def settings(model):
-    return model._streambp.state.config
+    return model._streambp.config
 
 
 def bert():

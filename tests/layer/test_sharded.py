@@ -102,7 +102,7 @@ def test_offloading_and_recomputing_what_does_not_fit_change_nothing(saves, one_
             found = gradients(model, **with_shifted_labels(make_batch("packed")))[1]
             assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
         if chosen["offload"] == "cpu":
-            assert (model._streambp.state.offloader.stats()["left"] > 0) == ("host_memory" in settings)
+            assert (model._streambp.offloader.stats()["left"] > 0) == ("host_memory" in settings)
 
 
 def test_dropout_after_attention_is_drawn_as_in_chunks(monkeypatch, float64_oracle):

@@ -402,7 +402,7 @@ def test_a_backward_while_forwards_wait_for_theirs_teaches_nothing(monkeypatch):
     waiting = [model(**batch).loss for _ in range(3)]
     for loss in waiting[1:]:  # the first one's never comes, as after an error
         loss.backward()
-    sites = [w.site for w in model._streambp.state.wrappers if hasattr(w, "site")]
+    sites = [w.site for w in model._streambp.wrappers if hasattr(w, "site")]
     assert [site.fingerprint._ignored for site in sites] == [set(), set()]
     model(**batch).loss.backward()
     assert tried == [0, 1]
@@ -748,7 +748,7 @@ def test_kinds_are_forgotten_in_the_end(monkeypatch):
             for layer in model.model.layers:
                 layer.mlp.name = f"step {step}"
         check_agree(stock, ours, **batch)
-    sites = [w.site for w in ours.__dict__["_streambp"].state.wrappers if hasattr(w, "site")]
+    sites = [w.site for w in ours.__dict__["_streambp"].wrappers if hasattr(w, "site")]
     assert all(len(one.findings) == 3 == len(one.unread) for one in sites)
     assert sum(trials.values()) == 10 + 2 * SHARING  # whose trial is of a kind of its own
 

@@ -114,7 +114,7 @@ def test_it_may_be_switched_off(monkeypatch):
     monkeypatch.setattr(witness.Witness, "see", None)
     by_data(model)
     loss.backward()
-    assert all(site.last.plan is not None for site in model._streambp.state.steps.sites)
+    assert all(site.last.plan is not None for site in model._streambp.steps.sites)
 
 
 @pytest.mark.usefixtures("float64_oracle")
@@ -225,7 +225,7 @@ def test_products_rounded_to_less_than_float32_are_no_alarm(known_by):
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=()))
     for _ in range(2):
         model(**make_batch("plain"), use_cache=False).loss.backward()
-    assert all(len(site.last.plan) == 5 for site in model._streambp.state.steps.sites)
+    assert all(len(site.last.plan) == 5 for site in model._streambp.steps.sites)
 
 
 def test_autocast_around_a_step_of_the_optimizer_is_named():
@@ -319,7 +319,7 @@ def test_a_backward_that_raises_leaves_nothing_behind():
     model, loss = changed_within("a fused step", dtype=torch.float32)
     with pytest.raises(BackwardError):
         loss.backward()
-    state = model._streambp.state
+    state = model._streambp
     assert not len(state.witnesses._asked)
     gradients(model, **make_batch("plain"))
 

@@ -88,7 +88,7 @@ class Pair:
         models = models or (build("qwen3", **settings) for _ in range(2))
         configs = (streambp.StreamConfig(chunk_size=chunk_size, saves=saves) for saves in (saves, ()))
         self.model, self.plain = map(streambp.patch, models, configs)
-        self.chooser = next(w.site.chooser for w in self.model._streambp.state.wrappers if hasattr(w, "site"))
+        self.chooser = next(w.site.chooser for w in self.model._streambp.wrappers if hasattr(w, "site"))
         self.need = Need()
         self.chooser.states = KnownNeed(self.need)
         self.device = None
@@ -109,7 +109,7 @@ class Pair:
         """What running out of memory has taught."""
         self.chooser.margins.clear()
         self.chooser._shortage = None
-        runs = self.model._streambp.state.unpatched
+        runs = self.model._streambp.unpatched
         if runs is not None:
             runs.most = math.inf
 

@@ -46,7 +46,7 @@ def card(monkeypatch):
 
 
 def policy_of(model):
-    return model._streambp.state.policy
+    return model._streambp.policy
 
 
 def tiny(**settings):

@@ -53,7 +53,7 @@ def patched(model=None, warm=True, room=PLENTY, **settings):
 
 
 def chooser_of(model):
-    return next(w.site.chooser for w in model._streambp.state.wrappers if hasattr(w, "site"))
+    return next(w.site.chooser for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
 def streams(loss):
@@ -182,7 +182,7 @@ def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, mo
 @pytest.mark.parametrize("share", [3, 5])
 def test_it_has_to_fit_four_times(share):
     model = patched()
-    runs, chooser = model._streambp.state.unpatched, chooser_of(model)
+    runs, chooser = model._streambp.unpatched, chooser_of(model)
     kept = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
     need = chooser.known.need(2 * LENGTH, 2 * LENGTH)
     chooser.free = lambda _: need + share * kept
@@ -262,8 +262,8 @@ def shrinking(share, places=8, **settings):
     model, reference, device = patched(plain, **settings), patched(plain, saves=()), Device()
     with device:
         expected = step(reference)
-    need, runs = device.peak, model._streambp.state.unpatched
-    kept = patched(plain)._streambp.state.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
+    need, runs = device.peak, model._streambp.unpatched
+    kept = patched(plain)._streambp.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
     chooser_of(model).known.need = Need()
     chooser_of(model).known.need.bytes = need
     free, failed = need + 4.1 * kept, []
@@ -313,7 +313,7 @@ def test_a_backward_that_ends_changes_nothing():
     for _ in range(3):
         step(model)
         assert isinstance(chooser_of(model).latest, AsUnpatched)
-    assert model._streambp.state.unpatched.most == math.inf
+    assert model._streambp.unpatched.most == math.inf
 
 
 def test_micro_batches_before_their_backward():
@@ -332,7 +332,7 @@ def test_micro_batches_before_their_backward():
 def test_a_device_that_tells_corrects_the_prediction(monkeypatch):
     monkeypatch.setattr(unpatched, "tells_memory", lambda device: True)
     model = patched()
-    runs, device = model._streambp.state.unpatched, Device(limit=2_000_000)
+    runs, device = model._streambp.unpatched, Device(limit=2_000_000)
     chooser_of(model).free = lambda _: device.limit - device.live
     first = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
     with device:
@@ -362,9 +362,9 @@ def test_describe_tells():
 
 def test_copies_have_seen_nothing():
     model = patched()
-    model._streambp.state.unpatched.most = 1
+    model._streambp.unpatched.most = 1
     other = copy.deepcopy(model)
-    runs = other._streambp.state.unpatched
+    runs = other._streambp.unpatched
     assert runs.most == math.inf
     assert runs.chooser is chooser_of(other)
     assert [site.layer for site in runs.steps.sites] == list(other.model.layers)
@@ -520,10 +520,10 @@ def test_the_prediction_grows_with_scores_and_masks(kind):
 
 def test_what_sdpa_leaves_out_streams():
     model = patched(zoo.build("gpt_oss", torch.float32))
-    sites = model._streambp.state.steps.sites
+    sites = model._streambp.steps.sites
     assert not any(site.sdpa.same for site in sites)  # it has sinks
     other = patched()
-    other._streambp.state.steps.sites[1].sdpa = sites[1].sdpa
+    other._streambp.steps.sites[1].sdpa = sites[1].sdpa
     assert streams(other(**make_batch("plain")).loss)
 
 
@@ -540,7 +540,7 @@ def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
     assert streams(loss)
     loss.backward()
     assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), seeded_step(reference))
-    assert model._streambp.state.unpatched.factor > 1
+    assert model._streambp.unpatched.factor > 1
 
 
 def test_what_is_small_does_not_correct_the_prediction(monkeypatch):
@@ -552,7 +552,7 @@ def test_what_is_small_does_not_correct_the_prediction(monkeypatch):
     with device:
         loss = model(**make_batch("plain")).loss
     assert not streams(loss)
-    assert model._streambp.state.unpatched.factor == 1.0
+    assert model._streambp.unpatched.factor == 1.0
     loss.backward()
 
 

@@ -258,7 +258,7 @@ def test_one_token_streams_as_one_chunk():
         return [loss.detach()], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     assert_same(run(model), run(resident))
-    sites = next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.state.steps.sites
+    sites = next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.steps.sites
     assert all(site.last.plan is not None for site in sites)
 
 

@@ -26,7 +26,7 @@ class Inverting(Engine):
 
 
 def weights_of(model):
-    return next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.state.weights
+    return next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.weights
 
 
 def invert(model):

@@ -90,7 +90,7 @@ def by_launch(monkeypatch):
 
 
 def check(found: nn.Module):
-    state = found._streambp.state
+    state = found._streambp
     assert isinstance(state.policy, SavesPolicy)
     sites = [w.site for w in state.wrappers if isinstance(w, LayerForward)]
     assert all(site.chooser is state.policy and site.chunk_rule == state.policy.chunk for site in sites)

@@ -98,7 +98,7 @@ class SetUp:
 
 
 def state_of(skeleton):
-    return next(m for m in skeleton.model.modules() if hasattr(m, "_streambp"))._streambp.state
+    return next(m for m in skeleton.model.modules() if hasattr(m, "_streambp"))._streambp
 
 
 def made(memory, change=None, lora=None, patched=True):

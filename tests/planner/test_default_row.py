@@ -64,7 +64,7 @@ def of_a_patched_model(lora):
     """The policy of a patched model of which so much is known, and its parameters."""
     model = Skeleton(small(), torch.bfloat16, lora, 16, "cuda").model
     streambp.patch(model)
-    chooser = model._streambp.state.policy
+    chooser = model._streambp.policy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "free_memory", lambda device: 1.0)
         chooser.begins(HERE)

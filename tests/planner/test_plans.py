@@ -348,7 +348,7 @@ def test_auto_chunks_follow_the_device(monkeypatch):
     free = [10**12]
     monkeypatch.setattr(auto, "free_memory", lambda device: free[0])
     model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(rows="as_given"))
-    rule = model._streambp.state.policy.chunk
+    rule = model._streambp.policy.chunk
     assert rule(0, 1, 200000, torch.device("cpu")) == 16384
     assert "fits into the device's free memory" in streambp.describe(model).chunk_size
     free[0] = 0
@@ -361,7 +361,7 @@ def test_auto_chunks_follow_the_device(monkeypatch):
         assert seen == [0, 1]
         seen.clear()
     model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=7))
-    assert all(w.site.chunk_rule is None for w in model._streambp.state.wrappers if hasattr(w, "site"))
+    assert all(w.site.chunk_rule is None for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
 def test_auto_says_why_it_keeps_the_plain_rule(monkeypatch):

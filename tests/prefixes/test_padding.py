@@ -213,7 +213,7 @@ def test_random_lengths(family, number):
     stock = build(family)
     saves = ((), ("attn_out", "kv"))[draw(0, 1)]
     ours = packed(stock, chunk_size=draw(1, 24), saves=saves, lazy_logits=bool(draw(0, 1)))
-    how = HOW["lazy" if ours._streambp.state.config.lazy_logits else "labels"]
+    how = HOW["lazy" if ours._streambp.config.lazy_logits else "labels"]
     expected_loss, expected = how(stock, **batch)
     loss, found = how(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)

@@ -60,7 +60,7 @@ def switches(model):
          [len(getattr(module, table)) for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")])
         for name, module in model.named_modules()
     ]  # fmt: skip
-    state = model._streambp.state.running if hasattr(model, "_streambp") else None
+    state = model._streambp.running if hasattr(model, "_streambp") else None
     ours = state and [state.bypass, state.shards, state.packed_rows, state.tree, state.defer_norm, state.deferring]
     return (
         modules, ours, model.config._attn_implementation, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),

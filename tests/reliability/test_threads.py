@@ -135,13 +135,13 @@ def test_a_checkpoint_around_the_model_is_its_own(reentrant, thread, expected, m
 
 def test_copies_and_what_an_exception_left_behind_belong_to_nobody(other):
     model = streamed()
-    with model._streambp.state.owner.enter():
+    with model._streambp.owner.enter():
         clone, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         assert other(lambda: evaluate(clone)).isfinite()
         assert other(lambda: evaluate(loaded)).isfinite()
-    sites = {id(wrapper.site.owner) for wrapper in clone._streambp.state.wrappers if hasattr(wrapper, "site")}
-    assert sites == {id(clone._streambp.state.owner)}
-    use = model._streambp.state.owner.enter()  # an interrupt came before `with`
+    sites = {id(wrapper.site.owner) for wrapper in clone._streambp.wrappers if hasattr(wrapper, "site")}
+    assert sites == {id(clone._streambp.owner)}
+    use = model._streambp.owner.enter()  # an interrupt came before `with`
     with pytest.raises(streambp.StreamBPError, match=REFUSED):
         other(lambda: evaluate(model))
     del use

@@ -72,7 +72,7 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
     def _lengths(self, dataset: Any) -> list[int]:
         """Of each row, in tokens."""
         patched = patch_of(self.model)  # its user may have patched the model before, with other settings
-        if patched is not None and patched[1].state.config.rows == "as_given":
+        if patched is not None and patched[1].config.rows == "as_given":
             raise ConfigError(
                 'stream_batch_tokens counts tokens, and this model has rows="as_given", which computes padding as well: a '
                 "batch of one long row and many short ones would cost many times its tokens. Leave stream_rows out, or set "
