@@ -256,7 +256,7 @@ def measure(
 
 def told(model: PreTrainedModel, start: int) -> str:
     """What the last step of a patched model did. start: bytes that were allocated before it."""
-    record, state = streambp.last_step(model), model._streambp.state  # type: ignore[union-attr]
+    record, state = streambp.last_step(model), model._streambp  # type: ignore[union-attr]
     assert record is not None
     said = f"{record}; {record.short_steps} steps let go of saves"
     if record.least_free is not None:
