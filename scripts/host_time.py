@@ -11,16 +11,20 @@ first plain, first lora    the first step of a new model, in which each layer is
     OMP_NUM_THREADS=1 python scripts/host_time.py --against /path/to/tree/of/another/commit
 
 Printed are milliseconds of processor time, the minimum over all steps, and their ratio to checkpointing, or to the other
-tree, then of saves="auto" to the same without saves, and to the same without the witness. With another tree two processes,
-one for each (it comes first in PYTHONPATH), take turns, so that a machine that is busy or slows down does so for both.
-Processes of one tree differ by some percent for as long as they live: `--processes 6` takes the minimum over six pairs.
+tree, then of saves="auto" to the same without saves, and to the same without the witness, of the same model. With another
+tree two processes, one for each (it comes first in PYTHONPATH), take turns, so that a machine that is busy or slows down
+does so for both. Processes of one tree differ by some percent for as long as they live: `--processes 9` makes nine pairs,
+one after the other. A ratio is the median over the pairs, of the minimum in each process.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import operator
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -37,6 +41,7 @@ HERE = Path(__file__).resolve().parent.parent
 UNCOMPARED = "uncompared "
 STREAMED = ("plain", "8 chunks", "lora", "auto", "auto 8 chunks")
 WARM = ("checkpointing", *STREAMED, *(UNCOMPARED + case for case in STREAMED if case != "auto"))  # which is not streamed
+COMPARES = "compare_backward" in streambp.StreamConfig.__dataclass_fields__  # the other tree may be older
 WITHOUT_SAVES = {"auto": "plain", "auto 8 chunks": "8 chunks"}
 CASES = (*WARM, "first plain", "first lora")
 
@@ -56,8 +61,7 @@ def build(case: str, layers: int, length: int, width: int = 32) -> torch.nn.Modu
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
-    known = "compare_backward" in streambp.StreamConfig.__dataclass_fields__  # the other tree may be older
-    settings: dict[str, Any] = {"compare_backward": False} if case.startswith(UNCOMPARED) and known else {}
+    settings: dict[str, Any] = {"compare_backward": False} if case.startswith(UNCOMPARED) and COMPARES else {}
     case = case.removeprefix(UNCOMPARED)
     saves: tuple[str, ...] | Literal["auto"] = "auto" if case.startswith("auto") else ()
     if case.endswith("8 chunks"):
@@ -70,12 +74,22 @@ def build(case: str, layers: int, length: int, width: int = 32) -> torch.nn.Modu
     return streambp.patch(model, streambp.StreamConfig(saves=saves, **settings))
 
 
-def stepper(case: str, layers: int, length: int, width: int = 32) -> Callable[[], float]:
-    """A function that runs one step and returns its processor time in milliseconds."""
-    model = build(case, layers, length, width)
-    tokens = torch.randint(0, 64, (1, length))
+def stepper(case: str, layers: int, length: int, width: int, models: dict[str, torch.nn.Module]) -> Callable[[], float]:
+    """A function that runs one step and returns its processor time in milliseconds.
+
+    Args:
+        models: of cases that were built before; without the witness it is the model of the case with it.
+    """
+    base = case.removeprefix(UNCOMPARED)
+    if base not in models:
+        models[base] = build(base, layers, length, width)
+    model, tokens = models[base], torch.randint(0, 64, (1, length))
+    sites: list[Any] = model._streambp.steps.sites if COMPARES and base != WARM[0] else []  # type: ignore[union-attr, assignment]
+    configs = [dataclasses.replace(site.config, compare_backward=base == case) for site in sites]
 
     def step() -> float:
+        for site, config in zip(sites, configs, strict=True):
+            site.config = config
         start = time.process_time()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         spent = time.process_time() - start
@@ -88,7 +102,8 @@ def stepper(case: str, layers: int, length: int, width: int = 32) -> Callable[[]
 def serve(arguments: argparse.Namespace) -> None:
     """Run a few steps of a case for each line that comes in, and print the shortest."""
     made = functools.partial(stepper, layers=arguments.layers, length=arguments.length, width=arguments.width)
-    steps = {case: made(case) for case in WARM if case in arguments.cases}
+    models: dict[str, torch.nn.Module] = {}
+    steps = {case: made(case, models=models) for case in WARM if case in arguments.cases}
     for step in steps.values():
         step()
         step()
@@ -98,7 +113,7 @@ def serve(arguments: argparse.Namespace) -> None:
         if case in steps:
             print(min(steps[case]() for _ in range(arguments.steps)), flush=True)
         else:
-            print(made(case.removeprefix("first "))(), flush=True)
+            print(made(case.removeprefix("first "), models={})(), flush=True)
 
 
 def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
@@ -123,13 +138,14 @@ def ask(process: subprocess.Popen[str], case: str) -> float:
 
 def rows(arguments: argparse.Namespace) -> Iterator[str]:
     trees = [HERE, *([arguments.against.resolve()] if arguments.against else [])]
-    found: dict[tuple[str, Path], float] = {}
+    found: dict[tuple[str, Path], list[float]] = {}  # for each process the shortest step
     for _ in range(arguments.processes):
         processes = [served(tree, arguments) for tree in trees]
-        for _ in range(arguments.rounds):
+        for turn in range(arguments.rounds):
             for case in arguments.cases:
                 for tree, process in zip(trees, processes, strict=True):
-                    found[case, tree] = min(ask(process, case), found.get((case, tree), float("inf")))
+                    took, known = ask(process, case), found.setdefault((case, tree), [])
+                    known.append(took if turn == 0 else min(took, known.pop()))
         for process in processes:
             process.communicate()
     for case in arguments.cases:
@@ -137,7 +153,9 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
         others = there or [found[case, HERE] for case in WARM[:1] if case in arguments.cases]
         peers = WITHOUT_SAVES.get(case, ""), UNCOMPARED + case  # of the same run
         others += [found[peer, HERE] for peer in peers if peer in arguments.cases]
-        yield f"{case:<24} {here:8.1f} ms" + "".join(f"   against {x:8.1f} ms   ratio {here / x:.3f}" for x in others)
+        ratios = [statistics.median(map(operator.truediv, here, other)) for other in others]
+        told = zip(others, ratios, strict=True)
+        yield f"{case:<24} {min(here):8.1f} ms" + "".join(f"   against {min(x):8.1f} ms   ratio {r:.3f}" for x, r in told)
 
 
 def main() -> None:
