@@ -236,7 +236,7 @@ def measure(
     patched = getattr(model, "_streambp", None)
     if patched is not None:
         problems += wrong_paths(model)
-    offloader = None if patched is None else patched.state.offloader
+    offloader = None if patched is None else patched.offloader
     figures: dict[str, float | str | None] = {
         "seconds": found.seconds,
         "first_seconds": found.first,
