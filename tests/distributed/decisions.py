@@ -265,10 +265,10 @@ def reads_the_weight():
 
 def gathers_where_used():
     """A3: each result of the logits asks the engine for the weights."""
-    heads, forward, weights = [], deferring.HeldHead.forward, Hub.with_weights
+    heads, forward, products = [], deferring.HeldHead.forward, Hub.products
     return [
         (deferring.HeldHead, "forward", lambda head, x: (heads.append(head._head[0]), forward(head, x))[1]),
-        (Hub, "with_weights", lambda hub, compute: (heads[-1](hub.hidden), weights(hub, compute))[1]),
+        (Hub, "products", lambda hub: (heads[-1](hub.hidden), products(hub))[1]),
     ]
 
 
