@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from streambp.errors import StreamBPError
-from streambp.losses.masked import check_shapes, masked_mean, masked_sum
+from streambp.losses.masked import check_shapes, masked_mean, masked_sum, within
 
 SFT_LOSSES = ("nll", "dft")
 GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
@@ -60,11 +60,12 @@ def sft_loss(
     """
     check_choice("loss_type", loss_type, SFT_LOSSES)
     check_shapes(log_probs, mask=mask, mean_log_probs=mean_log_probs)
+    log_probs = within(mask, log_probs)
     per_token = log_probs
     if label_smoothing:
         if mean_log_probs is None:
             raise StreamBPError("label_smoothing needs mean_log_probs: call token_log_probs(..., mean_log_probs=True).")
-        per_token = (1.0 - label_smoothing) * log_probs + label_smoothing * mean_log_probs
+        per_token = (1.0 - label_smoothing) * log_probs + label_smoothing * within(mask, mean_log_probs)
     if loss_type == "dft":
         per_token = per_token * log_probs.detach().exp()
     count = mask.bool().sum() if num_items is None else torch.as_tensor(num_items, device=log_probs.device)
@@ -317,7 +318,11 @@ def grpo_loss(
     check_choice("level", level, LEVELS)
     check_shapes(log_probs, mask=mask, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, entropy=entropy)
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    ratio = _ratio(log_probs, log_probs.detach() if old_log_probs is None else old_log_probs, mask, level)
+    advantages = within(mask, advantages.expand_as(log_probs))
+    log_probs = within(mask, log_probs)
+    old_log_probs = log_probs.detach() if old_log_probs is None else within(mask, old_log_probs)
+    ref_log_probs = None if ref_log_probs is None else within(mask, ref_log_probs)
+    ratio = _ratio(log_probs, old_log_probs, mask, level)
     if loss_type == "cispo":
         per_token = -ratio.clamp(max=epsilon_high).detach() * advantages * log_probs
     elif loss_type == "sapo":
@@ -327,7 +332,7 @@ def grpo_loss(
     if beta != 0.0:
         divergence = _divergence(log_probs, ref_log_probs)
         per_token = per_token + beta * (divergence * ratio if weighted_kl else divergence)
-    loss = _reduce(per_token.expand_as(log_probs), mask, loss_type, max_completion_length, num_items)
+    loss = _reduce(per_token, mask, loss_type, max_completion_length, num_items)
     if entropy_coef == 0.0:
         return loss
     if entropy is None:

@@ -16,12 +16,21 @@ def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
             raise StreamBPError(f"{name} has shape {tuple(tensor.shape)}; it must be {list(like.shape)}, as log_probs is.")
 
 
+def within(mask: Tensor, values: Tensor) -> Tensor:
+    """Return values [B, T] with 0 where mask [B, T] is false, before anything is computed of them.
+
+    Objectives mask their inputs and not only their terms: NaN and infinities outside of the mask (an inference engine's
+    -inf at padding) do not reach a sum, but 0 times one of them is NaN in backward.
+    """
+    return values.masked_fill(~mask.bool(), 0.0)
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """The sum of values [B, T] where mask [B, T] is true, over all of them or over one dim.
 
     What stands elsewhere, NaN too, does not count.
     """
-    kept = values.masked_fill(~mask.bool(), 0.0)
+    kept = within(mask, values)
     return kept.sum() if dim is None else kept.sum(dim)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from streambp.errors import StreamBPError
-from streambp.losses.masked import check_shapes, masked_mean
+from streambp.losses.masked import check_shapes, masked_mean, within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,12 @@ def ppo_loss(
     )  # fmt: skip
     if entropy_coef and entropy is None:
         raise StreamBPError("entropy_coef needs entropy [B, T]: call token_log_probs(..., entropy=True).")
-    log_ratio = log_probs - old_log_probs
+    log_ratio = within(mask, log_probs) - within(mask, old_log_probs)  # [B, T], as all that follow
     ratio = torch.exp(log_ratio)
+    advantages = within(mask, advantages)
+    values = within(mask, values)
+    old_values = within(mask, old_values)
+    returns = within(mask, returns)
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
     policy = masked_mean(torch.maximum(plain, clipped), mask)
     error = (values - returns).square()
@@ -94,7 +98,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
     """
     check_shapes(rewards, values=values, mask=mask)
     kept = mask.bool()
-    values, rewards = values.detach().masked_fill(~kept, 0.0), rewards.masked_fill(~kept, 0.0)
+    values = within(mask, values.detach())
+    rewards = within(mask, rewards)
     advantages = torch.zeros_like(values)
     running = following = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
@@ -102,12 +107,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
         running = torch.where(kept[:, t], step, running)
         following = torch.where(kept[:, t], values[:, t], following)
         advantages[:, t] = running
-    return advantages.masked_fill(~kept, 0.0), (advantages + values).masked_fill(~kept, 0.0)
+    return within(mask, advantages), within(mask, advantages + values)
 
 
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Values [B, T] at variance 1 and mean 0 (or their own mean) over the mask; 0 outside of it."""
+    values = within(mask, values)
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
-    return (whitened if shift_mean else whitened + mean).masked_fill(~mask.bool(), 0.0)
+    return within(mask, whitened if shift_mean else whitened + mean)
