@@ -80,13 +80,23 @@ class HeadInputs:
     in_float32: bool = False
     let_go: Callable[[], bool] | None = None
 
+    @functools.cached_property
     def rows(self) -> Tensor | None:
-        """Positions [n] with a label, in order; None if all have one. Labels without data (a count of bytes) get what
-        most batches get: the last position of a row has no next token, so that not all have one."""
+        """The positions [n] with a label, in order; None if all N have one.
+
+        Labels without data (a count of bytes) get what most batches get: the last position of a row has no next token,
+        so that not all positions have a label.
+        """
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
         valid = self.labels != self.ignore_index
         return None if bool(valid.all()) else valid.nonzero().squeeze(-1)
+
+    @property
+    def labelled(self) -> int:
+        """The number of positions with a label."""
+        positions = self.labels if self.rows is None else self.rows
+        return positions.shape[0]
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of a token block [n, h], in the dtype that the projection is computed in."""
@@ -196,7 +206,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
         hidden, weight, bias and the lse [n] of the n positions with a label are saved for backward.
         """
-        rows = inputs.rows()
+        rows = inputs.rows
         labels = inputs.labels if rows is None else inputs.labels[rows]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # [n]
@@ -339,20 +349,32 @@ class HeadGradients:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters, in their own dtypes.
 
-        upstream: a scalar tensor that multiplies them, in place where a sum has that dtype already; None: nothing does.
-        places: of `places`, or made here.
+        Args:
+            upstream: a scalar tensor that multiplies the gradients, in place where a sum has that dtype already. None
+                leaves them as they are.
+            places: of `places`, or made here.
         """
         values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
         d_norm: list[Tensor | None] = [
             torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)
         ]
-        return (
-            _finished(self.d_hidden, upstream, self.hidden, places[0]),
-            _finished(self.d_weight, upstream, self.weight, places[1]),
-            None if self.bias is None else _finished(self.d_bias, upstream, self.bias, places[2]),
-            *(_finished(total, upstream, value) for total, value in zip(d_norm, values, strict=True)),
-        )
+        # A loss over no token divides by zero, and autograd's own zeros are not multiplied by that infinity: nor are ours,
+        # in all sums without a labelled token, and in the rows of dhidden that have none.
+        factor = upstream if self.inputs.labelled else None
+        d_hidden = _finished(self.d_hidden, self._of_labelled_rows(factor), self.hidden, places[0])
+        d_weight = _finished(self.d_weight, factor, self.weight, places[1])
+        d_bias = None if self.bias is None else _finished(self.d_bias, factor, self.bias, places[2])
+        return d_hidden, d_weight, d_bias, *(_finished(g, factor, v) for g, v in zip(d_norm, values, strict=True))
+
+    def _of_labelled_rows(self, factor: Tensor | None) -> Tensor | None:
+        """The factor of each row of dhidden, [N, 1]: `factor`, a scalar, where a row has a label, and 1 elsewhere."""
+        rows = self.inputs.rows
+        if factor is None or rows is None or self.d_hidden is None:
+            return factor
+        factors = factor.new_ones(self.hidden.shape[0], 1)
+        factors[rows] = factor
+        return factors
 
 
 def _place(total: Tensor, like: Tensor) -> Tensor:
@@ -360,12 +382,21 @@ def _place(total: Tensor, like: Tensor) -> Tensor:
 
 
 def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor, place: Tensor | None = None) -> Tensor | None:
-    """`total` times a scalar tensor in the dtype of `like`, in one pass and in place where the dtype stays."""
+    """Return `total` times a factor in the dtype of `like`, in one pass and in place where the dtype stays.
+
+    Args:
+        total: [N, ...], or a scalar.
+        factor: a scalar tensor, or one factor for each row, [N, 1]. None: `total` is only cast.
+    """
     if total is None or factor is None:
         return None if total is None else total.to(like.dtype)
     out = _place(total, like) if place is None else place
-    one = factor.reshape(1)  # with a dimension, lest it be rounded to total's dtype before it multiplies
     parts, places = (torch.atleast_1d(x).split(ROWS) for x in (total, out))  # a CPU casts through a copy
-    for part, place in zip(parts, places, strict=True):
+    factors: Sequence[Tensor]
+    if factor.dim() == 2:
+        factors = factor.split(ROWS)
+    else:  # with a dimension, lest it be rounded to total's dtype before it multiplies
+        factors = [factor.reshape(1)] * len(parts)
+    for part, one, place in zip(parts, factors, places, strict=True):
         torch_own.mul(part, one, out=place)
     return out

@@ -12,7 +12,8 @@ find it saving the same tensors.
 accumulation cost 7 % of the whole gradient's precision in bf16. The expected scale is 1 / number of labels (or
 1 / num_items_in_batch) times what the last backward's upstream gradient was of that. So the factor is 1 from the second
 backward on, whatever an engine or a trainer divides losses by, if only it is always the same. A factor that no engine has
-is not expected again: at a scale of 1e-36 the next loss's gradients would underflow.
+is not expected again: at a scale of 1e-36 the next loss's gradients would underflow. A scale that is infinite, NaN or zero
+(num_items_in_batch of 0) is replaced by 1. A batch without labels says nothing about the factor.
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ class Pending:
         0, and what is smaller than 2^-64 or larger than 2^64, counts as 1. [Note: expected scale]
         """
         if type(factor) is Tensor and not factor.is_meta:  # fake tensors would outlive their mode
-            size = factor.abs()
-            self.factor = torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), factor, 1.0)
+            self.factor = _usual(factor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"work": None, "factor": None}  # a copied or pickled model has nothing pending
+
+
+def _usual(scale: Tensor) -> Tensor:
+    """Return the scalar `scale`, or 1 where its size is not between 2^-64 and 2^64."""
+    size = scale.abs()
+    return torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), scale, 1.0)
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
@@ -92,9 +98,10 @@ class OnePassNLL(torch.autograd.Function):
 
         Gradients for hidden [N, h], weight [V, h], bias [V] and the norm's parameters wait in the context.
         """
-        rows = inputs.rows()
+        rows = inputs.rows
         labels = inputs.labels if rows is None else inputs.labels[rows]
-        expected = scale if pending.factor is None else scale * pending.factor.to(scale)  # [Note: expected scale]
+        # [Note: expected scale]
+        expected = _usual(scale if pending.factor is None else scale * pending.factor.to(scale))
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
@@ -135,5 +142,6 @@ class OnePassNLL(torch.autograd.Function):
         where = "in the loss' backward"
         places = once_more(work.hidden.device, work.inputs.let_go, work.places, where)
         with explaining(where):  # results are made in place: this cannot be repeated
-            ctx.pending.learn(upstream / ctx.scale)
+            if work.inputs.labelled:
+                ctx.pending.learn(upstream / ctx.scale)
             return None, None, None, *work.results(upstream / ctx.expected, places)

@@ -32,7 +32,9 @@ class HeadRequest:
 
     values: [N] each, of the labels.
     hidden_states: gives [N, h], what the values were computed from, before `norm` if there is one.
-    used: a loss was computed block by block. computed: what lazy logits gave without being built.
+    used: a loss was computed block by block.
+    empty: that loss had no labelled token.
+    computed: what lazy logits gave without being built.
     built_for: the operation that needed real logits; hidden_built_for: the one that needed the output projection's input.
     projecting: the output projection is running.
     """
@@ -49,6 +51,7 @@ class HeadRequest:
     hidden_states: Callable[[], Tensor] | None = None
     norm: nn.Module | None = None
     used: bool = False
+    empty: bool = False
     computed: dict[str, None] = dataclasses.field(default_factory=dict)
     built_for: str | None = None
     hidden_built_for: str | None = None
@@ -130,10 +133,15 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)
     one_pass = reduction != "none" and request.wanted is None and can_run_in_one_pass(source, request.pending)
-    divisor = labelled if reduction == "mean" else (request.num_items or 1)
+    divisor: Tensor | int = 1
+    if reduction == "mean":
+        divisor = labelled
+    elif request.num_items is not None:
+        divisor = request.num_items
 
     tensors = (source, recipe.weight, recipe.bias, *inputs.norm_parameters.current())
     request.used = True
+    request.empty = inputs.labelled == 0
     if one_pass:
         one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
         total: Any = OnePassNLL.apply(inputs, request.pending, one / divisor, *tensors)

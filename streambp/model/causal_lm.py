@@ -29,10 +29,10 @@ from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import lazy_logits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.deferring import DeferredForward, HeldHead
+from streambp.model.empty_batches import EmptyBatchWarning, LossOfLabels, any_label
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, wants_cache
-from streambp.model.unpatched import LossOfLabels
 
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
@@ -65,6 +65,7 @@ class CausalLMForward(InstanceForward):
         self.trained = self.unlabelled = 0
         self.predicted = False
         self.left_out: frozenset[str] | None = None
+        self.empty_batches = EmptyBatchWarning()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that `patch` found; within, the state has the call's position_ids and labels for a backbone that gets
@@ -195,6 +196,11 @@ class CausalLMForward(InstanceForward):
         request.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, request)
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
+        if request.empty or not request.used:
+            labelled = any_label(kwargs["labels"], kwargs.get("shift_labels"))
+            output = _without_nan(output, labelled)
+            if self._trains:
+                self.empty_batches.check(labelled)
         how = BLOCKWISE
         if request.built_for is not None:
             how = f"builds the logits: the loss uses {request.built_for} on them, costs memory"
@@ -221,7 +227,9 @@ class CausalLMForward(InstanceForward):
             output = self.original(**kwargs)
             fields = {name: value for name, value in output.items() if name not in left_out}
             if isinstance(fields.get("loss"), Tensor):
-                fields["loss"] = LossOfLabels.apply(fields["loss"], kwargs["labels"], kwargs.get("shift_labels"))
+                labelled = any_label(kwargs["labels"], kwargs.get("shift_labels"))
+                fields["loss"] = LossOfLabels.apply(fields["loss"], labelled)
+                self.empty_batches.check(labelled)
             return type(output)(**fields)
 
         output = self.state.as_unpatched(run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs))
@@ -330,6 +338,21 @@ def _with_log_probs(kind: Any) -> Any:
     """A kind of output that has log_probs among its fields: FSDP2 and DDP look for gradients in declared ones alone."""
     field = ("log_probs", Tensor | None, None)
     return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__})
+
+
+def _without_nan(output: Any, labelled: Tensor) -> Any:
+    """Return the output of a call with labels, with a loss of 0 in place of NaN where no token has a label.
+
+    Args:
+        labelled: a scalar bool, of `any_label`.
+    """
+    loss = output[0]
+    if not isinstance(loss, Tensor) or loss.dim():
+        return output
+    loss = LossOfLabels.apply(loss, labelled)
+    if isinstance(output, tuple):
+        return loss, *output[1:]
+    return type(output)(**{**output, "loss": loss})
 
 
 def _hand_out(output: Any, request: HeadRequest) -> Any:

@@ -27,7 +27,6 @@ it says or leaves out is kept: the warning of documents, a loss of 0 without a v
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +50,6 @@ from streambp.model.split import find_split
 from streambp.model.steps import Steps
 from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import SLACK, SavesPolicy
-from streambp.prefixes.calls import IGNORED
 
 SHARE = 0.25  # of the memory that a step without saves leaves free
 SCORES, MASK = 16, 4  # bytes of a token and a key: of each head, where scores are built and softmaxed; of a mask beside
@@ -172,29 +170,6 @@ class UnpatchedRuns:
         last = self.steps.last
         if last is not None and last.unpatched and last.in_backward and not last.over:  # it raised, perhaps out of memory
             self.most = min(self.most, last.tokens // 2)
-
-
-class LossOfLabels(torch.autograd.Function):
-    """The unpatched model's loss, or 0 in place of NaN where no label is valid, as in a streamed call. Its gradient is the
-    unpatched one, which is 0 there."""
-
-    @staticmethod
-    def forward(loss: Tensor, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-        """The loss, a scalar, or 0 in its place; labels [B, T], for which shift_labels [B, T] stand if given."""
-        valid = (labels[..., 1:] if shift_labels is None else shift_labels) != IGNORED
-        return torch.where(loss.isnan() & ~valid.any().to(loss.device), 0.0, loss)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Nothing is kept of the loss, a scalar. Apart from forward it runs under torch.func's transforms as well."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of the loss, a scalar, as it came."""
-        return grad, None, None
-
-
-vars(LossOfLabels.forward)["__signature__"] = inspect.signature(LossOfLabels.forward)  # torch makes one at each call else
 
 
 def kept_unpatched(

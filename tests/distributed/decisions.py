@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import streambp
 from streambp.admission import checkpointed
 from streambp.distributed.engines import Hold
+from streambp.head.log_probs import HeadInputs
 from streambp.layer import graphs
 from streambp.lazy.head import Hub
 from streambp.model import deferring, state, unpatched, wrappers
@@ -77,6 +78,12 @@ def nothing_labelled(model, batch):
     labels = torch.full_like(batch["labels"], -100)
     output = model(**{**batch, "labels": labels}, use_cache=False)
     return output.loss if output.logits is None else 0.0 * output.logits.sum()  # unpatched the loss is NaN
+
+
+def nothing_counted(model, batch):
+    """The loss as a Trainer asks for it that counted no label: unpatched NaN, with gradients of zero."""
+    labels = torch.full_like(batch["labels"], -100)
+    return model(**{**batch, "labels": labels}, num_items_in_batch=torch.tensor(0), use_cache=False).loss
 
 
 def per_token(model, batch):
@@ -127,6 +134,8 @@ DECISIONS = {
     "own loss": Decision({}, loss=own_loss),
     "own loss, lazy": Decision({"lazy_logits": True}, loss=own_loss),
     "no label": Decision({}, loss=nothing_labelled),
+    "nothing counted": Decision({}, loss=nothing_counted),
+    "nothing counted, lazy": Decision({"lazy_logits": True}, loss=nothing_counted),
     "per token": Decision({}, loss=per_token),
     "shares": Decision(SHARES, batch="shared", says=(("ddp", "were computed as"),)),
     "shares, mask": Decision(SHARES, batch="shared", masked=True),
@@ -287,6 +296,11 @@ def gradients_as_they_come():
     return [(checkpointed, "_as_one", lambda site, args, kwargs: (contextlib.nullcontext(), args, kwargs))]
 
 
+def scales_zeros():
+    """Gradients that are zero for want of labels are multiplied by an infinite upstream gradient."""
+    return [(HeadInputs, "labelled", 1)]
+
+
 MUTANTS = {
     function.__name__: function
     for function in (
@@ -296,6 +310,7 @@ MUTANTS = {
         tries_alone,
         stops_in_a_trial,
         gradients_as_they_come,
+        scales_zeros,
     )
 }
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 
 import pytest
 
-from tests.distributed.decisions import DECISIONS, ENGINES, MUTANTS, PADDING, SECONDS, fours, pairs
+from tests.distributed.decisions import DECISIONS, ENGINES, PADDING, SECONDS, fours, pairs
 from tests.distributed.ranks import launch, result_of, run_split
 from tests.distributed.recorded import DifferentError
 from tests.distributed.worker import DONE
@@ -78,7 +79,7 @@ def test_what_one_rank_alone_did(engine):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", ALONE)
 def test_without_its_cure(mutant):
     """The first collective that differs is named; the ranks do not wait for each other."""
     case = {**ALONE[mutant], "mutant": mutant}
@@ -97,6 +98,30 @@ def test_some_decisions(engine):
     chosen = [["short", "own loss, lazy"], ["begun again", "no label"], ["per token", "kept graphs"]]
     cases = [{"engine": engine, "decisions": names} for names in chosen]
     check(cases)
+
+
+NO_LABELS = [
+    ["nothing counted", "chunks"], ["chunks", "nothing counted"], ["nothing counted", "nothing counted"],
+    ["nothing counted, lazy", "short"],
+]  # fmt: skip
+
+
+@pytest.mark.fast("ddp", "zero-3")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_without_labels(engine):
+    """Its gradients are zero, as unpatched, and the other rank's weights stay finite."""
+    check([{"engine": engine, "decisions": names} for names in NO_LABELS])
+
+
+SPOILED = ["ddp", *(pytest.param(name, marks=pytest.mark.full) for name in ENGINES if name != "ddp")]
+
+
+@pytest.mark.parametrize("engine", SPOILED)
+def test_zeros_that_are_scaled_turn_that_red(engine):
+    """The weights become NaN, if the engine does not refuse the gradients before."""
+    rows, outputs = rows_of([{"engine": engine, "decisions": NO_LABELS[0], "mutant": "scales_zeros"}])
+    errors = [rank["error"] for row in rows for rank in row["ranks"]]
+    assert any(map(math.isnan, errors)) or any("AssertionError" in output for output in outputs), outputs[0][-2000:]
 
 
 @pytest.mark.fast("ddp")

@@ -1,6 +1,6 @@
 """The emulated device itself: it does to a program what a GPU does.
 
-covers: device.py, offload/engines.py
+covers: device.py, offload/engines.py, model/empty_batches.py
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import streambp
 from streambp.cli.environment import environment
 from streambp.device import counted_bytes, is_accelerator, is_elsewhere, memory_limit, tells_memory
 from streambp.errors import AttentionChoiceError
+from streambp.model.empty_batches import EmptyBatchWarning
 from streambp.offload import engines
 from streambp.planner.measure_device import CPU, measure_device
 from tests.emulated import backend
@@ -243,3 +245,16 @@ for _ in range(20):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_empty_batch_is_told_at_the_next_call(device):
+    """The host does not wait for the device's answer in the call that asks."""
+    told = EmptyBatchWarning()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told.check(torch.tensor(True, device=device))
+        told.check(torch.tensor(False, device=device))
+    with pytest.warns(UserWarning, match="no labelled token"):
+        told.check(torch.tensor(True, device=device))
+    assert told.given
+    assert told.unread is None

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import streambp
 from streambp.layer.graphs import nodes_behind
 from streambp.layer.recompute import RandomState
-from streambp.model import state, unpatched
+from streambp.model import empty_batches, state, unpatched
 from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import SavesPolicy
 from streambp.prefixes import calls
@@ -580,7 +580,7 @@ MUTANTS = {
     "backward": (
         unpatched.UnpatchedRuns, "_heed_backward", lambda _: None, test_out_of_memory_in_backward_streams_later_steps,
     ),
-    "labels": (unpatched.LossOfLabels, "apply", lambda loss, *_: loss, test_a_batch_without_a_label_has_no_loss),
+    "labels": (empty_batches.LossOfLabels, "apply", lambda loss, *_: loss, test_a_batch_without_a_label_has_no_loss),
     "scores": (unpatched, "SCORES", 0, lambda: test_the_prediction_grows_with_scores_and_masks("latent")),
     "mask": (unpatched, "MASK", 0, lambda: test_the_prediction_grows_with_scores_and_masks("window")),
     "own attention": (unpatched, "is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
