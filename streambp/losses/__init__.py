@@ -1,7 +1,7 @@
 """PPO's objective and what it needs, as plain functions of per-token log-probabilities [B, T].
 
-Their inputs come from `streambp.head.token_log_probs` or from `model(..., labels=..., output_log_probs=True)`. Gradients
-flow back through them, so any of these can be replaced by a function of one's own. `examples/objectives.py` has more.
+Inputs come from `streambp.head.token_log_probs` or from `model(..., labels=..., output_log_probs=True)`. Gradients
+flow back through the objectives, so a function of your own can replace each. `examples/objectives.py` has more.
 """
 
 from __future__ import annotations

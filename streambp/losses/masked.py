@@ -19,22 +19,26 @@ def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
 def within(mask: Tensor, values: Tensor) -> Tensor:
     """Return values [B, T] with 0 where mask [B, T] is false, before anything is computed of them.
 
-    Objectives mask their inputs and not only their terms: NaN and infinities outside of the mask (an inference engine's
-    -inf at padding) do not reach a sum, but 0 times one of them is NaN in backward.
+    Objectives mask their inputs, not only their terms. NaN and infinities outside of the mask, such as
+    an inference engine's -inf at padding, do not reach a masked sum. Backward multiplies them by 0
+    all the same, which gives NaN.
     """
     return values.masked_fill(~mask.bool(), 0.0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The sum of values [B, T] where mask [B, T] is true, over all of them or over one dim.
+    """Return the sum of values [B, T] where mask [B, T] is true, over the batch or over one dim.
 
-    What stands elsewhere, NaN too, does not count.
+    Values outside of the mask, NaN among them, do not count.
     """
     kept = within(mask, values)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The mean of values [B, T] where mask [B, T] is true, over all of them or over one dim; 0 where there are none."""
+    """Return the mean of values [B, T] where mask [B, T] is true, over the batch or over one dim.
+
+    The mean over an empty mask is 0.
+    """
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)

@@ -60,7 +60,7 @@ def ppo_loss(
     )  # fmt: skip
     if entropy_coef and entropy is None:
         raise StreamBPError("entropy_coef needs entropy [B, T]: call token_log_probs(..., entropy=True).")
-    log_ratio = within(mask, log_probs) - within(mask, old_log_probs)  # [B, T], as all that follow
+    log_ratio = within(mask, log_probs) - within(mask, old_log_probs)  # [B, T]
     ratio = torch.exp(log_ratio)
     advantages = within(mask, advantages)
     values = within(mask, values)
@@ -111,7 +111,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
 
 
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Values [B, T] at variance 1 and mean 0 (or their own mean) over the mask; 0 outside of it."""
+    """Return values [B, T] at variance 1 and mean 0 (or their own mean) over the mask.
+
+    Values outside of the mask are 0.
+    """
     values = within(mask, values)
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
