@@ -248,6 +248,7 @@ class KVTiles:
     def _enter(self, index: int, gradients: bool) -> None:
         if index not in self._here:
             k, v = (self._home(name, index).peek(name, index) for name in (self._k, self._v))
+            self._keys.read_ahead()
             self._here[index] = KVBuffer(k, v)
         tile = self._here[index]
         if gradients and tile.dk is None:
