@@ -93,6 +93,8 @@ class Prefix:
 
         backward: their gradients will be needed, so the accumulators count as memory, too.
         """
+        if index < len(self.sites) and self.sites[index].lent:  # of an attempt that came to no end
+            del self.sites[index:]
         if index == len(self.sites):
             width = self._width(index)
             if index == len(self.sizes_seen):
