@@ -9,7 +9,8 @@ tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
 [Note: one chunk] Where a chunk is the whole sequence, its own k and v are the buffers, if they lie as buffers do; and where
 one block is all of its attention, the gradients that the kernel gives are the accumulators, in the kernel's dtype. Nothing
 is copied, filled with zeros or added. A layer that writes to k or v after that would change what backward reads: their
-versions tell.
+versions tell. Where a chunk is computed again, for want of memory, its new k and v take the places of the first ones, which
+are not written to: they may be another layer's as well, and that one's versions would tell a write that nobody made.
 
 [Note: tiles] Chunk i reads tiles 0 .. i, so tile j is read by all chunks but the first j: the first tiles are those that
 stay on the device. Blocks are visited in the order of their keys, so that a tile comes in once for each chunk: into the
@@ -61,6 +62,11 @@ class KVBuffer:
     def __post_init__(self) -> None:
         self.value_size = self.columns or self.v.shape[3]  # D_v
         self.width = self.v.shape[3]  # columns of V in its buffer
+
+    @property
+    def lent(self) -> bool:
+        """Whether K and V are the layer's own. [Note: one chunk]"""
+        return self.versions is not None
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
@@ -173,6 +179,7 @@ class KVTiles:
     """
 
     streams = True
+    lent = False
 
     def __init__(
         self,
@@ -248,6 +255,7 @@ class KVTiles:
     def _enter(self, index: int, gradients: bool) -> None:
         if index not in self._here:
             k, v = (self._home(name, index).peek(name, index) for name in (self._k, self._v))
+            self._keys.read_ahead()
             self._here[index] = KVBuffer(k, v)
         tile = self._here[index]
         if gradients and tile.dk is None:

@@ -27,7 +27,7 @@ from streambp.attention.picked import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, StreamBPError
-from streambp.offload.manager import HostTensors
+from streambp.offload.manager import Access, HostTensors
 
 
 class Stage(enum.Enum):
@@ -93,6 +93,8 @@ class Prefix:
 
         backward: their gradients will be needed, so the accumulators count as memory, too.
         """
+        if index < len(self.sites) and self.sites[index].lent:  # of an attempt that came to no end
+            del self.sites[index:]
         if index == len(self.sites):
             width = self._width(index)
             if index == len(self.sizes_seen):
@@ -169,6 +171,11 @@ class Prefix:
                 room = max(0, room - (resident + WORKING) * token * plan.longest)
         return found
 
+    def saved_reads(self, index: int) -> list[list[Access]]:
+        """The order in which K and V of attention call `index` come into one buffer. [Note: order of reads]"""
+        assert self.memory is not None
+        return [[(f"{part}.{index}", chunk.index) for part in "kv"] for chunk in self.memory.plan]
+
     def find_saved(self) -> None:
         """K and V of every chunk and attention call are in the memory's store: fill the sites from there."""
         assert self.memory is not None
@@ -177,8 +184,9 @@ class Prefix:
             if resident is not None:
                 self.sites.append(self._tiled(index, resident, backward=True, saved=self.memory.saved))
                 continue
-            for chunk in self.memory.plan:
-                k, v = (self.memory.saved.take(f"{part}.{index}", chunk.index) for part in "kv")  # [B, C, H_kv, D]
+            for chunk, reads in zip(self.memory.plan, self.saved_reads(index), strict=True):
+                k, v = (self.memory.saved.take(*access) for access in reads)  # [B, C, H_kv, D]
+                self.memory.saved.read_ahead()
                 self.restore(index, chunk, k.transpose(1, 2), v.transpose(1, 2))
         self.filled_until = self.length
 

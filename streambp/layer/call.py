@@ -240,8 +240,8 @@ class LayerCall:
         """
         own = prefix is None
         again = stage is Stage.RECOMPUTE and own
-        saved = self.kept.attended(chunk) if again else None
-        picks = self.kept.picks(chunk) if again and self.site.kind.attention.picks_keys else None
+        saved = self.kept.attended() if again else None
+        picks = self.kept.picks() if again and self.site.kind.attention.picks_keys else None
         overwritten = self.site.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
             states = None if states is None else {key: state.clone() for key, state in states.items()}

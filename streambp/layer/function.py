@@ -242,13 +242,15 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         found = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
         unread = remember(call.site.unread, situation, found)
     # Keys and values of all chunks but the last, which writes its own, unless they were saved, or nothing attends.
-    prefix, kept, sites = call.carried.prefix, call.kept, range(call.carried.prefix.calls or 0)
-    missing = (len(call.plan) > 1 or kept.moves_kv) and sites and not prefix.filled_until
-    if missing and kept.moves_kv and all(kept.store.has(f"v.{site}", chunk.index) for chunk in call.plan for site in sites):
+    prefix, kept = call.carried.prefix, call.kept
+    missing = (len(call.plan) > 1 or kept.moves_kv) and prefix.calls and not prefix.filled_until
+    if missing and kept.keys_are_stored:
         prefix.find_saved()
     elif missing:
         with torch.no_grad(), left_out(linears, unread.refill):
-            for chunk in call.plan.chunks[:-1]:
+            for chunk in kept.refilled:
+                starts = kept.starts(chunk.index)
+                kept.bring(chunk, starts, again=dict(starts))
                 call.attempt(functools.partial(_refill, call, chunk))
     # Each chunk with a graph, differentiated, its gradients added up: chunks of later queries come first, so that dK and dV
     # of a chunk are complete when it is its turn.
@@ -262,9 +264,8 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
 
 def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
     with call.kept.random[chunk.index].replayed():
-        x = call.kept.store.peek("x", chunk.index)
-        states = call.kept.states(chunk, again=True) if call.site.kind.states.carries else None
-        call.compute(x, chunk, Stage.REFILL, states=states)
+        states = call.kept.states() if call.site.kind.states.carries else None
+        call.compute(call.kept.brought["x"], chunk, Stage.REFILL, states=states)
 
 
 def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool) -> None:
@@ -273,13 +274,16 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
     Args:
         through_states: what the chunk starts from depends on something that is differentiated.
     """
-    x, states, upstream, carries = call.kept.store.take("x", chunk.index), States(), States(), call.site.kind.states.carries
+    kept, carries = call.kept, call.site.kind.states.carries
+    kept.bring(chunk, kept.reads(chunk.index))
+    x, states, upstream = kept.brought["x"], States(), States()
     if carries:
-        states, upstream = call.kept.states(chunk), call.carried.upstream.pop(chunk.index, {})
+        states, upstream = kept.states(), call.carried.upstream.pop(chunk.index, {})
         states = leaves_of(states) if through_states else states
     of_inputs, through, of_parameters = call.attempt(
         functools.partial(_differentiated, call, chunk, work, x, states, upstream)
     )
+    kept.brought.clear()
     if carries:
         call.carried.went_on(call.plan, chunk, through)
     work.add(chunk, of_inputs)
@@ -307,7 +311,7 @@ def _differentiated(
         kept, see = call.kept, call.seeing(chunk, again=True)
         with (
             kept.random[chunk.index].replayed(),
-            kept.knowing(chunk, sums=work.sums, see=see) if kept.products else NOTHING,
+            kept.knowing(sums=work.sums, see=see) if kept.products else NOTHING,
             counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
         ):
             graph = computed_with_graph(call, x, chunk, (work.needs_input, work.wanted), work.shadows, states)

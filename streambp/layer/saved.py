@@ -10,13 +10,18 @@
     random      the random state that the chunk started from              always
 
 All but the random states go into a store, on the device or on the host.
+
+[Note: order of reads] A store on the host is told in which order backward will read, to have the next copies under way.
+Backward takes that order from where it is told: first keys and values of all chunks, from the store (`Prefix.saved_reads`)
+or from what chunks start from (`starts`); then all that a chunk needs at once (`reads`), before its layer runs. So a layer
+may use in any order, or not at all, what was brought for a chunk; what nobody uses goes with the chunk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -64,6 +69,9 @@ class InMemory:
 
     borrow = peek  # a change of it is kept at once
 
+    def read_ahead(self) -> None:
+        """Nothing: no tensor is elsewhere."""
+
     def take(self, name: str, chunk: int) -> Tensor:
         """The tensor [...] itself, which is not kept any longer."""
         return self.tensors.pop((name, chunk))
@@ -73,6 +81,7 @@ class Kept:
     """What backward will want of the chunks of one layer call, and in which order it asks for it.
 
     products: the Linears whose outputs are kept, of `linears`. product_names: the outputs, by store name.
+    brought: what the chunk at work reads, by name. [Note: order of reads]
     """
 
     lends_attended = True  # the layer gets to work with the very output of attention that is kept
@@ -93,6 +102,7 @@ class Kept:
         self.product_names: list[str] = []
         self.keeps_graph = False
         self.graph: Any = None  # of `layer.graphs`, from forward to backward. [Note: kept graphs]
+        self.brought: dict[str, Tensor] = {}
         self._state_keys: list[Key] = []
         self._indexers = 0
         self._captured: list[tuple[str, Tensor, int]] = []
@@ -109,9 +119,11 @@ class Kept:
         self.saves, self.products, self.keeps_graph, self.graph = (), [], False, None
         self._captured.clear()
         assert isinstance(self.store, InMemory)
-        tensors = self.store.tensors
-        for access in [access for access in tensors if access[0] != "x" and not access[0].startswith(("state.", "picks."))]:
+        tensors, brought = self.store.tensors, self.brought
+        for access in [access for access in tensors if not _is_needed(access[0])]:
             del tensors[access]
+        for name in [name for name in brought if not _is_needed(name)]:
+            del brought[name]
         if not at_work:
             self.carried.prefix.drop_buffers()
 
@@ -123,7 +135,7 @@ class Kept:
     def seal(self, backward_bytes: int) -> None:
         """Forward is over. backward_bytes: what keys, values and their gradients will take on the device."""
         if not isinstance(self.store, InMemory):
-            self.store.seal(*self.accesses(), backward_bytes)
+            self.store.seal(self.order(), backward_bytes)
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
         """Save the states that a chunk starts from."""
@@ -137,13 +149,10 @@ class Kept:
         before = self.plan.before[index] if self._state_keys else None
         return None if before is None else self.plan.behind[before][0]
 
-    def states(self, chunk: Chunk, again: bool = False) -> States:
-        """The states that a chunk starts from; again: they will be asked for once more."""
-        kept = self._state_chunk(chunk.index)
-        if kept is None:
-            return {}
-        read = self.store.peek if again or kept != chunk.index else self.store.take
-        return {key: read(f"state.{number}", kept) for number, key in enumerate(self._state_keys)}
+    def states(self) -> States:
+        """The states that the chunk at work starts from."""
+        found = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
+        return {key: state for key, state in zip(self._state_keys, found, strict=True) if state is not None}
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save what backward will want of this chunk: hidden_chunk [..., B, C, h], without a graph, and what its attention
@@ -268,16 +277,14 @@ class Kept:
 
     def knowing(
         self,
-        chunk: Chunk,
         names: list[str] | None = None,
-        again: bool = False,
         sums: GradientSum | None = None,
         see: See | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """Within, those Linears return what was kept of this chunk.
+        """Within, those Linears return what was brought of the chunk at work, each output once.
 
         Args:
-            again: it will be asked for once more. sums: as in `products.summed`. see: is given their inputs.
+            sums: as in `products.summed`. see: is given their inputs.
         """
         names = self.products if names is None else names
         calls: dict[str, int] = {}
@@ -285,51 +292,86 @@ class Kept:
         def source(name: str) -> Tensor | None:
             number = calls.get(name, 0)
             calls[name] = number + 1
-            key = f"product.{name}#{number}"
-            if not self.store.has(key, chunk.index):
-                return None
-            return self.store.peek(key, chunk.index) if again else self.store.take(key, chunk.index)
+            return self.brought.pop(f"product.{name}#{number}", None)
 
         return tapped(self.linears, names, None, see, source, sums) if names else contextlib.nullcontext()
 
-    def accesses(self) -> tuple[list[Access], int]:
-        """The order in which backward reads what was kept, and how many tensors of a chunk it reads at a time."""
-        sites, chunks = range(self.carried.prefix.calls or 0), range(len(self.plan.ends))
-        order: list[Access] = []
-        names = [f"state.{number}" for number in range(len(self._state_keys))]
-        kept = [(chunk, self._state_chunk(chunk)) for chunk in chunks]
-        starts = {chunk: [] if at is None else [(name, at) for name in names] for chunk, at in kept}
-        tiled: list[Access] = []  # the first tiles; each visit of one announces the next
-        if self.moves_kv:
-            for site, resident in enumerate(self.carried.prefix.resident_tiles(backward=True)):
+    def order(self) -> list[list[Access]]:
+        """What backward reads of what was kept, each list at once. [Note: order of reads]"""
+        prefix, order = self.carried.prefix, list[list[Access]]()
+        tiled: list[list[Access]] = []  # the first tiles, which the last chunk visits; a visit loads the next
+        if self.keys_are_stored:
+            for site, resident in enumerate(prefix.resident_tiles(backward=True)):
                 if resident is None:
-                    order += [(f"{part}.{site}", chunk) for chunk in chunks for part in "kv"]
+                    order += prefix.saved_reads(site)
                 else:
-                    tiled += [(f"k.{site}", 0), (f"v.{site}", 0)]
-        elif "kv" not in self.saves and sites:
-            order += [access for chunk in chunks[:-1] for access in (("x", chunk), *starts[chunk])]
-        picks = [f"picks.{indexer}" for indexer in range(self._indexers)]
-        products = [[name for name in self.product_names if self.store.has(name, chunk)] for chunk in chunks]
-        attended = [f"{part}.{site}" for site in sites for part in ("attn_out", "lse")] if "attn_out" in self.saves else []
-        for chunk in reversed(chunks):
-            order += [("x", chunk), *starts[chunk], *((name, chunk) for name in (*picks, *products[chunk], *attended))]
-            order += tiled if chunk == chunks[-1] else []
-        return order, 1 + len(picks) + len(names) + max(map(len, products)) + len(attended)
+                    tiled.append([(f"k.{site}", 0), (f"v.{site}", 0)])
+        elif prefix.calls and ("kv" not in self.saves or self.moves_kv):
+            order += [self.starts(chunk.index) for chunk in self.refilled]
+        for chunk in self.plan.backward:
+            order.append(self.reads(chunk.index))
+            if chunk.stop == self.plan.length:
+                order += tiled
+        return order
 
-    def picks(self, chunk: Chunk) -> list[Tensor]:
-        """[B, C, k], the keys that each indexer picked for the chunk, for the last time: unless the chunk may be computed
-        once more. [Note: once for each chunk]"""
-        read = self.store.peek if self.site.repeats else self.store.take
-        return [read(f"picks.{indexer}", chunk.index) for indexer in range(self._indexers)]
+    @property
+    def keys_are_stored(self) -> bool:
+        """Whether backward brings keys and values of all chunks back, instead of computing them again."""
+        sites = range(self.carried.prefix.calls or 0)
+        wanted = [(f"{part}.{site}", chunk.index) for site in sites for chunk in self.plan for part in "kv"]
+        return self.moves_kv and bool(wanted) and all(self.store.has(*access) for access in wanted)
 
-    def attended(self, chunk: Chunk) -> list[Attended] | None:
-        """What the chunk's attention calls gave, for the last time; None if it was not kept."""
-        if "attn_out" not in self.saves:
+    @property
+    def refilled(self) -> tuple[Chunk, ...]:
+        """The chunks whose keys and values are computed ahead of backward, if any are: the last one writes its own."""
+        return self.plan.chunks[:-1]
+
+    def starts(self, index: int) -> list[Access]:
+        """What a chunk starts from."""
+        kept = self._state_chunk(index)
+        states = [] if kept is None else [(f"state.{number}", kept) for number in range(len(self._state_keys))]
+        return [("x", index), *states]
+
+    def reads(self, index: int) -> list[Access]:
+        """What differentiating a chunk takes: its start, its indexers' picks, and what need not be computed."""
+        names = [f"picks.{indexer}" for indexer in range(self._indexers)]
+        names += [name for name in self.product_names if self.store.has(name, index)]
+        return [*self.starts(index), *self.attended_reads(index), *((name, index) for name in names)]
+
+    def attended_reads(self, index: int) -> list[Access]:
+        """What the chunk's attention calls gave; [] unless all of it was kept."""
+        sites = range(self.carried.prefix.calls or 0) if "attn_out" in self.saves else ()
+        wanted = [(f"{part}.{site}", index) for site in sites for part in ("attn_out", "lse")]
+        return wanted if all(self.store.has(*access) for access in wanted) else []
+
+    def bring(self, chunk: Chunk, reads: list[Access], again: Container[str] = ()) -> None:
+        """Bring what work on a chunk reads to the device: for the last time, but for states that another chunk starts from.
+
+        Args:
+            again: names of what will be read once more.
+        """
+        self.brought.clear()
+        for name, index in reads:
+            read = self.store.peek if name in again or index != chunk.index else self.store.take
+            self.brought[name] = read(name, index)
+        self.store.read_ahead()
+
+    def picks(self) -> list[Tensor]:
+        """[B, C, k], the keys that each indexer picked for the chunk at work, which may be computed once more."""
+        return [self.brought[f"picks.{indexer}"] for indexer in range(self._indexers)]
+
+    def attended(self) -> list[Attended] | None:
+        """What the attention calls of the chunk at work gave, for the last time; None if it was not kept."""
+        sites = range(self.carried.prefix.calls or 0)
+        if "attn_out" not in self.saves or not all(f"lse.{site}" in self.brought for site in sites):
             return None
-        names = [(f"attn_out.{site}", f"lse.{site}") for site in range(self.carried.prefix.calls or 0)]
-        if not all(self.store.has(lse, chunk.index) and self.store.has(o, chunk.index) for o, lse in names):
-            return None
-        return [Attended(self.store.take(o, chunk.index), self.store.take(lse, chunk.index)) for o, lse in names]
+        take = self.brought.pop
+        return [Attended(take(f"attn_out.{site}"), take(f"lse.{site}")) for site in sites]
+
+
+def _is_needed(name: str) -> bool:
+    """Whether backward cannot compute it again."""
+    return name.split(".")[0] in ("x", "state", "picks")
 
 
 def linear_of(product: str) -> str:

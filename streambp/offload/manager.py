@@ -5,9 +5,10 @@
         HostTensors       one layer's saved tensors, read back in a known order, or the prefix' tiles, read and changed
 
 Forward puts tensors in; the copy starts when their producer is done. Backward's order of access is known when a layer's
-forward ends, so each access starts the copy of the next one, across layers. The sources of the last two chunks stay on the
-device until newer ones push them out: the layer whose backward follows at once finds them there. Micro-batches are
-independent, so any order of their backward passes works (1F1B, interleaved, accumulation, evaluation in between).
+forward ends, so whoever has read what is read at once starts the copies of what comes next, across layers. The sources of
+the last two chunks stay on the device until newer ones push them out: the layer whose backward follows at once finds them
+there. Micro-batches are independent, so any order of their backward passes works (1F1B, interleaved, accumulation,
+evaluation in between).
 
 [Note: device budget] `gpu_memory` is for the prefix of the layer at work first, because what does not stay of it moves once
 for each chunk; then for the saved tensors of the last layers, which move once and whose copies would hide least. Layers on
@@ -212,7 +213,7 @@ class HostTensors:
         self._entries: dict[Access, Entry] = {}
         self._before = holding.stores[-1] if holding.stores else None
         holding.stores.append(weakref.ref(self))
-        self._accesses: list[Access] = []  # of backward, once forward is over
+        self._order: list[list[Access]] = []  # of backward, once forward is over
         self._ahead = self._position = 0
         self.stays = stays
         self.bytes = self.kept = 0
@@ -265,16 +266,19 @@ class HostTensors:
         self._transfers.bytes[BACK] += tensor.nbytes
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...], on the device, to be read alone; it stays on the host. The copies of what a layer's backward
-        reads next start.
+        """The tensor [...], on the device, to be read alone; it stays on the host.
 
         Raises:
             BackwardError: it is the layer's input, which stayed on the device and was changed in place since forward.
         """
         entry = self._entry(name, chunk)
+        reads = self._order[self._position] if self._position < len(self._order) else []
+        self._position += (name, chunk) in reads
         if entry.source is not None:
             tensor = entry.source
         else:
+            if entry not in self._holding.arriving and (name, chunk) in reads:
+                self._load_all(reads)
             self.load(name, chunk)
             tensor, event = self._holding.arriving.pop(entry)
             entry.engine.wait(COMPUTE, event)  # 4
@@ -284,10 +288,6 @@ class HostTensors:
                 "The input of a streamed layer was changed in place between forward and backward. "
                 "Work on a copy (tensor.clone()) instead."
             )
-        if self._accesses[self._position : self._position + 1] == [(name, chunk)]:
-            self._position += 1
-        if self._ahead:
-            self.prefetch(self._ahead)
         return tensor
 
     def borrow(self, name: str, chunk: int) -> Tensor:
@@ -306,24 +306,35 @@ class HostTensors:
         self.kept -= tensor.nbytes if entry.budgeted else 0
         return tensor
 
-    def seal(self, accesses: list[Access], ahead: int, workspace: int = 0) -> None:
-        """A layer's forward is over; backward will read in this order, `ahead` tensors of a chunk at a time.
+    def seal(self, order: list[list[Access]], workspace: int = 0) -> None:
+        """A layer's forward is over; backward will read in this order, each list at once. [Note: order of reads]
 
         workspace: bytes on the device that backward needs beside.
         """
-        self._accesses = [access for access in accesses if access in self._entries]
-        self._ahead = ahead
+        self._order, self._position = order, 0
+        self._ahead = max(map(len, order), default=0)
         self._manager.workspace = max(self._manager.workspace, workspace)
 
-    def prefetch(self, count: int) -> None:
-        """Start the copies of what is read next, here and then in the layer whose backward follows."""
-        ahead = self._accesses[self._position : self._position + count]
-        for access in ahead:
-            if access in self._entries:
-                self.load(*access)
+    def read_ahead(self) -> None:
+        """What is read at once has been read: start the copies of what comes next, here or in the layer whose backward
+        follows. They are as many as backward reads at once, and those that it reads at once all together."""
+        started = 0
+        if not self._order:  # forward is at work, or these are a prefix' tiles
+            return
+        for reads in self._order[self._position :]:
+            started += self._load_all(reads)
+            if started >= self._ahead:
+                break
         before = self._before() if self._before is not None else None
-        if before is not None and len(ahead) < count:
-            before.prefetch(count - len(ahead))
+        if before is not None and not started:
+            before.read_ahead()
+
+    def _load_all(self, reads: list[Access]) -> int:
+        """Start the copies of those that are there still; how many these are."""
+        there = [access for access in reads if access in self._entries]
+        for access in there:
+            self.load(*access)
+        return len(there)
 
     def _check_not_retired(self) -> None:
         if not self._holding.retire.alive:

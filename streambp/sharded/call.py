@@ -60,22 +60,34 @@ class ShardedKept(Kept):
         [Note: equal exchanges]"""
         return keeps(self.site.config, "kv") and not self.gathers
 
-    def accesses(self) -> tuple[list[Access], int]:
+    def order(self) -> list[list[Access]]:
         """As in `Kept`, for the two halves and the attention between them.
 
         In order: inputs of the shard's chunks; K and V, if kept, and attention's results of the whole sequences' chunks;
         what the half after attention reads; what the half before it reads. Both halves go from the last chunk to the first.
         """
-        chunks, whole = range(len(self.plan)), range(len(self.pieces))
-        before = [name for name in self.product_names if linear_of(name) in self.products_before]
-        after = [name for name in self.product_names if linear_of(name) in self.products_after]
-        order: list[Access] = [(name, chunk) for chunk in chunks for name in ("x", *before)]
+        before, after = self.products_before, self.products_after
+        order = [self.half_reads(chunk.index, before) for chunk in self.plan]
         if self.keeps_kv:
-            order += [(f"{part}.0", chunk) for chunk in whole for part in "kv"]
-        order += [(name, chunk) for chunk in whole for name in ("attn_out.0", "lse.0")]
-        for names in (after, before):
-            order += [(name, chunk) for chunk in reversed(chunks) for name in ("x", *names)]
-        return order, 1 + max(len(before), len(after))
+            order += map(self.key_reads, self.pieces)
+        order += [self.attended_reads(piece.here.index) for piece in self.pieces]
+        for linears in (after, before):
+            order += [self.half_reads(chunk.index, linears) for chunk in self.plan.backward]
+        return order
+
+    def half_reads(self, index: int, linears: list[str]) -> list[Access]:
+        """What one half of a chunk reads: its input, and what was kept of the Linears of that half."""
+        names = [name for name in self.product_names if linear_of(name) in linears and self.store.has(name, index)]
+        return [("x", index), *((name, index) for name in names)]
+
+    def key_reads(self, piece: Piece) -> list[Access]:
+        """K and V of a piece of the whole sequence."""
+        return [(f"{part}.0", piece.here.index) for part in "kv"]
+
+    def attended_reads(self, index: int) -> list[Access]:
+        """What attention gave for a piece; [] unless all of it was kept. It is called once."""
+        wanted = [("attn_out.0", index), ("lse.0", index)]
+        return wanted if all(self.store.has(*access) for access in wanted) else []
 
 
 class ShardedCall(LayerCall):

@@ -185,11 +185,13 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
     missing = []
     for piece in call.pieces:
         here, index = piece.here, piece.here.index
-        if call.kept.store.has("attn_out.0", index) and call.kept.store.has("lse.0", index):
-            o[:, here.start : here.stop] = call.kept.store.take("attn_out.0", index)
-            lse[_part(here)] = call.kept.store.take("lse.0", index)
+        saved = [call.kept.store.take(*access) for access in call.kept.attended_reads(index)]
+        call.kept.store.read_ahead()
+        if saved:
+            o[:, here.start : here.stop], lse[_part(here)] = saved
         else:
             missing.append(piece)
+        del saved
     if not missing and call.kept.gathers and keeps(call.site.config, "attn_out"):
         return o.transpose(1, 2), lse  # saved on every rank, so that no keys are gathered to attend again
     prefix, call.backward_bytes = call.carried.prefix, 0
@@ -245,20 +247,24 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
 
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
     """q where it is attended, and keys: exchanged as in forward, or from where they were saved."""
-    count = 1 if call.kept.keeps_kv else 3
-    unread = call.unread.for_queries.difference(call.kept.products_before) if call.kept.keeps_kv else frozenset()
+    kept = call.kept
+    count = 1 if kept.keeps_kv else 3
+    unread = call.unread.for_queries.difference(kept.products_before) if kept.keeps_kv else frozenset()
     projected: list[Tensor] = []
     with torch.no_grad(), left_out(call.site.linears, unread):
         for chunk in call.plan:
-            with call.kept.knowing(chunk, call.kept.products_before, again=True):
-                _collect(call, call.kept.store.peek("x", chunk.index), chunk, projected, count)
+            reads = kept.half_reads(chunk.index, kept.products_before)
+            kept.bring(chunk, reads, again=dict(reads))
+            with kept.knowing(kept.products_before):
+                _collect(call, kept.brought["x"], chunk, projected, count)
     q = call.shards.queries(projected.pop(0))
     keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
     call.keys = None
     if keys is not None:
         return q, keys
     for piece in call.pieces:
-        k, v = (call.kept.store.take(f"{part}.0", piece.here.index).transpose(1, 2) for part in "kv")
+        k, v = (kept.store.take(*access).transpose(1, 2) for access in kept.key_reads(piece))
+        kept.store.read_ahead()
         call.carried.prefix.restore(0, piece.whole, k, v)
     site = call.carried.prefix.sites.pop()
     assert isinstance(site, KVBuffer)
@@ -267,17 +273,19 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
     """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
-    linears, unread = call.site.linears, call.unread.to_differentiate_after.difference(call.kept.products_after)
+    kept, linears = call.kept, call.site.linears
+    unread = call.unread.to_differentiate_after.difference(kept.products_after)
     with summed(linears, work.sums, unread, call.witness):
         for chunk in call.plan.backward:
             see = call.seeing(chunk, again=True, half="after")
-            hidden_chunk = call.kept.store.peek("x", chunk.index).detach().requires_grad_(work.needs_input)
+            kept.bring(chunk, kept.half_reads(chunk.index, kept.products_after), again=("x",))
+            hidden_chunk = kept.brought["x"].detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.wanted)
             o_chunk = o[_part(chunk)].detach().requires_grad_()
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                call.kept.knowing(chunk, call.kept.products_after, sums=work.sums, see=see),
+                kept.knowing(kept.products_after, sums=work.sums, see=see),
             ):
                 output = call.run(hidden_chunk, chunk, Cut(o_chunk), leaves)
             assert output is not None
@@ -343,16 +351,18 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended:
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
     """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
-    linears, unread = call.site.linears, call.unread.to_differentiate_before.difference(call.kept.products_before)
+    kept, linears = call.kept, call.site.linears
+    unread = call.unread.to_differentiate_before.difference(kept.products_before)
     with summed(linears, work.sums, unread):
         for chunk in call.plan.backward:
-            hidden_chunk = call.kept.store.take("x", chunk.index).detach().requires_grad_(work.needs_input)
+            kept.bring(chunk, kept.half_reads(chunk.index, kept.products_before))
+            hidden_chunk = kept.brought["x"].detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.wanted)
             point, see = Cut(), call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                call.kept.knowing(chunk, call.kept.products_before, sums=work.sums, see=see),
+                kept.knowing(kept.products_before, sums=work.sums, see=see),
             ):
                 call.run(hidden_chunk, chunk, point, leaves)
             found = point.projected

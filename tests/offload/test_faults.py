@@ -57,7 +57,7 @@ def test_second_load_is_an_error():
     offloader = manager.OffloadManager(None, "keep", 1)
     store = offloader.open(0, torch.device("cpu"))
     store.put("x", 0, torch.randn(3))
-    store.seal([("x", 0)], 1)
+    store.seal([[("x", 0)]])
     store.take("x", 0)
     with pytest.raises(streambp.StreamBPError, match="second time"):
         store.take("x", 0)

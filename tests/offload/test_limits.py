@@ -15,13 +15,14 @@ import torch
 
 import streambp
 from streambp.attention.kv import KVBuffer
+from streambp.errors import BackwardError
 from streambp.layer.shadows import GradientSum
 from streambp.offload import costs
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import LiveBytes
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
-from tests.offload.runs import assert_same
+from tests.offload.runs import assert_same, broken_activation
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_of, seed_torch
 from tests.versions import needs_states
@@ -213,22 +214,100 @@ def test_random_lengths_and_limits_do_not_grow(steps):
     assert len(pair.chooser.known.costs) == 2
 
 
+ROOMS = (200_000, 70_000, 40_000)  # bytes: for Linears and attention, for fewer and fewer of them
+
+
+def exact_pair(chunk_size, batch):
+    """A pair without anything random, in float64, and the unpatched model's gradients."""
+    pair = Pair(chunk_size, attention_dropout=0.0, dtype=torch.float64).warmed(**batch)
+    _, expected = gradients(build("qwen3", torch.float64), **batch)
+    pair.reference(**batch)
+    return pair, expected
+
+
+def exact_or_without_memory(pair, expected, device, batch):
+    """Whether a step on this device came to its end, with the right gradients; it may raise for want of memory alone."""
+    try:
+        _, found = pair.step(device, **batch)
+    except torch.OutOfMemoryError:
+        return False
+    assert found.keys() == expected.keys()
+    assert worst_error(found, expected) <= 1e-10
+    return True
+
+
+def scan(chunk_size, length=LENGTH, rooms=ROOMS, every=1):
+    """One operation after the other lacks memory, then memory shrinks there, in a step that has been without memory at a
+    random operation before it; and how many steps came to an end."""
+    batch, ended, draw = make_batch("plain", length=length), 0, random.Random(seed_of(5))
+    pair, expected = exact_pair(chunk_size, batch)
+    for room in rooms:
+        limit, least = pair.need.bytes + room, pair.need.bytes + NOTED
+        pair.forget()
+        pair.step(whole := Device(limit), **batch)
+        for at in range(1 + draw.randrange(every), whole.operations + 1, every):
+            pair.forget()
+            ended += exact_or_without_memory(pair, expected, Device(limit, fails_at=at), batch)
+            before = Device(limit, fails_at=draw.randint(1, whole.operations))
+            ended += exact_or_without_memory(pair, expected, before, batch)
+            ended += exact_or_without_memory(pair, expected, Device(limit, at, least), batch)
+    return ended
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize(
+    ("chunk_size", "length", "rooms", "every"),
+    [
+        pytest.param(5, LENGTH, ROOMS, 7, marks=MANY),
+        pytest.param(LENGTH, LENGTH, ROOMS, 1, marks=MANY),
+        pytest.param(LENGTH, 2 * LENGTH - 1, ROOMS, 7, marks=MANY),
+        pytest.param(2 * LENGTH - 1, 2 * LENGTH - 1, ROOMS, 7, marks=MANY),
+        (5, LENGTH, ROOMS[:1], 2000),
+        (LENGTH, LENGTH, ROOMS[:1], 100),
+    ],
+)
+def test_each_operation_in_turn(chunk_size, length, rooms, every):
+    assert scan(chunk_size, length, rooms, every)
+
+
+@pytest.mark.usefixtures("float64_oracle")
+@pytest.mark.parametrize("chunk_size", [pytest.param(5, marks=MANY), LENGTH])
+def test_each_activation_in_turn(chunk_size):
+    """Attention is behind it, the chunk's end is not: its keys and values are written a second time."""
+    batch = make_batch("plain")
+    pair, expected = exact_pair(chunk_size, batch)
+    chunks, layers = -(-LENGTH // chunk_size), 2
+    failed = 0
+    for room in ROOMS[:2]:
+        for call in range(1, 2 * chunks * layers + 1):  # in forward and in backward
+            pair.forget()
+            with broken_activation(call, torch.OutOfMemoryError):
+                failed += not exact_or_without_memory(pair, expected, Device(pair.need.bytes + room), batch)
+            assert exact_or_without_memory(pair, expected, Device(), batch)
+    assert failed <= 2 * len(ROOMS[:2])  # before the first layer has saved something, and when all is let go of
+
+
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("chunk_size", [5, LENGTH])
 def test_against_the_unpatched_model(chunk_size):
-    """In float64: where all is kept, where it is let go of, and where nothing is."""
-    pair = Pair(chunk_size, attention_dropout=0.0, dtype=torch.float64).warmed()
-    _, expected = gradients(build("qwen3", torch.float64), **make_batch("plain"))
-    for device in (
-        Device(),
-        Device(fails_at=800),
-        Device(shrinks_at=200, then=pair.need.bytes + NOTED),
-        Device(pair.need.bytes + NOTED),
-    ):
-        _, found = pair.step(device)
-        assert found.keys() == expected.keys()
-        assert worst_error(found, expected) <= 1e-10
+    """In float64: where all is kept and where nothing is."""
+    batch = make_batch("plain")
+    pair, expected = exact_pair(chunk_size, batch)
+    for device in (Device(), Device(pair.need.bytes + NOTED)):
+        assert exact_or_without_memory(pair, expected, device, batch)
     assert pair.chooser.latest.bytes == {}
+
+
+def keys_written_over(patch):
+    """Those of an attempt before, which keep the versions that they had."""
+    patch.setattr(KVBuffer, "lent", False)
+
+
+@pytest.mark.usefixtures("float64_oracle")
+def test_keys_that_are_written_over_are_found(monkeypatch):
+    keys_written_over(monkeypatch)
+    with pytest.raises(BackwardError, match="writes in place"):
+        test_each_activation_in_turn(LENGTH)
 
 
 def added_again(patch):
