@@ -6,7 +6,6 @@ import functools
 from typing import TypeVar
 
 from torch import Tensor, nn
-from torch.distributed import is_initialized
 from transformers import PreTrainedModel
 
 from streambp.admission.registry import refuse_foreign_attention
@@ -24,7 +23,7 @@ from streambp.model.steps import Steps
 from streambp.model.undo import undone_on_error
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.manager import OffloadManager
-from streambp.offload.weights import HostWeights
+from streambp.offload.weights import HostWeights, several_ranks
 
 Model = TypeVar("Model", bound=nn.Module)
 OURS = (BackboneForward, LayerForward, CausalLMForward)
@@ -81,7 +80,7 @@ def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn
     if config.offload != "none":
         host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
         state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory)
-    resident = config.weights == "device" or (config.weights == "auto" and is_initialized())
+    resident = config.weights == "device" or (config.weights == "auto" and several_ranks())
     state.weights = None if resident else HostWeights(model, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
     _add_wrappers(state, model, found.stacks, layers)
