@@ -83,6 +83,7 @@ def check(how, monkeypatch):
     except streambp.StreamBPError as error:
         raise AssertionError(str(error)) from error
     assert worst_error(found, expected) <= 1e-10
+    assert streambp.describe(ours).head.startswith("as another library computes it: ")
     return ours
 
 

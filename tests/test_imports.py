@@ -36,7 +36,7 @@ FOLDERS = {
         "attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload",
         "prefixes",
     ),
-    "verify": ("layer", "model"),
+    "verify": ("distributed", "layer", "model"),
     "planner": ("attention", "distributed", "admission", "sharded", "head", "offload", "model"),
     "launch": ("model", "planner"),
     "integrations": ("distributed", "losses", "admission", "head", "model", "planner", "launch"),

@@ -165,7 +165,7 @@ def foreign_forward():
 
 
 def fused_loss():
-    assert test_stand_ins.raises(test_stand_ins.step_of_a_patched_model, test_stand_ins.fused)
+    test_stand_ins.test_right("autograd.Function")
 
 
 def kept_too_long():

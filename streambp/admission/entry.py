@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from streambp.admission.checkpointed import run_whole
+from streambp.admission.collectives import no_collectives
 from streambp.admission.insides import hooks_of_others, may_edit_gradients
 from streambp.admission.probe import Verdict, can_stream
 from streambp.admission.rehearsal import nothing_compiled
@@ -149,7 +150,9 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
     try:
         here = site.weights_here("trial", call.device)
         freely = replaced([site], "choices", [None])  # [Note: choices]
-        with here, nothing_compiled(), call.autocast.off(), freely:  # [Note: autocast]
+        # Layers of a split sequence exchange keys and values with other ranks by themselves.
+        alone = no_collectives(call.layer) if type(call) is LayerCall else NOTHING
+        with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
             found = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):

@@ -22,12 +22,24 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from streambp.distributed.zero import is_partitioned
 from streambp.instance_forward import is_fsdp_unit
-from streambp.known_names import DROPS_MASKS, ENGINES, GRADIENT_HOOKED, MODULE_HOOKS, MODULE_TABLES, Z3_LEAF
+from streambp.known_names import (
+    DROPS_MASKS,
+    ENGINES,
+    FLAT_PARAMETER,
+    GRADIENT_HOOKED,
+    MODULE_HOOKS,
+    MODULE_TABLES,
+    Z3_LEAF,
+)
+
+DDP, FSDP2 = "DDP", "FSDP2"  # as errors name them
 
 
 class Hold(NamedTuple):
@@ -40,6 +52,47 @@ class Hold(NamedTuple):
 
     weights: bool
     gradients: bool
+
+
+def engine_of(module: nn.Module) -> str | None:
+    """Return the name of the engine that holds parameters in a module or waits for their gradients; None: no engine does.
+
+    An engine around the module is seen as far as it marks parameters. DDP marks none.
+    """
+    modules, parameters = contents_of(module)
+    if any(isinstance(inner, DistributedDataParallel) for inner in modules):
+        return DDP
+    if any(map(is_fsdp_unit, {type(inner): inner for inner in modules}.values())):
+        return FSDP2
+    return next((name for name in map(engine_of_parameter, parameters) if name is not None), None)
+
+
+def engine_of_parameter(parameter: Tensor) -> str | None:
+    """Return the name of the engine that has marked a parameter [...] as its own; None: no engine has."""
+    if is_partitioned(parameter):
+        return "DeepSpeed's ZeRO-3"
+    if hasattr(parameter, GRADIENT_HOOKED):
+        return "DeepSpeed's ZeRO-1 or ZeRO-2"
+    if getattr(parameter, FLAT_PARAMETER, False):
+        return "FSDP1"
+    return FSDP2 if isinstance(parameter, DTensor) else None
+
+
+def reduces_later(parameter: Tensor) -> str | None:
+    """Return the name of what changes a parameter's gradient [...] after autograd has accumulated it; None: nothing does.
+
+    FSDP2 reduces a gradient before it runs the hooks of its parameter. Every other engine reduces behind these hooks. DDP,
+    pipelines and split sequences leave no mark on a parameter, so a whole parameter in a group of several ranks is taken
+    for theirs.
+    """
+    name = engine_of_parameter(parameter)
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if isinstance(parameter, DTensor):
+        there = parameter.device_mesh.size()
+        return None if there == ranks else f"FSDP2 over {there} of {ranks} ranks (a pipeline, or replicas beside it)"
+    if name is None and ranks > 1:
+        return f"DDP, a pipeline or a split sequence over a process group of {ranks} ranks"
+    return name
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:

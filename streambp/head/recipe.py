@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, make_input
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
 from streambp.head.places import taken
 from streambp.layer.oom import once_more
+from streambp.layer.recompute import Autocast
+from streambp.layer.shadows import Parameters
 from streambp.torchs_own import nn_own, torch_own
 
 
@@ -58,6 +60,13 @@ class HeadRequest:
     projecting: bool = False
 
 
+class Seen(NamedTuple):
+    """What a value was made of: autocast's state; the shape and the version of each input, -1 where it has none."""
+
+    autocast: Autocast
+    versions: list[tuple[torch.Size, int]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What stands between the stored hidden states and a deferred tensor's value.
@@ -97,6 +106,35 @@ class Recipe:
         scale = self.projection.logit_scale if softcap is None else self.projection.slope
         value = torch_own.mul(value, scale) if scale != 1.0 else value  # in the model's dtype, as its own code does
         return value if softcap is None else torch_own.mul(torch_own.tanh(value), softcap)
+
+    def seen(self, source: Tensor) -> Seen:
+        """Return what a value that is made now of source [..., h] depends on."""
+        inputs = (source, *self.inputs())
+        versions = [(x.shape, -1 if x.is_inference() else x._version) for x in inputs]
+        return Seen(Autocast.capture(source.device), versions)
+
+    def gradients(self, source: Tensor, gradient: Tensor, autocast: Autocast) -> list[Tensor | None]:
+        """Return the gradients of source [..., h] and of `inputs`, in this order, for one of what `build` gives; None for
+        those that want none.
+
+        Args:
+            autocast: in which it was built.
+        """
+        norm = nn.Identity() if self.norm is None else self.norm
+        parameters = Parameters(norm, source.device)
+        named = {id(own): place for place, own in enumerate(parameters.current())}
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in (source, self.weight, self.bias) if x is not None]
+        places = [named.get(id(own)) for own in norm.parameters()]
+        with torch.enable_grad(), autocast.restored(), parameters.shadowed() as shadows:
+            rest = iter(leaves[1:])
+            weight = None if self.weight is None else next(rest)
+            bias = None if self.bias is None else next(rest)
+            value = dataclasses.replace(self, weight=weight, bias=bias).build(leaves[0])
+        wanted = [leaf for leaf in (*leaves, *shadows) if leaf.requires_grad]
+        given = torch.autograd.grad(value, wanted, gradient.to(value.dtype), allow_unused=True)
+        found = dict(zip(map(id, wanted), given, strict=True))
+        of_norm = [None if place is None else found[id(shadows[place])] for place in places]
+        return [*(found.get(id(leaf)) for leaf in leaves), *of_norm]
 
 
 def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:

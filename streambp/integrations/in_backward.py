@@ -14,13 +14,15 @@ states of all weights then: 17 GiB of AdamW for a vocabulary of 152k and 5,120 f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from streambp.distributed.engines import contents_of, reduces_later
 from streambp.errors import ConfigError
 
 MARK = "_streambp_in_backward"
@@ -34,21 +36,23 @@ class InBackward:
 
     def __init__(self, model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer], on_host: bool) -> None:
         self.on_host = on_host
-        self.optimizers: dict[str, Optimizer] = {}
         self._weights: list[Tensor] = []
         self._handles: list[Any] = []
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                self.optimizers[name] = make([parameter])
-                self._weights.append(parameter)
-                step = functools.partial(_step, self.optimizers[name], on_host)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(step))
-                setattr(parameter, MARK, True)
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        # `make` may raise: no weight has a hook before each weight has its optimizer.
+        self.optimizers: dict[str, Optimizer] = {name: make([weight]) for name, weight in trained.items()}
+        for name, weight in trained.items():
+            step = functools.partial(_step, self.optimizers[name], on_host)
+            self._handles.append(weight.register_post_accumulate_grad_hook(step))
+            self._weights.append(weight)
+            setattr(weight, MARK, True)
+        self._handles.append(model.register_forward_pre_hook(Guard(trained)))
 
     def remove(self) -> None:
         """Weights keep their gradients from now on; the optimizers stay here."""
-        for handle, weight in zip(self._handles, self._weights, strict=True):
+        for handle in self._handles:
             handle.remove()
+        for weight in self._weights:
             delattr(weight, MARK)
         self._handles.clear()
         self._weights.clear()
@@ -72,8 +76,52 @@ class InBackward:
                 values.update({key: x.to("cpu") if isinstance(x, Tensor) else x for key, x in values.items()})
 
 
+class Guard:
+    """A forward pre-hook of a model whose weights step in backward: it looks for an engine that came after them.
+
+    An engine in the middle of a backward pass cannot go on after an error; before a forward pass nothing has happened yet.
+    A copy of the model has weights without hooks, so a copied or pickled guard looks at none.
+
+    Args:
+        weights: those that step in backward, by name.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        self.weights = weights or {}
+
+    def __reduce__(self) -> Any:
+        return Guard, ()
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() or not self.weights:
+            return
+        there = set(map(id, contents_of(module)[1]))
+        for name, weight in self.weights.items():
+            # FSDP2 puts a gathered weight in the place of its DTensor.
+            if id(weight) not in there and not isinstance(weight, DTensor):
+                raise ConfigError(
+                    f"{name} has an optimizer in backward, and is no parameter of this {type(module).__name__} any more "
+                    "(fully_shard, resize_token_embeddings and the like put others in its place), so that it would not "
+                    "train. Call remove() of the handle, and optimizer_in_backward again on the model as it is now."
+                )
+            _refuse_engine(weight)
+
+
+def _refuse_engine(weight: Tensor) -> None:
+    """Raise ConfigError if the gradient [...] of a weight is not complete when its hook runs."""
+    name = reduces_later(weight)
+    if name is not None:
+        raise ConfigError(
+            f"An optimizer in backward does not work under {name}: each weight would step with the gradient of this rank "
+            "alone, before the ranks' gradients are added up. Call fully_shard before it (FSDP2 reduces a gradient before "
+            "the hooks of its weight run), or call optimizer.step() after backward."
+        )
+
+
 def _step(optimizer: Optimizer, on_host: bool, parameter: Tensor) -> None:
     """Step with the complete gradient of `parameter` [...], and let it go; `on_host`: there, wherever the weight lives."""
+    _refuse_engine(parameter)  # of a model that is called through a part of itself
     here, gradient = parameter.data, parameter.grad
     if not on_host or here.device.type == "cpu" or gradient is None:
         optimizer.step()
@@ -110,7 +158,9 @@ def optimizer_in_backward(
         a handle: `optimizers`, `state_dict`, `load_state_dict`, `remove`.
 
     Raises:
-        ConfigError: gradients are to be clipped by their global norm, or the model has an optimizer in backward already.
+        ConfigError: gradients are to be clipped by their global norm, the model has an optimizer in backward already, or
+            an engine reduces gradients after the weights' hooks: DDP, DeepSpeed, pipelines. The first forward raises it as
+            well, if such an engine came later.
     """
     if max_grad_norm:
         raise ConfigError(
@@ -121,5 +171,7 @@ def optimizer_in_backward(
     trained: Sequence[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(hasattr(parameter, MARK) for parameter in trained):
         raise ConfigError("The model has an optimizer in backward already. Call remove() of its handle before.")
+    for parameter in trained:
+        _refuse_engine(parameter)
     with torch.inference_mode(False):
         return InBackward(model, make, on_host)

@@ -58,13 +58,13 @@ class Parameters:
         self._versions: list[int] = []
         for path, slot in slots_of(module) if slots is None else slots:
             parameter = slot[0]._parameters[slot[1]]
-            if parameter is None or not parameter.requires_grad:
-                continue
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor):  # a frozen one computes with DTensors as well
                 raise UnsupportedModelError(
                     f"{path} is a DTensor while the layer computes, as under tensor or expert parallelism. "
                     "streambp streams plain parameters: use DDP, ZeRO or FSDP2 around whole decoder layers."
                 )
+            if parameter is None or not parameter.requires_grad:
+                continue
             if parameter.is_meta and device.type != "meta":
                 raise UnsupportedModelError(
                     f"{path} is on the meta device while the layer computes on {device.type}, as under "

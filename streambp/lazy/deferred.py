@@ -10,7 +10,8 @@ view it is refused.
 [Note: stand-ins in a graph] What follows these rules takes the stored hidden states into autograd's graph, and never the
 stand-in. Whoever does not (an autograd.Function, a C++ extension) makes the stand-in itself an input, where the gradient
 would end: the loss right, and nothing below it trained. So a stand-in is the output of `Place`, through which each
-path from there to a parameter leads, and whose backward raises. One that was made under no_grad stays without a gradient.
+path from there to a parameter leads. What the Function read was built of the stored hidden states; so the backward of
+`Place` builds it again and differentiates it. One that was made under no_grad stays without a gradient.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import Recipe, blockwise_loss
+from streambp.known_names import TENSOR_HOOKS
 from streambp.lazy.row_rules import is_number
-from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, note_use
+from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, Taken, note_use
 from streambp.lazy.token_rules import TOKEN_RULES
 from streambp.nested import tensors_in
 
@@ -35,7 +37,7 @@ class Deferred(StandIn):
     """Shape, dtype and device of a tensor [..., h] or [..., V]; `source` [..., h] and `recipe` say how to compute it.
 
     Made by `Deferred.make`. cut: made under no_grad of what requires a gradient. made_of: what it is computed from, and the
-    versions of that.
+    versions of that. link: its own place in the graph.
     """
 
     instead = "StreamConfig(head=False) for this model"
@@ -45,6 +47,7 @@ class Deferred(StandIn):
     recipe: Recipe
     cut: bool
     made_of: list[tuple[Tensor, int]]
+    link: Any
 
     @staticmethod
     def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
@@ -55,7 +58,7 @@ class Deferred(StandIn):
         )  # type: ignore[attr-defined]
         self.source, self.recipe, self.memory = source, recipe, SharedMemory()
         self.origin = source if recipe.places is None else recipe.places
-        self.written, self.derived, self.cut, self.followed = None, False, False, False
+        self.written, self.derived, self.cut, self.followed, self.link = None, False, False, False, None
         self.made_of = [(x, x._version) for x in (source, *recipe.inputs()) if not x.is_inference()]
         return self
 
@@ -65,30 +68,53 @@ class Deferred(StandIn):
         inputs = (source, *recipe.inputs())
         result: Deferred = Place.apply(cls, (source, recipe, dtype), *inputs)
         result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        node: Any = result.grad_fn
+        result.link = node
+        if node is not None:
+            node.seen = recipe.seen(source)
         return result
 
     @classmethod
-    def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
-        """Refuse a gradient of its shape [..., h] or [..., V]. [Note: stand-ins in a graph]
+    def arrived(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
+        """Return the gradients of what it is computed from, for one of its shape [..., h] or [..., V] that came from an
+        autograd.Function. [Note: stand-ins in a graph]
 
         Raises:
-            BackwardError: always.
+            BackwardError: the stand-in, or what it is computed from, was written to or is elsewhere since it was made.
         """
-        what = "logits" if ctx.made_of[1].logits else "hidden states"
-        raise BackwardError(
-            f"A gradient arrived at {what} {ctx.shape} that streambp keeps from being computed: something other than "
-            "torch's own operations took them (an autograd.Function such as a fused loss, or a kernel), and from there it "
-            "would not reach the model. Use StreamConfig(head=False), which computes them, or leave the fused loss out: "
-            "streamed models compute theirs without logits."
-        )
+        if gradient is None:
+            return None
+        source, recipe, _ = ctx.made_of
+        if ctx.passed_by or recipe.seen(source).versions != ctx.seen.versions:
+            what = "logits" if recipe.logits else "hidden states"
+            why = ctx.passed_by or "what they are computed from was changed since"
+            raise BackwardError(
+                f"A gradient arrived at {what} {ctx.shape} that streambp keeps from being computed, from an "
+                f"autograd.Function or a kernel that took them; but {why}, so the gradient would be another model's. Use "
+                "StreamConfig(head=False), which computes them, or leave the fused loss out: streamed models compute "
+                "theirs without logits."
+            )
+        return recipe.gradients(source, gradient, ctx.seen.autocast)
 
     def build(self) -> Tensor:
         """The real tensor [..., h] or [..., V], differentiable if this one is, whatever grad mode it is asked for in."""
         if self.written is not None:
             return self.written
         with torch.set_grad_enabled(self.requires_grad):
-            real = self.recipe.build(self.source)
-            return real if real.dtype == self.dtype else real.to(self.dtype)
+            if self.known() or not self.requires_grad:
+                return self.values()
+            taken: Tensor = Taken.apply(self.values, self)
+            return taken
+
+    def values(self) -> Tensor:
+        """The real tensor [..., h] or [..., V], made of what is stored."""
+        real = self.recipe.build(self.source)
+        return real if real.dtype == self.dtype else real.to(self.dtype)
+
+    def known(self) -> bool:
+        """True if its place in the graph is the one that it was made with. An autograd.Function that returns what a rule
+        gave makes it another, and has a backward of its own."""
+        return self.grad_fn is self.link
 
     def changed(self, recipe: Recipe | None = None, dtype: torch.dtype | None = None) -> Deferred:
         """Another in memory of its own, by another recipe or in another dtype."""
@@ -127,8 +153,9 @@ class Deferred(StandIn):
                 )
 
     def follows_rules(self) -> bool:
-        """Whether rules may take it: no real tensor has its place, and grad mode is off if it is `cut`."""
-        return self.written is None and not (self.cut and torch.is_grad_enabled())
+        """Whether rules may take it: no real tensor has its place, nor a Function its place in the graph, and grad mode is
+        off if it is `cut`."""
+        return self.written is None and self.known() and not (self.cut and torch.is_grad_enabled())
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An operation that changes this one in place: on the real tensor, which stands for it from then on.
@@ -142,10 +169,24 @@ class Deferred(StandIn):
                 "Use StreamConfig(head=False) for this model."
             )
         if name != "requires_grad_":
+            self.pass_by(f"{name} was called on them")
             self.written = self.build()
             self.memory.watch(self.written)
         result = self.on_real(func, name, args, kwargs)
         note_use(tensors_in((args, kwargs), Deferred), result)
+        return result
+
+    def pass_by(self, why: str) -> None:
+        """A gradient of this stand-in is none of what has its place from now on."""
+        if self.link is not None:
+            self.link.passed_by = why
+
+    @classmethod
+    def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation without a rule, on real tensors."""
+        result = super().on_real(func, name, args, kwargs)
+        for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
+            x.pass_by(f"{name} was called on them")
         return result
 
     def note(self, operation: str) -> None:

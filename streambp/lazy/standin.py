@@ -63,10 +63,24 @@ class Place(torch.autograd.Function):
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
-        """Leaves a gradient of the stand-in's shape [...] to its class; nothing flows on to the inputs."""
-        ctx.kind.arrived(ctx, gradient)
-        return (None,) * len(ctx.needs_input_grad)
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Leaves a gradient of the stand-in's shape [...] to its class, which may give those of the inputs [...]."""
+        found = ctx.kind.arrived(ctx, gradient)
+        return None, None, *(found or (None,) * (len(ctx.needs_input_grad) - 2))
+
+
+class Taken(torch.autograd.Function):
+    """A stand-in that an autograd.Function returned -> its values. [Note: lazy rows in a graph]"""
+
+    @staticmethod
+    def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
+        """The real tensor [...] that `values` computes for the stand-in."""
+        return values()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
+        """The gradient of the values [...] is the stand-in's."""
+        return None, upstream
 
 
 class StandIn(Tensor):
@@ -100,7 +114,7 @@ class StandIn(Tensor):
     moved: Callable[..., Any]  # the same of other tokens, by a change [*tokens, k] -> [*other tokens, k] for any k
     changed: Callable[..., Any]  # another in memory of its own, in another dtype for example
     casts_to: Callable[[torch.dtype], bool]  # whether it may be in that dtype without being built
-    arrived: Callable[..., None]  # what becomes of a gradient at its `Place`, whose context it gets as well
+    arrived: Callable[..., Any]  # what becomes of a gradient at its `Place`, whose context it gets as well
 
     def with_classes(self, classes: int | None) -> Any:
         """The same with its W entries in that dimension (None: the last), as a view; NotImplemented if it cannot be."""

@@ -27,27 +27,13 @@ from streambp.head.recipe import HeadRequest
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
 from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, Result, RunInBackward, Statistic
-from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, scales
+from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, Taken, scales
 from streambp.nested import changed_arguments, tensors_in
 from streambp.torchs_own import method
 
 METADATA_OF_ROWS = METADATA | {
     getattr(TensorBase, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")
 }
-
-
-class Taken(torch.autograd.Function):
-    """A stand-in that an autograd.Function returned -> its values. [Note: lazy rows in a graph]"""
-
-    @staticmethod
-    def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
-        """The real tensor [*tokens, W] that `values` computes for the stand-in."""
-        return values()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
-        """The gradient of the values [*tokens, W] is the stand-in's."""
-        return None, upstream
 
 
 # Rules that serve rows whose entries are not in the last dimension, too.

@@ -364,7 +364,8 @@ def _hand_out(output: Any, request: HeadRequest) -> Any:
     def real_or_lazy(value: Any) -> Any:
         if not isinstance(value, Deferred):
             return value
-        if value.written is not None or value.recipe.weight is None or value.dim() < 2 or value.shape[-2] == 1:
+        real = value.written is not None or not value.known() or value.recipe.weight is None
+        if real or value.dim() < 2 or value.shape[-2] == 1:
             return value.build()
         return lazy_logits(value, request)
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.insides import foreign_parts
+from streambp.foreign import package_of
 from streambp.head.recipe import HeadRequest, Recipe
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
-from streambp.known_names import FORWARD_HOOKS
+from streambp.known_names import ENGINES, FORWARD_HOOKS
 from streambp.lazy.deferred import Deferred
 
 TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)  # of torch's modules; the last is inside of peft's wrappers
@@ -59,12 +60,26 @@ class DeferredForward(InstanceForward):
             hidden_states = Deferred.make(hidden_states, Recipe(self.request))
         self.request.projecting = True
         try:
-            result: Tensor = self.original(hidden_states)
+            result: Tensor = self.original(hidden_states) if not self._engines else self._projected(hidden_states)
         finally:
             self.request.projecting = False
-        if isinstance(result, Deferred) and result.written is None:
+        if isinstance(result, Deferred) and result.written is None and result.known():
             result = result.changed(dataclasses.replace(result.recipe, logits=True))
         return result
+
+    @property
+    def _engines(self) -> bool:
+        """True if an engine's function stands in the place of torch's `F.linear`, and the module's forward calls no other.
+        DeepSpeed leaves one there for good, once a process has made a ZeRO-3 engine: it computes the same."""
+        plain = type(self.module).forward is nn.Linear.forward and self.previous is None
+        return plain and package_of(nn.functional.linear) in ENGINES
+
+    def _projected(self, hidden_states: Deferred) -> Tensor:
+        """Return the logits [..., V] that stand for hidden_states [..., h], by the module's weights."""
+        result: Any = NotImplemented
+        if hidden_states.follows_rules():
+            result = Deferred.rules["linear"](hidden_states, self.module.weight, self.module.bias)
+        return self.original(hidden_states) if result is NotImplemented else result
 
 
 class HeldHead(nn.Module):

@@ -6,7 +6,6 @@ import functools
 from typing import TypeVar
 
 from torch import Tensor, nn
-from torch.distributed import is_initialized
 from transformers import PreTrainedModel
 
 from streambp.admission.registry import refuse_foreign_attention
@@ -21,9 +20,10 @@ from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.fused_head import FusedHead, head_again
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
+from streambp.model.undo import undone_on_error
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.manager import OffloadManager
-from streambp.offload.weights import HostWeights
+from streambp.offload.weights import HostWeights, several_ranks
 
 Model = TypeVar("Model", bound=nn.Module)
 OURS = (BackboneForward, LayerForward, CausalLMForward)
@@ -40,9 +40,11 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         The same object.
 
     Raises:
-        UnsupportedModelError: it has no decoder layers that can be streamed exactly. The model is left as it was.
+        UnsupportedModelError: it has no decoder layers that can be streamed exactly.
         StreamBPError: it is part of a model that is patched already.
         ConfigError: `config` names what the model does not have, or Liger's kernels where there are none for it.
+
+    After an error the model is what it was: unpatched, or patched as before.
 
     Layers that turn out to mix tokens elsewhere than in their attention (convolutions, recurrences) run under gradient
     checkpointing; their first call of each kind finds out, and `describe` names them.
@@ -53,6 +55,17 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     found = find_stacks(model)
     everyone = (forward for module in model.modules() for forward in forwards(module))
     heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}  # trainers call these
+    with undone_on_error(model):
+        _put_on(model, config, found, heads)
+    return model
+
+
+def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn.Module, FusedHead]) -> None:
+    """Take the patch off that the model has, and put another on.
+
+    Args:
+        heads: that models had when the patch was called.
+    """
     if any(hasattr(module, "_streambp") for module in model.modules()):
         unpatch(model)
     _check_products(found, config)
@@ -67,7 +80,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     if config.offload != "none":
         host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
         state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory)
-    resident = config.weights == "device" or (config.weights == "auto" and is_initialized())
+    resident = config.weights == "device" or (config.weights == "auto" and several_ranks())
     state.weights = None if resident else HostWeights(model, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
     _add_wrappers(state, model, found.stacks, layers)
@@ -85,7 +98,6 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
             head.install()
     model._streambp = state  # type: ignore[assignment]
     model.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, model))
-    return model
 
 
 def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]) -> None:

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from streambp.admission.generators import leaving_no_trace
-from streambp.distributed.zero import is_partitioned
+from streambp.distributed.engines import engine_of
 from streambp.errors import StreamBPError
-from streambp.instance_forward import forwards, is_fsdp_unit
-from streambp.known_names import GRADIENT_HOOKED
+from streambp.instance_forward import forwards
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.site import Warm
 from streambp.lazy.tensor import LazyLogits
@@ -53,11 +51,11 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
     layers = [wrapper for wrapper in wrappers if isinstance(wrapper, LayerForward) and not wrapper.retired]
     if not layers:
         raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch before streambp.warm_up.")
-    waited_for = any(is_partitioned(p) or hasattr(p, GRADIENT_HOOKED) for p in model.parameters())
-    if isinstance(model, DistributedDataParallel) or any(map(is_fsdp_unit, model.modules())) or waited_for:
+    engine = engine_of(model)
+    if engine is not None:
         raise StreamBPError(
-            f"An engine (DDP, DeepSpeed, FSDP) holds the parameters of this {type(model).__name__} and waits for gradients "
-            "that a warm-up does not give. Call streambp.warm_up before the engine gets the model."
+            f"{engine} holds the parameters of this {type(model).__name__} and waits for gradients that a warm-up does not "
+            "give. Call streambp.warm_up before the engine gets the model."
         )
     # What is drawn from torch's generators does not count, nor does what `describe` counts of calls.
     before = [RandomState.capture(device) for device in {p.device for p in model.parameters()} or {torch.device("cpu")}]

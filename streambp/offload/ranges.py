@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import HostMemoryError, UnsupportedModelError
-from streambp.known_names import MOVES, STATISTICS_8BIT
+from streambp.known_names import GRADIENT_HOOKED, MOVES, PARTITIONED, STATISTICS_8BIT
 from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
 from streambp.offload.engines import Engine
 
@@ -186,6 +186,11 @@ class HostRanges:
         tensors = self.sites[index].of(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
+                if hasattr(tensor, PARTITIONED) or hasattr(tensor, GRADIENT_HOOKED):
+                    raise UnsupportedModelError(
+                        "DeepSpeed keeps the weights of this model in memory of its own, and weights='cpu' would move them "
+                        "out of it. Use DeepSpeed's offload_param in place of weights='cpu', or train without DeepSpeed."
+                    )
                 if type(tensor.data) is not Tensor or tensor.is_meta or hasattr(tensor, STATISTICS_8BIT):
                     name = next((n for n, p in self.sites[index].layer.named_parameters() if p is tensor), "a tensor")
                     kind = type(tensor if type(tensor.data) is Tensor else tensor.data).__name__

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import is_initialized
+from torch.distributed import get_world_size, is_initialized
 
 from streambp.errors import UnsupportedModelError
 from streambp.offload.decoded import FORWARD, DecodedLinear, packed_linears
@@ -47,6 +47,11 @@ from streambp.offload.ranges import HostRanges, LayerRange, view_of
 SLOTS = 2
 CPU = torch.device("cpu")
 Access = tuple[str, int]
+
+
+def several_ranks() -> bool:
+    """True if the process belongs to a process group with other ranks."""
+    return is_initialized() and get_world_size() > 1
 
 
 @dataclasses.dataclass
@@ -131,12 +136,12 @@ class HostWeights:
                 there when this returns.
 
         Raises:
-            UnsupportedModelError: the process belongs to a process group.
+            UnsupportedModelError: the process belongs to a process group of several ranks.
         """
-        if is_initialized():
+        if several_ranks():
             raise UnsupportedModelError(
-                "weights='cpu' works in one process, and this one belongs to a process group: each rank would pin a copy "
-                "of all weights. Start a single process without torchrun or accelerate's launcher, or leave weights out."
+                "weights='cpu' works in one process, and this one belongs to a process group of several: each rank would "
+                "pin a copy of all weights. Start a single process, or leave weights out."
             )
         device, shape = getattr(given, "device", given) or CPU, tuple(getattr(given, "shape", ())[:2])
         self._let_go()

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from streambp.chunks import pick_chunk_size
 from streambp.config import StreamConfig
+from streambp.distributed.engines import engine_of
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.known_names import FUNCTION_OF_NODE, LIGER
 from streambp.layer.function import StreamedLayer
@@ -143,6 +144,12 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
 
     Raises if this model cannot be judged, before anything is computed.
     """
+    engine = engine_of(model)
+    if engine is not None:
+        raise UnsupportedModelError(
+            f"{engine} holds the parameters of this {type(model).__name__}, and verify compares whole gradients of one "
+            "process. Verify the model before the engine gets it."
+        )
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.itemsize < 2:
             raise UnsupportedModelError(

@@ -1,10 +1,11 @@
 """The stages of examples/pipeline_parallel on two ranks, gloo, CPU: gradients against one process on the whole batch.
 
-covers: model/patching.py, model/wrappers.py, model/causal_lm.py
+covers: layer/unchanged.py, model/patching.py, model/wrappers.py, model/causal_lm.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import _backward
 
 import streambp
+from streambp.errors import BackwardError
 from tests.distributed.context_trainer import mutate
 from tests.distributed.ranks import launch
 from tests.families import build, make_batch
@@ -77,6 +80,25 @@ def main():
         lift_float32_casts(monkeypatch)
         print("RESULT " + json.dumps([run(case, rank) for case in cases]), flush=True)
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_zero_bubble_schedules_are_refused_by_name(patched):
+    """They ask for the gradients of a stage's input and of its weights apart."""
+    model = build("qwen3", torch.float64)
+    if patched:
+        streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    ids = make_batch("plain")["input_ids"]
+    x = model.get_input_embeddings()(ids).detach().requires_grad_()
+    output = model.model(inputs_embeds=x, use_cache=False).last_hidden_state
+
+    def both():
+        _, groups = _backward.stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
+        _backward.stage_backward_weight(model.parameters(), groups)
+
+    refused = pytest.raises(BackwardError, match=r"Zero-bubble pipelines .* use 1F1B, interleaved 1F1B or GPipe")
+    with refused if patched else contextlib.nullcontext():
+        both()
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import streambp
+from streambp.lazy import deferred
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import gradients, worst_error
 
@@ -33,6 +34,44 @@ class FusedLoss(torch.autograd.Function):
     def backward(ctx, upstream):
         p, y = ctx.saved_tensors
         return upstream * (p - F.one_hot(y, p.shape[-1])), None
+
+
+class LogZ(torch.autograd.Function):
+    """Takes logits of any shape."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z.softmax(-1))
+        return z.logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream[..., None] * ctx.saved_tensors[0]
+
+
+class Halved(torch.autograd.Function):
+    """Halves a gradient, as for an auxiliary head; what it returns follows a rule."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return z * 1.0
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * 0.5
+
+
+class HalvedRows(torch.autograd.Function):
+    """The same of rows."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.shape = z.shape
+        return z.reshape(-1, z.shape[-1])
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream.reshape(ctx.shape) * 0.5
 
 
 def fused(z, y):
@@ -102,6 +141,13 @@ def focal(look):
 
 
 RIGHT = {
+    "reentrant checkpoint": lambda z, y: checkpoint(cross_entropy, z, y, use_reentrant=True),
+    "autograd.Function": fused,
+    "autograd.Function of a part": lambda z, y: fused(z[:, 2:], y[:, 2:]) + cross_entropy(z, y),
+    "autograd.Function in compiled code": torch.compile(fused, backend="eager"),
+    "autograd.Function, twice": lambda z, y: fused(z, y) * 0.5 + fused(z * 0.7, y) + fused(z[:, :5].tanh(), y[:, :5]),
+    "autograd.Function with another gradient": lambda z, y: cross_entropy(Halved.apply(z), y) + cross_entropy(z, y),
+    "autograd.Function with another gradient and shape": lambda z, y: F.cross_entropy(HalvedRows.apply(z), y.flatten()),
     "custom operator": lambda z, y: torch.ops.streambp_tests.log_z(z).sum() * 0.1 + cross_entropy(z, y),
     "checkpoint": lambda z, y: checkpoint(lambda z: (z * 0.5).sigmoid().mean(), z, use_reentrant=False),
     "checkpoint around the loss": lambda z, y: checkpoint(cross_entropy, z, y, use_reentrant=False),
@@ -138,10 +184,8 @@ def test_right(name):
 
 
 RAISES = {
-    "autograd.Function": fused,
-    "autograd.Function of a part": lambda z, y: fused(z[:, 2:], y[:, 2:]) + cross_entropy(z, y),
-    "autograd.Function in compiled code": torch.compile(fused, backend="eager"),
-    "reentrant checkpoint": lambda z, y: checkpoint(cross_entropy, z, y, use_reentrant=True),
+    "autograd.Function after a hook": lambda z, y: (z.register_hook(torch.neg), LogZ.apply(z).sum())[1],
+    "autograd.Function after a write": lambda z, y: (z.mul_(0.5), LogZ.apply(z).sum())[1],
     "extension": as_an_extension,
     "functional transform": lambda z, y: torch.func.vmap(torch.sum)(z).sum(),
     "written through detach": writing(lambda z: z.detach().mul_(0.5)),
@@ -192,14 +236,15 @@ def test_no_path_to_a_parameter_leads_past_the_error():
         untie(model)
         model.model.requires_grad_(False)
 
-    assert raises(step_of_a_patched_model, fused, some)
-    assert raises(step_of_a_patched_model, fused, head, untie)
-    assert raises(step_of_a_patched_model, fused, lambda loss, model: loss.backward(), freeze_all_but_the_head)
+    hooked_first = RAISES["autograd.Function after a hook"]
+    assert raises(step_of_a_patched_model, hooked_first, some)
+    assert raises(step_of_a_patched_model, hooked_first, head, untie)
+    assert raises(step_of_a_patched_model, hooked_first, lambda loss, model: loss.backward(), freeze_all_but_the_head)
 
 
 def test_the_model_is_usable_after_the_error():
     (_, expected), _ = (gradients(m, **make_batch("plain")) for m in runs_of(cross_entropy))
-    *_, model = runs_of(fused)
+    *_, model = runs_of(RAISES["autograd.Function after a hook"])
     assert raises(lambda: model(**make_batch("plain"), use_cache=False).loss.backward())
     model.loss_function = lambda logits, labels, *_, **__: cross_entropy(logits, labels)
     assert worst_error(gradients(model, **make_batch("plain"))[1], expected) <= 1e-10
@@ -253,3 +298,96 @@ def used_after_an_update():
 
 def test_what_a_hook_kept_is_refused_after_an_update():
     assert raises(used_after_an_update)
+
+
+# -- autograd.Functions in the place of functions that have a rule
+
+
+class Equal(torch.autograd.Function):
+    """What a function of torch gives, by way of autograd.Function: what it is called with is unknown to rules."""
+
+    @staticmethod
+    def forward(ctx, function, kwargs, *args):
+        ctx.function, ctx.kwargs, ctx.args = function, kwargs, args
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        leaves = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in ctx.args]
+        wanted = [leaf for leaf, need in zip(leaves, ctx.needs_input_grad[2:], strict=True) if need]
+        with torch.enable_grad():
+            given = iter(torch.autograd.grad(ctx.function(*leaves, **ctx.kwargs), wanted, upstream))
+        return None, None, *(next(given) if need else None for need in ctx.needs_input_grad[2:])
+
+
+PLACES = {
+    "F.linear": (F, "linear"), "F.cross_entropy": (F, "cross_entropy"), "torch.tanh": (torch, "tanh"),
+    "Tensor.__truediv__": (torch.Tensor, "__truediv__"), "Tensor.__mul__": (torch.Tensor, "__mul__"),
+    "Tensor.view": (torch.Tensor, "view"),
+}  # fmt: skip
+
+
+def of_rules(z, y):
+    """Each function that has a rule, once."""
+    scores = torch.tanh(z / 30.0) * 30.0
+    return F.cross_entropy(scores[:, :-1].contiguous().view(-1, VOCABULARY), y[:, 1:].flatten())
+
+
+def in_the_place_of(monkeypatch, place, name, package=None):
+    own = getattr(place, name)
+
+    def replaced(*args, **kwargs):
+        # Of the head alone: streamed layers and hidden states compute as ever.
+        head = any(isinstance(a, torch.Tensor) and VOCABULARY in a.shape for a in args)
+        return Equal.apply(own, kwargs, *args) if head else own(*args, **kwargs)
+
+    if package is not None:
+        space = {"__name__": f"{package}.runtime.linear", "Equal": Equal, "own": own}
+        exec("def replaced(*args, **kwargs):\n    return Equal.apply(own, kwargs, *args)", space)
+        replaced = space["replaced"]
+    monkeypatch.setattr(place, name, replaced)
+
+
+def check_unknown_functions(name, monkeypatch, package=None, loss=of_rules):
+    (expected_loss, expected), _ = (gradients(m, **make_batch("plain")) for m in runs_of(loss))
+    *_, ours = runs_of(loss)
+    with monkeypatch.context() as within:
+        in_the_place_of(within, *PLACES[name], package)
+        found_loss, found = gradients(ours, **make_batch("plain"))
+        head = streambp.describe(ours).head
+    assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(found, expected) <= 1e-10
+    return head
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_equal_functions_in_the_place_of_those_with_a_rule(name, monkeypatch):
+    assert check_unknown_functions(name, monkeypatch).startswith("builds the logits")
+
+
+def test_deepspeeds_linear_keeps_the_loss_blockwise(monkeypatch):
+    """It stands there for good in a process that has made a ZeRO-3 engine."""
+    found = check_unknown_functions("F.linear", monkeypatch, "deepspeed", cross_entropy)
+    assert found == "blockwise loss, no logits"
+    found = check_unknown_functions("F.linear", monkeypatch, "somebody", cross_entropy)
+    assert found.startswith("builds the logits")
+
+
+@pytest.mark.parametrize("name", ["F.linear", "Tensor.__truediv__"])
+def test_mutant_a_gradient_that_ends_at_its_place(name, monkeypatch):
+    monkeypatch.setattr(deferred.Deferred, "arrived", classmethod(lambda cls, ctx, gradient: None))
+    with pytest.raises(AssertionError):
+        check_unknown_functions(name, monkeypatch)
+
+
+def test_mutant_a_function_that_rules_pass_by(monkeypatch):
+    monkeypatch.setattr(deferred.Deferred, "known", lambda self: True)
+    with pytest.raises(AssertionError):
+        test_right("autograd.Function with another gradient")
+
+
+@pytest.mark.parametrize("name", ["autograd.Function after a hook", "autograd.Function after a write"])
+def test_mutant_a_write_that_nobody_notes(name, monkeypatch):
+    monkeypatch.setattr(deferred.Deferred, "pass_by", lambda self, why: None)
+    with pytest.raises(AssertionError):
+        test_raises(name)

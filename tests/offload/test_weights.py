@@ -283,8 +283,16 @@ def test_refusals(monkeypatch):
     with pytest.raises(UnsupportedModelError, match=r"mlp.up_proj.base_layer.weight of layer 1 is a Parameter on meta"):
         step(model)
     monkeypatch.setattr(host_weights, "is_initialized", lambda: True)
-    with pytest.raises(UnsupportedModelError, match="belongs to a process group: each rank would pin a copy"):
+    monkeypatch.setattr(host_weights, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedModelError, match="a process group of several: each rank would pin a copy"):
         step(made())
+    monkeypatch.setattr(host_weights, "get_world_size", lambda: 1)
+    step(made())
+    model = made()
+    for parameter in model.parameters():
+        parameter.grad_accum = None  # as under ZeRO-1 and -2
+    with pytest.raises(UnsupportedModelError, match="DeepSpeed keeps the weights of this model"):
+        step(model)
 
 
 def test_freezing_later_and_training_anew():

@@ -1,0 +1,358 @@
+"""Public helpers that put hooks on parameters, or wait for gradients, under each engine and in both orders of wrapping: the
+steps are those of the unpatched engine, or the helper is refused with the engine's name and leaves the model usable.
+
+covers: integrations/in_backward.py, distributed/engines.py, model/warming.py, verify/compare.py
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import importlib.util
+import json
+import os
+import pickle
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import streambp
+from streambp.errors import ConfigError, StreamBPError
+from streambp.integrations import in_backward, optimizer_in_backward
+from streambp.verify import verify
+from tests.distributed.engines import ENGINES, config_for
+from tests.distributed.ranks import launch, result_of
+from tests.distributed.test_pipeline_parallel import example
+from tests.distributed.watch import engines_seen
+from tests.distributed.worker import batches, distance
+from tests.families import build, make_batch
+
+STEPS = 3
+BAR = 1e-6  # float32, of the same steps on the same ranks; the worker's engines differ by more between orders of sums
+SECONDS = 240  # a rank imports DeepSpeed, perhaps on a busy machine
+STAGES = {"zero-1": 1, "zero-2": 2, "zero-3": 3}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def apply(case, model):
+    """Call the case's helper on what the program holds; what it returns."""
+    helper, batch = case["helper"], make_batch("plain", length=17, seed=99)
+    if helper == "optimizer_in_backward":
+        hidden = case["order"] == "before the group"
+        with mock.patch.object(dist, "is_initialized", return_value=False) if hidden else mock.MagicMock():
+            return optimizer_in_backward(model, sgd)
+    if helper == "warm_up":
+        return streambp.warm_up(model, **batch, use_cache=False)
+    return verify(model, seq_len=17, chunk_size=5)
+
+
+def adapter(case, rank, helped):
+    """The engine's adapter (`engines.py`), patched, with the helper called around it as the case says; or unpatched."""
+    name = case["engine"]
+    base = ENGINES["deepspeed" if name in STAGES else name]
+
+    class Around(base):
+        handle = None
+
+        def wrap(self, model):
+            if helped and case["helper"] != "verify":
+                streambp.patch(model, config_for({}, rank))
+            if helped and case["order"] != "after":
+                self.handle = apply(case, model)
+            if helped and case["helper"] == "verify":
+                streambp.patch(model, config_for({}, rank))
+            return super().wrap(model)
+
+    zero = {"stage": STAGES[name], "zero": {"stage3_param_persistence_threshold": 0}} if name in STAGES else {}
+    found = Around({**case, **zero}, rank)
+    if helped and case["order"] == "after":
+        given = found.wrapped if case.get("given") != "inner" else found.module
+        unverified = case["helper"] == "verify"
+        if unverified:
+            streambp.unpatch(found.module)
+        try:
+            found.handle = apply(case, given)
+        finally:
+            if unverified:
+                streambp.patch(found.module, config_for({}, rank))
+    return found
+
+
+def step(engine, batch, steps_itself):
+    engine.micro_step(batch, last=True)
+    if not steps_itself:
+        engine.step()
+
+
+def trained(engine, case, rank, handle=None):
+    """Weights after some steps, and the engines that they went through."""
+    with engines_seen() as seen:
+        for batch in list(batches(rank, {"steps": STEPS})):
+            step(engine, batch, handle is not None)
+    return engine.weights(), sorted(seen)
+
+
+def run(case, rank):
+    """What became of a case: how far its weights are from the unpatched engine's, or the words of its refusal; whether it
+    trains after that."""
+    if case["engine"] == "pipeline":
+        return run_pipeline(case, rank)
+    expected, _ = trained(adapter(case, rank, helped=False), case, rank)
+    row, engine = {}, None
+    try:
+        engine = adapter(case, rank, helped=True)
+        before = engine.weights()
+        found, row["engines"] = trained(engine, case, rank, getattr(engine.handle, "optimizers", None) and engine.handle)
+    except StreamBPError as error:
+        row["refused"] = str(error)
+        row["in"] = "the first step" if engine is not None else "the call"
+        if engine is not None:
+            assert distance(engine.weights(), before) == 0.0
+            engine.handle.remove()
+    if "refused" in row:
+        if engine is None:
+            engine = adapter(case, rank, helped=False)
+            streambp.patch(engine.wrapped, config_for({}, rank))
+        found, row["engines"] = trained(engine, case, rank)
+    row["error"] = distance(found, expected)
+    return row
+
+
+def run_pipeline(case, rank):
+    """Two stages. An error of one rank would leave the other in the schedule, so a late refusal is asked of the stage."""
+    train = example()
+    batch = make_batch("plain", 21, 0, 4)
+    inputs = {"x": batch["input_ids"] if rank == 0 else torch.randn(4, 21, 32, dtype=torch.float64)}
+    inputs |= {"labels": batch["labels"], "num_items_in_batch": torch.tensor(9)} if rank else {}
+    found = {}
+    for helped in (False, True):
+        stage = train.Stage(build("qwen3", torch.float64, num_hidden_layers=4), rank, 2)
+        schedule = train.pipeline(stage, torch.device("cpu"), 4, "1f1b")
+        row, handle = {"engines": ["pipeline"]}, None
+        try:
+            if helped:
+                streambp.patch(stage, streambp.StreamConfig(chunk_size=(5, 8)[rank], saves=("attn_out",)))
+                row["in"] = "the call"
+                handle = streambp.warm_up(stage, **inputs) if case["helper"] == "warm_up" else apply(case, stage)
+            if handle is not None:
+                row["in"] = "the first step"
+                stage(**inputs)
+        except StreamBPError as error:
+            row["refused"] = str(error)
+            if handle is not None:
+                handle.remove()
+        train.step(schedule, stage, batch)
+        found[helped] = {name: p.grad for name, p in stage.named_parameters()}
+    return {**row, "error": distance(found[True], found[False])}
+
+
+def main():
+    """One rank's: `RANK PORT RANKS LIBRARY CASES`."""
+    rank, port, ranks, library, cases = int(sys.argv[1]), *sys.argv[2:5], json.loads(sys.argv[5])
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=ranks, DS_ACCELERATOR="cpu"
+    )
+    torch.set_num_threads(1)
+    if library == "deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", rank=rank, world_size=int(ranks))
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=int(ranks))
+    found = []
+    for case in cases:
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        found.append(run(case, rank))
+    faulthandler.cancel_dump_traceback_later()
+    print("RESULT " + json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+NAMES = {"ddp": "DDP", "fsdp": "fully_shard", "pipeline": "pipeline", **dict.fromkeys(STAGES, "ZeRO")}
+ORDERS = ("before the group", "before", "after")
+
+
+def case(helper, engine, order, **more):
+    return {"helper": helper, "engine": engine, "order": order, **more}
+
+
+def cases(helper, engines):
+    """In both orders, of what the engine made and of the model inside."""
+    orders = ORDERS if helper == "optimizer_in_backward" else ORDERS[1:]
+    found = [case(helper, engine, order) for engine in engines for order in orders]
+    return found + [
+        case(helper, engine, "after", given="inner") for engine in engines if engine not in ("fsdp", "pipeline")
+    ]
+
+
+def expected(one, ranks):
+    """Where a case is refused; None: its steps are those of the unpatched engine."""
+    helper, engine, order = one["helper"], one["engine"], one["order"]
+    if helper != "optimizer_in_backward":
+        if order == "before" or engine == "pipeline" or (engine == "ddp" and one.get("given") == "inner"):
+            return None
+        return "the call"
+    if engine == "fsdp":
+        late = order != "after" and (ranks == 1 or order == "before the group")
+        return None if order == "after" else "the first step" if late else "the call"
+    if engine == "ddp" and ranks == 1:
+        return None
+    late = order == "before the group" or (order == "before" and ranks == 1)
+    return "the first step" if late else "the call"
+
+
+def check(library, given, ranks=2):
+    if library == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    there = launch(
+        "tests.distributed.test_helpers", str(ranks), library, json.dumps(given), ranks=ranks, seconds=SECONDS * len(given)
+    )
+    for row, one in zip(result_of(*there), given, strict=True):
+        engine = one["engine"]
+        seen = {"fsdp": "fsdp2"}.get(engine, engine)
+        assert row["engines"] == [seen if ranks > 1 else "none"], (one, row)
+        assert row["error"] <= BAR, (one, row)
+        where = expected(one, ranks)
+        assert ("refused" in row) == (where is not None), (one, row)
+        if where is not None:
+            name = (
+                NAMES[engine] if one["helper"] == "optimizer_in_backward" else NAMES[engine].replace("fully_shard", "FSDP2")
+            )
+            assert name in row["refused"], (one, row)
+            assert row["in"] == where, (one, row)
+
+
+def test_an_optimizer_in_backward():
+    check("torch", [case("optimizer_in_backward", "ddp", order) for order in ORDERS[::2]])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("helper", ["optimizer_in_backward", "warm_up", "verify"])
+def test_each_helper_under_torchs_engines(helper):
+    check("torch", cases(helper, ["ddp", "fsdp"] + ["pipeline"] * (helper != "verify")))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("helper", ["optimizer_in_backward", "warm_up", "verify"])
+@pytest.mark.parametrize("engine", STAGES)
+def test_each_helper_under_zero(engine, helper):
+    check("deepspeed", cases(helper, [engine]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("library", ["torch", "deepspeed"])
+def test_one_rank(library):
+    engines = STAGES if library == "deepspeed" else ("ddp", "fsdp")
+    check(library, cases("optimizer_in_backward", engines), ranks=1)
+
+
+# -- in one process
+
+
+def in_group(monkeypatch, ranks):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+
+
+def tiny():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("when", ["before the call", "before the first step", "before a part is called"])
+def test_several_ranks_with_whole_weights(when, monkeypatch):
+    """Mutants below."""
+    model, handle = tiny(), None
+    before = weights(model)
+    if when == "before the call":
+        in_group(monkeypatch, 2)
+        with pytest.raises(ConfigError, match="DDP, a pipeline or a split sequence over a process group of 2 ranks"):
+            optimizer_in_backward(model, sgd)
+    else:
+        handle = optimizer_in_backward(model, sgd)
+        in_group(monkeypatch, 2)
+        called = model if when == "before the first step" else torch.nn.Sequential(*model)
+        with pytest.raises(ConfigError, match="DDP"):
+            called(torch.randn(5, 3)).sum().backward()
+        handle.remove()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not model._forward_pre_hooks
+    model.zero_grad()
+    model(torch.randn(5, 3)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("when", ["before the call", "before the first step", "before a part is called"])
+def test_mutant_nobody_asks_for_ranks(when, monkeypatch):
+    monkeypatch.setattr(in_backward, "reduces_later", lambda weight: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_several_ranks_with_whole_weights(when, monkeypatch)
+
+
+def test_weights_that_others_took_the_place_of():
+    """As fully_shard and resize_token_embeddings do: hooks of the old ones would never run."""
+    model = tiny()
+    handle = optimizer_in_backward(model, sgd)
+    model[1].weight = torch.nn.Parameter(torch.randn(2, 4))
+    with torch.no_grad():
+        model(torch.randn(5, 3))
+    with pytest.raises(ConfigError, match=r"1.weight has an optimizer in backward, and is no parameter"):
+        model(torch.randn(5, 3))
+    handle.remove()
+    model(torch.randn(5, 3)).sum().backward()
+
+
+def test_a_copy_has_no_hooks_and_no_guard():
+    model = tiny()
+    optimizer_in_backward(model, sgd)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other[1].weight = torch.nn.Parameter(torch.randn(2, 4))
+        before = weights(other)
+        other(torch.randn(5, 3)).sum().backward()
+        assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_an_optimizer_that_cannot_be_made_leaves_no_hook(fails_at):
+    """All are made before a hook is set."""
+    model, made = tiny(), []
+
+    def make(parameters):
+        made.append(parameters)
+        if len(made) > fails_at:
+            raise ValueError("no")
+        return sgd(parameters)
+
+    before = [dict(vars(p)) for p in model.parameters()]
+    with pytest.raises(ValueError, match="no"):
+        optimizer_in_backward(model, make)
+    assert [dict(vars(p)) for p in model.parameters()] == before
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer_in_backward(model, sgd).remove()
+
+
+def test_mutant_hooks_as_optimizers_are_made(monkeypatch):
+    def register(self, model, make, on_host):
+        for parameter in model.parameters():
+            optimizer = make([parameter])
+            parameter.register_post_accumulate_grad_hook(lambda p, one=optimizer: one.step())
+
+    monkeypatch.setattr(in_backward.InBackward, "__init__", register)
+    with pytest.raises(AssertionError):
+        test_an_optimizer_that_cannot_be_made_leaves_no_hook(3)
+
+
+if __name__ == "__main__":
+    main()
