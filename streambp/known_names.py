@@ -152,6 +152,7 @@ TENSOR_HOOKS = ("register_hook", "retain_grad")  # methods that ask for a tensor
 UNSEEN_WRITES = frozenset({"data", "numpy", "data_ptr", "set_", "untyped_storage"})  # ways to write past a version
 REPLICATE = "_replicate_for_data_parallel"  # of a module, called by DataParallel, which is refused
 MOVES = "_apply"  # torch: what a module is moved and cast by
+CAPTURES = "_output_capturing_hooks_installed"  # transformers: set at a model's first call, which puts hooks on it
 COMPILED = "_orig_mod"  # of what `torch.compile` makes of a module
 COMPILED_CALL = "_compiled_call_impl"  # of a module that `Module.compile` has compiled; None of others
 COMPILED_FROM = "_torchdynamo_orig_callable"  # of what it makes of a function

@@ -14,7 +14,7 @@ from torch import nn
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.collectives import no_collectives
 from streambp.admission.insides import hooks_of_others, may_edit_gradients
-from streambp.admission.probe import Verdict, can_stream
+from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
@@ -73,8 +73,12 @@ def stream_layer(
     call = admit(site, args, kwargs, rows, strategy, forks)
     if isinstance(call, CallReport):
         site.last = call
-        with site.weights_for_once(args, kwargs, call.because or "its only token cannot be tried in chunks"):
-            return strategy.whole(site, args, kwargs, call)
+        try:
+            with site.weights_for_once(args, kwargs, call.because or "its only token cannot be tried in chunks"):
+                return strategy.whole(site, args, kwargs, call)
+        except Exception:
+            site.forget(call.because)
+            raise
     longest = call.plan.longest if call.plan.longest > call.plan.size else None
     site.last = CallReport(None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan)
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
@@ -138,7 +142,8 @@ def admit(
             return admit(site, args, kwargs, rows, strategy, forks)
         return CallReport(verdict.because, rows=rows)
     if failed is not None:
-        raise failed
+        site.found(call.arguments.kind).doubt(broken(failed))
+        return CallReport(broken(failed), rows=rows)
     return call
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.insides import foreign_parts
-from streambp.admission.rehearsal import Restored
+from streambp.admission.snapshot import Restored
 from streambp.fingerprint.looks import Body, Generator, Look
+from streambp.layer.call import LayerCall
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.side_effects import buffers_of, in_place_of_buffers
 from streambp.layer.site import LayerSite
@@ -80,7 +81,16 @@ def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
-    """Within, what a module's parts count, set, write to buffers or draw does not stay, but for torch's own generators."""
+    """Within, what a module's parts count, set, write to buffers or draw does not stay, but for torch's own generators.
+    [Note: a trial leaves nothing]"""
     buffers, generators = buffers_of(module), (*Body(module, set()).generators, *OF_ALL)
     with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
+        yield restored
+
+
+@contextlib.contextmanager
+def on_trial(call: LayerCall) -> Iterator[Restored]:
+    """The same of a call's layer. Entered where the call is streaming, which switches modules and configs."""
+    buffers, generators = buffers_of(call.layer), generators_of(call.site, call.look)
+    with in_place_of_buffers(buffers), generators_kept(generators), Restored(call.layer) as restored:
         yield restored

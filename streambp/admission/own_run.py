@@ -165,6 +165,18 @@ def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor])
     return own
 
 
+def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
+    """Whether the layer as unpatched runs on x [..., B, T, h], with `upstream` as its output's gradient; taken to be so of
+    one that is split over ranks."""
+    if type(call) is not LayerCall:
+        return True
+    try:
+        OwnRun(call, x, upstream, [])
+    except OtherModelError:
+        return False
+    return True
+
+
 def why_unlike_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
 ) -> str | None:

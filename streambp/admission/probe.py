@@ -22,14 +22,22 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import agree, choices_once, chose_alike, coarsest
-from streambp.admission.generators import generator_states, generators_kept, generators_of, has_drawn
+from streambp.admission.generators import generator_states, generators_of, has_drawn, on_trial
 from streambp.admission.insides import watched_hooks
 from streambp.admission.long_trial import why_not_at_length
-from streambp.admission.own_run import OtherModelError, OwnRun, gradients_of, own_run, small_ones, why_unlike_unpatched
+from streambp.admission.own_run import (
+    WHAT_TO_DO,
+    OtherModelError,
+    OwnRun,
+    gradients_of,
+    own_run,
+    runs_unpatched,
+    small_ones,
+    why_unlike_unpatched,
+)
 from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.rehearsal import (
     CHUNK,
-    Restored,
     as_trained,
     causal_prefix,
     evaluated,
@@ -39,6 +47,7 @@ from streambp.admission.rehearsal import (
     rehearsed,
     rehearsing,
 )
+from streambp.admission.snapshot import Restored
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import Chunk, ChunkPlan
@@ -47,6 +56,7 @@ from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
 from streambp.layer.graphs import Origin, Started, is_kept, nodes_behind
+from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import remember
 from streambp.nested import rebuilt
@@ -55,6 +65,9 @@ from streambp.recurrent.states import LEAST_TOKENS, leaves_of
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"
+EMPTY = "its batch is empty, which tells nothing of the layer"
+SETS = "its forward initialises itself at its first call ({})"
+LOUDER = 64  # times larger than other tokens: what keeps a running value shows in half precision
 EDITS = "{} changes gradients inside it, and may do so by where a token is in the whole sequence"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
@@ -73,7 +86,8 @@ def can_stream(call: LayerCall) -> Verdict:
     alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
     well, but their verdict is this call's alone. Without data (meta, fake) values cannot be compared: layers then stream
     that start from the states they keep, or attend and keep none. A single token has nothing to cut; it runs whole,
-    because some layers would not run on chunks at all, or is the only chunk where weights on the host allow no graph.
+    because some layers would not run on chunks at all, or is the only chunk where weights on the host allow no graph. An
+    empty batch is not tried.
 
     Raises:
         KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
@@ -81,6 +95,8 @@ def can_stream(call: LayerCall) -> Verdict:
     """
     site, findings = call.site, call.site.found(call.arguments.kind)
     x = call.hidden_states.detach()
+    if not x.numel():
+        return Verdict(False, EMPTY)
     if findings.judged:  # what is known not to stream does not get here
         return Verdict(True) if site.knows(findings, call.plan) else _judged_at_length(call)
     if not has_data(x):
@@ -89,12 +105,12 @@ def can_stream(call: LayerCall) -> Verdict:
         because = CONVOLVES if not site.kind.states.carries and _convolves(call.layer) else None
         if site.kind.states.carries:
             try:
-                with call.streaming(), evaluated(call):
+                with call.streaming(), on_trial(call), evaluated(call):
                     because = _unread_state(call, x)
             except StreamBPError:
                 raise
             except Exception as error:
-                because = _broken(error)
+                because = broken(error)
         if because is not None:
             findings.judge(because)
         return Verdict(because is None, because)
@@ -106,127 +122,219 @@ def can_stream(call: LayerCall) -> Verdict:
         return Verdict(False, str(error))
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
-    because, certain = _judged(call, x)
+    because, certain, _ = _judged(call, x)
     if because is not None or not certain or site.knows(site.found(call.arguments.kind), call.plan):
         return Verdict(because is None, because)
     return _judged_at_length(call)
 
 
-def _judged(call: LayerCall, x: Tensor) -> tuple[str | None, bool]:
-    """Why the layer cannot be cut, None if it can; and whether that holds for calls of this kind to come."""
+class Found(NamedTuple):
+    """What a trial found: why the layer cannot be cut, None if it can.
+
+    certain: whether that will be so for any batch. passes: whether the reason may be gone at the next call.
+    """
+
+    because: str | None
+    certain: bool = True
+    passes: bool = False
+
+
+def _judged(call: LayerCall, x: Tensor) -> Found:
+    """What a trial finds, which is remembered where it holds for calls of this kind to come."""
     site, kind = call.site, call.arguments.kind
-    with generators_kept(generators_of(site, call.look)), Restored(call.layer) as restored:
-        because, certain = _why_not(call, x)
-        set_once = restored.set_once()
-        if not set_once:
-            call.look = site.fingerprint.learn(call.layer, call.look)
-    if set_once:
-        because, certain = f"its forward initialises itself at its first call ({', '.join(set_once)})", True
+    found = _why_not(call, x)
     call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
     findings = remember(site.findings, call.arguments.kind, site.findings.pop(kind))
-    if certain:
-        findings.judge(because)
-    return because, certain
+    if found.because is not None and found.passes:
+        findings.doubt(found.because)
+    elif found.certain:
+        findings.judge(found.because)
+    return found
 
 
 def _judged_at_length(call: LayerCall) -> Verdict:
     """Whether the call's own chunks give what its sequence gives at once. [Note: foreign insides]"""
-    with rehearsing(call), evaluated(call), torch.no_grad():
+    findings = call.site.found(call.arguments.kind)
+    with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
             because = why_not_at_length(call)
         except Exception as error:
             if isinstance(error, StreamBPError) or is_out_of_memory(error) or failed_in_a_kernel(error, call.device):
                 raise
-            because = _broken(error)
-    call.site.found(call.arguments.kind).judge(because)
+            findings.judged = False
+            findings.doubt(broken(error))
+            return Verdict(False, broken(error))
+    findings.judge(because)
     return Verdict(because is None, because)
 
 
-def _why_not(call: LayerCall, hidden_states: Tensor) -> tuple[str | None, bool]:
-    """Why chunks compute something else, None if they do not; and whether that will be so for any batch."""
-    states_carry = call.site.kind.states.carries
-    if not states_carry and _convolves(call.layer):
-        return CONVOLVES, True
-    certain = hidden_states.shape[-2] > CHUNK
+def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
+    """Why chunks compute something else, None if they do not. [Note: a trial leaves nothing]"""
+    if not call.site.kind.states.carries and _convolves(call.layer):
+        return Found(CONVOLVES)
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
-    with apart, rehearsing(call):
+    with apart, rehearsing(call), on_trial(call) as state:
         with torch.no_grad():
             x, upstream = random_like(hidden_states), random_like(hidden_states)
-        chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
-        try:
-            named, length = call.arguments.named, x.shape[-2]
-            # Several documents, if the call has several.
-            documents = in_several(named, length) if call.packing.told else {}
-            rows = None if call.packing.rows is None else tried_rows(x.shape[-3], length)
-            with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
-                generators = generators_of(call.site, call.look)
-                states = generator_states(generators)
-                with watched_hooks(call.layer, BACKWARD_HOOKS) as editing:
-                    because = _try(call, x, upstream, chunk_size)
-                    if has_drawn(generators, states):
-                        return DRAWS, True
-                    if because is not None and not editing:
-                        return because, certain
-                    with evaluated(call), as_trained(call) as shadows:
-                        because, finite = _why_unlike(call, x, upstream, chunk_size, shadows or [])
-                if editing:
-                    return EDITS.format(", ".join(dict.fromkeys(editing))), True
-            if because in (None, MIXES) and states_carry:
+        named, length = call.arguments.named, x.shape[-2]
+        # Several documents, if the call has several.
+        documents = in_several(named, length) if call.packing.told else {}
+        rows = None if call.packing.rows is None else tried_rows(x.shape[-3], length)
+        with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
+            try:
+                found = _compared(call, x, upstream, state)
+            except Exception as error:
+                found = _failed(call, x, upstream, error, state)
+        if found.because in (None, MIXES) and call.site.kind.states.carries:
+            state.rewind()
+            try:
                 with evaluated(call):
-                    because = _unread_state(call, x) or because
-            return because, certain and finite
-        except (AttentionChoiceError, OtherModelError):
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            if isinstance(error, StreamBPError) and raised_among_kernels(error):
-                raise  # the attention that was asked for cannot do it
-            if failed_in_a_kernel(error, x.device):
-                raise KernelError(
-                    f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
-                    f"({type(error).__name__}: {error}). It would fail in training as well. Set another attention in "
-                    "StreamConfig ('flash', or 'math', which uses torch's own products alone), or run the model unpatched "
-                    "to see whether it fails there too."
-                ) from error
-            # Whatever else it is, it comes from cutting the layer.
-            return _broken(error), certain
+                    found = found._replace(because=_unread_state(call, x) or found.because)
+            except Exception as error:
+                found = _failed(call, x, upstream, error, state)
+        if not found.passes:
+            call.look = call.site.fingerprint.learn(call.layer, call.look)
+    return found._replace(certain=found.certain and hidden_states.shape[-2] > CHUNK)
 
 
-def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor]) -> tuple[str | None, bool]:
-    """Why chunks give something else than the layer unpatched, None if they do not; False if values are not finite.
+def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> Found:
+    """Why chunks compute something else, by what the layer leaves behind, by a mix of gradients and by values."""
+    chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
+    generators = generators_of(call.site, call.look)
+    drawn = generator_states(generators)
+    with watched_hooks(call.layer, BACKWARD_HOOKS) as editing:
+        because = _try(call, x, upstream, chunk_size)
+        if has_drawn(generators, drawn):
+            return Found(DRAWS)
+        if because is not None and not editing:
+            return Found(because)
+        if because is None and (set_once := _set_once(call, x, state)):
+            return Found(SETS.format(", ".join(set_once)), passes=True)
+        with evaluated(call), as_trained(call) as shadows:
+            found = _why_unlike(call, x, upstream, chunk_size, shadows or [], state)
+    return Found(EDITS.format(", ".join(dict.fromkeys(editing)))) if editing else found
+
+
+def _set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
+    """What the layer sets at its first call, by its tokens, and not again: the first chunk would set it in the place of the
+    batch. Few layers set anything; those run some times more, also with other tokens, fewer and much larger.
+
+    Raises:
+        OtherModelError: it computes something else when it is called again.
+    """
+    if not torch.is_grad_enabled():
+        _once(call, x)  # `_try` has run it with a graph
+    names = state.changes()
+    if not names:
+        return []
+    call.look = call.site.fingerprint.learn(call.layer, call.look)
+    state.rewind()
+    first = _once(call, x)
+    state.end_run()
+    _once(call, x[..., :CHUNK, :] * LOUDER)
+    again = _once(call, x)
+    if bool(first.isfinite().all()) and not _repeats(first, again):
+        raise OtherModelError(
+            f"{type(call.layer).__name__} gives something else at each call (it counts, or keeps a running scale): "
+            f"{', '.join(names)} changed while a few random tokens were computed, and then the same tokens gave something "
+            f"else. Chunks of a sequence would be such calls. {WHAT_TO_DO}"
+        )
+    names = state.set_once()
+    if names:  # a constant may be set at any time
+        state.rewind()
+        _once(call, x[..., :CHUNK, :] * LOUDER)
+        names = [name for name in state.set_otherwise() if name in names]
+    return names
+
+
+def _repeats(first: Tensor, again: Tensor) -> bool:
+    """Whether a run gave what another one gave for the same tokens [..., B, t, h]; elsewhere than on a CPU kernels may add
+    up in any order."""
+    if torch.equal(first, again) or first.device.type == "cpu":
+        return torch.equal(first, again)
+    most = 2 * torch.finfo(first.dtype).eps * first.float().norm()
+    return bool((first - again).float().norm() <= most)
+
+
+def _once(call: LayerCall, x: Tensor) -> Tensor:
+    """The layer's output for x [..., B, t, h] in one chunk, in its own mode, with the random numbers of each other time."""
+    graph = torch.is_grad_enabled() and may_have_graphs(call)
+    prefix = causal_prefix(call, x.shape[-2])
+    prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
+    leaf, stage = x.detach().requires_grad_(graph), Stage.RECOMPUTE if graph else Stage.FORWARD
+    with RandomState.capture(call.device).replayed():
+        ((_, output),) = rehearsed(call, leaf, [Chunk(0, 0, x.shape[-2])], stage, prefix, lambda _: None)
+    assert output is not None
+    return output.hidden_states.detach()
+
+
+def _failed(call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored) -> Found:
+    """What an exception in a trial says of the layer: it cannot be cut, if the exception comes again; nothing, if the
+    layer unpatched raises on these tokens as well, which the call itself will tell.
+
+    Raises:
+        Exception: it is for the caller.
+    """
+    if isinstance(error, AttentionChoiceError | OtherModelError) or is_out_of_memory(error):
+        raise error
+    if isinstance(error, StreamBPError) and raised_among_kernels(error):
+        raise error  # the attention that was asked for cannot do it
+    if failed_in_a_kernel(error, x.device):
+        raise KernelError(
+            f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
+            f"({type(error).__name__}: {error}). It would fail in training as well. Set another attention in "
+            "StreamConfig ('flash', or 'math', which uses torch's own products alone), or run the model unpatched "
+            "to see whether it fails there too."
+        ) from error
+    # Whatever else it is, it comes from cutting the layer, or from the call.
+    state.rewind()
+    return Found(broken(error), certain=False, passes=runs_unpatched(call, x, upstream))
+
+
+def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored) -> Found:
+    """Why chunks give something else than the layer unpatched, None if they do not; uncertain if values are not finite.
 
     Where they are alike, which a run of each tells, there is nothing to explain. Else the layer streamed in one chunk comes
-    between them: is it the cut, or what streaming computes?
+    between them: is it the cut, or what streaming computes? Each run starts from what the layer keeps by now, as the
+    call itself will.
     """
-    if (own := _alike(call, x, upstream, cut, shadows)) is not None:
-        return own.why_whole(), True
+    if (own := _alike(call, x, upstream, cut, shadows, state)) is not None:
+        return Found(own.why_whole())
     # They differ by more than rounding, or because a router ties.
+    state.rewind()
     with choices_once(call) as choices:
         whole = _run(call, x, upstream, judged=small_ones(shadows))
+        state.rewind()
         if call.packing.marks_documents:  # a document per row: of several the unpatched layer may not be told
             with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
                 streamed = _run(call, x, upstream, judged=small_ones(shadows))
+                state.rewind()
                 because = why_unlike_unpatched(call, x, upstream, streamed, shadows)
         else:
             because = why_unlike_unpatched(call, x, upstream, whole, shadows)
         if because is not None:
-            return because, True
+            return Found(because)
+        state.rewind()
         pieces = _run(call, x, upstream, cut)
         dtype = coarsest(call, x)
         alike = all(agree(*pair, dtype) for pair in zip(whole, pieces, (x, upstream), strict=False))
         if alike and chose_alike(choices, dtype):
-            return None, True
-    finite = all(bool(part.isfinite().all()) for part in whole)  # else weights are still to be loaded
-    return (MIXES, True) if finite else (None, False)
+            return Found(None)
+    if not all(bool(part.isfinite().all()) for part in whole):
+        return Found(None, certain=False)  # weights are still to be loaded
+    if changed := state.changes():  # by which the first chunk sets something, or a later one reads it
+        return Found(SETS.format(", ".join(changed)), passes=True)
+    return Found(MIXES)
 
 
-def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor]) -> OwnRun | None:
+def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored) -> OwnRun | None:
     """The layer's own run, if its chunks gave the same; None if not, or if either failed or has to be told of documents."""
     if call.packing.marks_documents:
         return None
     try:
+        state.rewind()
         own = own_run(call, x, upstream, shadows)
+        state.rewind()
         pieces = [] if own is None else _run(call, x, upstream, cut, small_ones(shadows))
     except Exception as error:  # which of them, and why, `_why_unlike` finds out
         if is_out_of_memory(error):
@@ -312,7 +420,7 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     return f"it mixes tokens outside of its attention, and goes on from its {' and '.join(kinds)} state with one token only"
 
 
-def _broken(error: Exception) -> str:
+def broken(error: Exception) -> str:
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
 
 

@@ -8,7 +8,6 @@ nothing. Dropout is off where two runs are compared, since it draws other number
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from streambp.attention.own import OwnMask
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
-from streambp.known_names import MODULE_HOOKS, PICKED
+from streambp.known_names import PICKED
 from streambp.layer.call import LayerCall
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.products import PLAIN
@@ -95,48 +94,6 @@ def _unmasked(mask: Any, length: int) -> Any:
     if isinstance(mask, Mapping):
         return {key: _unmasked(part, length) for key, part in mask.items()}
     return torch.ones_like(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
-
-
-Kept = tuple[dict[Any, Any], dict[Any, Any]]  # a module's attributes or hooks, and what was among them
-NUMBERS = (bool, int, float)
-
-
-@dataclasses.dataclass(eq=False)
-class Restored:
-    """Within, numbers in modules' attributes and inner hooks may change; afterwards they are what they were.
-
-    A module that initialises itself at its first call would otherwise take the trial for it, and a hook that removes itself
-    would never see the batch.
-    """
-
-    layer: nn.Module
-
-    def __enter__(self) -> Restored:
-        self._modules = dict(self.layer.named_modules())
-        self._numbers: dict[str, dict[str, Any]] = {}
-        self._tables: list[Kept] = []
-        for path, module in self._modules.items():
-            own = module.__dict__
-            self._numbers[path] = {name: value for name, value in own.items() if value is None or type(value) in NUMBERS}
-            self._tables += [(table, dict(table)) for name in MODULE_HOOKS if (table := own.get(name))]
-        return self
-
-    def set_once(self) -> list[str]:
-        """The attributes by which modules seem to have initialised themselves: flags that were set, numbers that came."""
-        found = []
-        for name, module in self._modules.items():
-            for attribute, value in self._numbers[name].items():
-                now = module.__dict__.get(attribute)
-                if (value is False and now is True) or (value is None and type(now) in NUMBERS):
-                    found.append(f"{name}.{attribute}".removeprefix("."))
-        return found
-
-    def __exit__(self, *_: object) -> None:
-        numbers = [(self._modules[path].__dict__, kept) for path, kept in self._numbers.items()]
-        for own, kept in [*numbers, *self._tables]:
-            for key, value in kept.items():
-                if key not in own or own[key] is not value:
-                    own[key] = value
 
 
 @contextlib.contextmanager

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import coarsest
-from streambp.admission.generators import generators_kept, generators_of
+from streambp.admission.generators import on_trial
 from streambp.admission.rehearsal import (
     CHUNK,
     TOKENS,
-    Restored,
     as_trained,
     causal_prefix,
     nothing_cached,
@@ -49,7 +48,6 @@ from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
 from streambp.layer.recompute import RandomState
-from streambp.layer.side_effects import buffers_of, in_place_of_buffers
 from streambp.layer.site import Overwritten
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one
@@ -74,22 +72,13 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     """
     site, x = call.site, call.hidden_states.detach()
     findings = site.found(call.arguments.kind)
-    if call.autocast in findings.seen_writing or not has_data(x) or x.shape[-2] == 1:
+    if call.autocast in findings.seen_writing or not has_data(x) or x.shape[-2] == 1 or not x.numel():
         return None
     chunks = call.first_chunks(TOKENS)
     failed: Exception | None = None
     for turned in (True, False):  # a layer may count its keys by their positions, and find none at the highest
-        kept, restored = generators_kept(generators_of(site, call.look)), Restored(call.layer)
-        buffers = in_place_of_buffers(buffers_of(call.layer))
         try:
-            with (
-                torch.no_grad(),
-                call.streaming(),
-                kept,
-                restored,
-                buffers,
-                few_tokens(call, x, chunks[-1].stop, turned) as tokens,
-            ):
+            with torch.no_grad(), call.streaming(), few_tokens(call, x, chunks[-1].stop, turned) as tokens:
                 site.overwritten = _writes(call, tokens, chunks)
         except Exception as error:
             if is_out_of_memory(error):
@@ -122,18 +111,19 @@ def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
 
 @contextlib.contextmanager
 def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) -> Iterator[Tensor]:
-    """Within, the call's arguments are those of one document that nothing masks, and parameters are as training might make
-    them. Yields random tokens [..., B, length, h] as large as those of `like` [..., B, T, h]; without data, their shape.
+    """Within, the call's arguments are those of one document that nothing masks, parameters are as training might make
+    them, and the layer may keep what it will. Yields random tokens [..., B, length, h] as large as those of `like`
+    [..., B, T, h]; without data, their shape.
 
     Args:
         turned: the tokens are at the highest positions of the call.
     """
     named = call.arguments.named
     if not has_data(like):
-        with call.arguments.replaced(in_one(named)):
+        with call.arguments.replaced(in_one(named)), on_trial(call):
             yield like.new_empty((*like.shape[:-2], length, like.shape[-1]))
         return
-    with RandomState.capture(call.device).replayed(), nothing_cached(), as_trained(call):
+    with RandomState.capture(call.device).replayed(), nothing_cached(), on_trial(call), as_trained(call):
         with torch.no_grad():
             parts = [random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
             x = torch.cat(parts, -2)[..., :length, :]  # [..., B, length, h]

@@ -45,6 +45,7 @@ T = TypeVar("T")
 Key = TypeVar("Key")
 ANY_SIZE = 0  # of chunks, in `Findings.tried`
 KINDS = 32  # of calls, for which what was found out about a layer is remembered
+TIMES = 4  # that a reason which may pass is found, before it counts for all calls of a kind
 
 
 def remember(known: dict[Key, T], key: Key, value: T) -> T:
@@ -79,6 +80,7 @@ class Findings:
     seen_writing: under which settings of autocast it was looked for what the layer writes to.
     tried: for each size of chunks, the tokens up to which these give what the whole sequence gives; None: nobody tried.
     adopted: all of it is that of the same calls without some hooks. [Note: hooks after a warm-up]
+    doubts: how often a reason to run whole was found that may pass.
     """
 
     judged: bool = False
@@ -86,10 +88,18 @@ class Findings:
     seen_writing: frozenset[Autocast] = frozenset()
     tried: dict[int, int] | None = None
     adopted: bool = False
+    doubts: int = 0
 
     def judge(self, because: str | None) -> None:
         """Remember why such calls run whole; None: they stream."""
         self.judged, self.because = True, because
+
+    def doubt(self, because: str) -> None:
+        """Remember why this call runs whole, if the calls before it did for such a reason as well: an exception that does
+        not come again, or a value that a first call sets, says nothing of calls to come."""
+        self.doubts += 1
+        if self.doubts >= TIMES:
+            self.judge(because)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +269,14 @@ class LayerSite:
         if findings is None:
             findings = remember(self.findings, kind, Findings())
         return findings
+
+    def forget(self, because: str | None) -> None:
+        """Take back what a trial found against a call that has raised: it may have been the call's fault."""
+        for findings in self.findings.values():
+            findings.doubts = 0
+            if findings.judged and because is not None and findings.because == because:
+                findings.judge(None)
+                findings.judged = False
 
     def knows(self, findings: Findings, plan: ChunkPlan) -> bool:
         """Whether nothing inside the layer is foreign, or was tried with sequences about as long as a call's of the kind

@@ -163,6 +163,8 @@ class Trials:
                 made = [Choices() for _ in sites]
                 with replaced(sites, "choices", made):  # [Note: choices]
                     rows = over(kwargs, None, failed)
+                restored.end_run()
+                restored.rewind()
                 taken = [each.rearranged(functools.partial(_in_packed_row, tree)) for each in made]
                 with replaced(sites, "choices", taken):
                     row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
@@ -172,15 +174,15 @@ class Trials:
                 if together and (failed or is_out_of_memory(error)):
                     raise (failed or [error])[0] from None  # in the middle of a forward, which other ranks go on with
                 failed.append(error)
-            set_once = restored.set_once()
+            set_otherwise = [] if failed else restored.set_otherwise()
         if failed:
             if isinstance(failed[0], UnsharedError):
                 return str(failed[0])
             if is_out_of_memory(failed[0]) and not together:
                 raise failed[0]  # which says nothing of the model, and no other rank has gone on
             return f"a trial on a few random tokens failed ({type(failed[0]).__name__}: {failed[0]})"
-        if set_once:
-            return f"its forward initialises itself at its first call ({', '.join(set_once)})"
+        if set_otherwise:
+            return f"its forward initialises itself at its first call ({', '.join(set_otherwise)})"
         half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
         found, expected = found.double(), expected.double()
         if half:  # the distance of all together, else the largest

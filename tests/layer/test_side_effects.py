@@ -203,14 +203,13 @@ def step_with_hooks(model, batch):
 @pytest.mark.fast("False")
 @pytest.mark.parametrize("before", [False, True])
 def test_a_loss_of_what_hooks_collect(before, float64_oracle):
-    """What they collect of the trial raises by name; from then on they see the sequence once."""
+    """The trial takes back what they collect of it; from the first step on they see the sequence once."""
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
     if before:
         gradients(ours, **batch)
-    with pytest.raises(BackwardError, match="a hook inside a streamed layer kept"):
-        step_with_hooks(ours, batch)
-    assert worst_error(step_with_hooks(ours, batch), step_with_hooks(stock, batch)) <= 1e-10
+    for _ in range(2):
+        assert worst_error(step_with_hooks(ours, batch), step_with_hooks(stock, batch)) <= 1e-10
     check_agree(stock, ours, **batch)
     assert paths(ours) == {"streams"}
 

@@ -551,7 +551,7 @@ def collecting(layer, how):
 
 @pytest.mark.parametrize("how", ["closure", "global"])
 def test_a_hook_that_starts_to_collect(how):
-    """One step raises; from then on it is exact."""
+    """Where the look sees that it has started, the step is exact; else it raises, and the next ones are exact."""
     SWITCH["deep"][0][0][1]["on"] = False
     stock, ours = (build("qwen3", torch.float64) for _ in range(2))
     streambp.patch(ours, CONFIG)
@@ -567,8 +567,9 @@ def test_a_hook_that_starts_to_collect(how):
 
     for start, _ in watchers:
         start()
-    with pytest.raises(BackwardError, match=r"keeps tensors with their graph|a hook inside a streamed layer kept"):
-        step(ours, watchers[1][1])
+    if how == "global":
+        with pytest.raises(BackwardError, match=r"keeps tensors with their graph|a hook inside a streamed layer kept"):
+            step(ours, watchers[1][1])
     for _ in range(2):
         assert worst_error(step(ours, watchers[1][1]), step(stock, watchers[0][1])) <= EXACT
     assert [layer.path for layer in streambp.describe(ours).layers] == ["streams", "checkpoints"]

@@ -1,0 +1,340 @@
+"""What modules, and the code that they run, keep in Python: noted before a trial, and put back after it.
+
+[Note: a trial leaves nothing] A module may keep a value in many ways: an attribute that its first forward sets, a dict,
+a list, an attribute of a helper object or of its class, a variable that a hook closes over, a global of its file. A
+trial runs a few random tokens, and what they leave behind would be taken for the batch. So a snapshot follows
+references from the modules: attributes, entries of containers, objects, classes and functions that a program wrote,
+what functions close over, their defaults, and the globals that they name. Each table that is found is noted by the
+identity of what is in it, each small tensor by its values. A large tensor is copied when an operation is about to write
+to it. Every run of a trial begins with what the first one found (`Restored.rewind`), as the call itself will: a value
+that a module takes from its first tokens differs between a whole run and one in chunks, and the layer runs whole.
+
+Not followed: objects and functions of libraries, an iterator's position, files, and what only other threads hold.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from streambp.admission.tables import (
+    ATTRIBUTES,
+    CELL,
+    CLASS,
+    CONTAINERS,
+    DICT,
+    OWN,
+    SET,
+    SLOTS,
+    STRUCTURES,
+    Kind,
+    Table,
+    bracketed,
+    dotted,
+    read_globals,
+    refill_globals,
+    same_entries,
+)
+from streambp.admission.values import Values, Writes, can_be_copied, put_back, values_of, written
+from streambp.instance_forward import InstanceForward, forwards
+from streambp.known_names import CAPTURES, GLOBAL_HOOKS, MODULE_HOOKS, MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
+
+ATOMS = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.Generator)
+)
+TORCHS = frozenset(nn.Module().__dict__) - {"training"}
+MODE = "training"  # an attribute that trials switch
+OPEN = ("collections", "types", "weakref")  # of Python's own, whose objects hold what programs put into them
+KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)).difference(OPEN)
+MOST = 10_000  # values that are followed
+SMALL = 2**22  # elements, of all tensors together, that are copied beforehand
+OUTSIDE = 64  # modules of a tree outside of the one that is tried, whose inside is followed
+
+
+class Change(NamedTuple):
+    """What is something else than it was. came_into: the dict that has it as a new entry, by name; empty: none has."""
+
+    value: Any
+    came_into: str = ""
+
+
+class Snapshot:
+    """What a module and the code that it runs keep, as of now. [Note: a trial leaves nothing]"""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.large: list[Tensor] = []
+        self._tables: list[Table] = []
+        self._values: list[Values] = []
+        self._seen: dict[int, Any] = {}  # by id, which nobody else takes as long as it is held
+        self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
+        self._classes: set[type] = set()
+        self._room = SMALL
+        named = list(module.named_modules())
+        self._seen.update((id(inner), inner) for _, inner in named)
+        for path, inner in named:
+            self._read_module(path, inner, inside=True)
+        everywhere = vars(torch.nn.modules.module)
+        self._wait((name, everywhere[name]) for name in GLOBAL_HOOKS if everywhere[name])
+        while self._waiting and len(self._seen) < MOST:
+            self._follow(*self._waiting.popleft())
+
+    def changes(self) -> dict[str, Change]:
+        """What is something else now, by name."""
+        found: dict[str, Change] = {}
+        for name, holder, kept, kind, structure in self._tables:
+            now = {} if structure else kind.read(holder)
+            if structure or same_entries(kept, now):
+                continue
+            if kind.named is None:
+                found[name] = Change(tuple(now.values()))
+                continue
+            for key in (*kept, *(key for key in now if key not in kept)):
+                came = key not in kept
+                other = came or key not in now or (now[key] is not kept[key] and not kind.names_alone)
+                if other and key not in (MODE, CAPTURES):
+                    found[kind.named(name, key)] = Change(_copied(now.get(key)), name if came and kind.grows else "")
+        found |= {values.name: Change(_copied(values.holder)) for values in written(self._values)}
+        return found
+
+    def restore(self, structure: bool = True) -> None:
+        """Put all back.
+
+        Args:
+            structure: modules' mode and hooks as well; not where a trial goes on, which switches and watches them.
+        """
+        for table in self._tables:
+            now = table.kind.read(table.holder)
+            if (table.structure and not structure) or same_entries(table.kept, now):
+                continue
+            kept = table.kept
+            if table.kind is OWN and not structure and MODE in now:
+                kept = {**kept, MODE: now[MODE]}
+            table.kind.refill(table.holder, kept)
+        for values in written(self._values):
+            put_back(values)
+
+    def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
+        for name, value in found:
+            if type(value) not in ATOMS and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._waiting.append((name, value))
+
+    def _note(self, name: str, holder: Any, kind: Kind, structure: bool = False) -> dict[Any, Any]:
+        kept = kind.read(holder)
+        self._tables.append(Table(name, holder, kept, kind, structure))
+        return kept
+
+    def _read_module(self, path: str, module: nn.Module, inside: bool) -> None:
+        own = self._note(path, module.__dict__, OWN)
+        for name, value in own.items():
+            if type(value) in ATOMS:
+                continue
+            if name not in TORCHS:
+                self._wait([(dotted(path, name), value)])
+            elif isinstance(value, dict | set):
+                kind = SET if isinstance(value, set) else STRUCTURES.get(name, DICT)
+                self._note(path, value, kind, structure="hook" in name)
+        for name, parameter in module._parameters.items():  # a module may scale its own by its first batch
+            if inside and parameter is not None and parameter.dim() < 2 and id(parameter) not in self._seen:
+                self._seen[id(parameter)] = parameter
+                self._copy(dotted(path, name), parameter)
+        if not inside and len(list(itertools.islice(module.modules(), OUTSIDE + 1))) <= OUTSIDE:
+            self._wait((dotted(path, name), part) for name, part in module._modules.items())
+        for table in filter(None, map(own.get, MODULE_HOOKS)):
+            self._wait((f"a hook of {path}", hook) for hook in table.values())
+        for forward in forwards(module):
+            if not isinstance(forward, InstanceForward):
+                self._wait([(f"{path}.forward", forward)])
+        self._read_class(type(module))
+
+    def _read_class(self, known: type) -> None:
+        for base in known.__mro__:
+            if base in self._classes or base in (object, nn.Module):
+                continue
+            self._classes.add(base)
+            foreign = is_foreign(base)
+            if not (foreign or issubclass(base, nn.Module)):
+                continue
+            kept = self._note(base.__qualname__, base, CLASS)
+            self._wait(
+                (f"{base.__qualname__}.{name}", value)
+                for name, value in kept.items()
+                if foreign or not isinstance(value, types.FunctionType)
+            )
+
+    def _follow(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                self._copy(name, value)
+        elif isinstance(value, np.ndarray):
+            if value.dtype != object and value.flags.writeable and value.size <= self._room:
+                self._room -= value.size
+                self._values.append(Values(name, value, value.copy(), None))
+        elif isinstance(value, nn.Module):
+            self._read_module(name, value, inside=False)
+        elif isinstance(value, types.FunctionType):
+            self._follow_function(name, value)
+        elif isinstance(value, types.MethodType):
+            self._wait([(name, value.__func__), (name, value.__self__)])
+        elif isinstance(value, functools.partial):
+            self._wait((name, part) for part in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, staticmethod | classmethod):
+            self._wait([(name, value.__func__)])
+        elif isinstance(value, property):
+            self._wait((name, part) for part in (value.fget, value.fset))
+        elif isinstance(value, tuple | frozenset):
+            self._wait((bracketed(name, index), part) for index, part in enumerate(value))
+        elif isinstance(value, type):
+            if is_foreign(value):
+                self._read_class(value)
+        else:
+            self._follow_object(name, value)
+
+    def _follow_object(self, name: str, value: Any) -> None:
+        for known, kind in CONTAINERS:
+            if isinstance(value, known):
+                parts = self._note(name, value, kind)
+                self._wait((bracketed(name, key), part) for key, part in parts.items())
+                break
+        own = type(value)
+        if not (is_foreign(own) or isinstance(value, PreTrainedConfig | threading.local)):
+            return
+        if isinstance(getattr(value, "__dict__", None), dict):
+            parts = self._note(name, value.__dict__, ATTRIBUTES)
+            self._wait((dotted(name, key), part) for key, part in parts.items())
+        if any("__slots__" in vars(base) for base in own.__mro__):
+            self._wait((dotted(name, key), part) for key, part in self._note(name, value, SLOTS).items())
+        if own.__module__ not in OPEN:
+            self._read_class(own)
+
+    def _follow_function(self, name: str, function: types.FunctionType) -> None:
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._wait((f"{variable} in {name}", held) for held in self._note(f"{variable} in {name}", cell, CELL).values())
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self._wait((f"a default of {name}", value) for value in defaults)
+        if function.__dict__ or is_foreign(function):
+            self._wait((dotted(name, key), v) for key, v in self._note(name, function.__dict__, ATTRIBUTES).items())
+        if is_foreign(function):
+            names = tuple(dict.fromkeys(_names_in(function.__code__)))
+            kind = Kind(
+                functools.partial(read_globals, names), functools.partial(refill_globals, names), lambda _, key: key
+            )
+            found = self._note(name, function.__globals__, kind)
+            self._wait(found.items())
+            for part in found.values():  # the names are those of its attributes, too
+                if isinstance(part, types.ModuleType) and part.__name__.partition(".")[0] not in KNOWN:
+                    self._wait(self._note(part.__name__, vars(part), kind).items())
+
+    def _copy(self, name: str, tensor: Tensor) -> None:
+        if not can_be_copied(tensor):
+            return
+        if tensor.numel() > self._room:
+            self.large.append(tensor)
+            return
+        self._room -= tensor.numel()
+        self._values.append(values_of(name, tensor))
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The globals and attributes that a function's code, and functions inside of it, name."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names_in(inner)
+
+
+def is_foreign(known: Any) -> bool:
+    """Whether a class or a function was written by a program, and not by a library that is known."""
+    home = known.__globals__.get("__name__") if isinstance(known, types.FunctionType) else known.__module__
+    return str(home).partition(".")[0] not in KNOWN
+
+
+class Restored:
+    """Within, a module's parts, and the code that they run, may keep what they will; afterwards they have what they had.
+    [Note: a trial leaves nothing]"""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._first: dict[str, Change] = {}
+        self._after: Snapshot | None = None
+
+    def __enter__(self) -> Restored:
+        self._snapshot = Snapshot(self.module)
+        self._writes = Writes(self._snapshot.large) if self._snapshot.large else None
+        if self._writes is not None:
+            self._writes.__enter__()
+        return self
+
+    def changes(self) -> list[str]:
+        """What is something else than at the beginning, by name."""
+        return list(self._snapshot.changes())
+
+    def rewind(self) -> None:
+        """Begin anew: the next run finds what the first one found."""
+        self._snapshot.restore(structure=False)
+
+    def end_run(self) -> None:
+        """Note what has changed by the end of a run."""
+        self._first = self._snapshot.changes()
+        self._after = Snapshot(self.module) if self._first else None
+
+    def set_once(self) -> list[str]:
+        """What that run has set and what no later one has changed: by these modules may have initialised themselves."""
+        if self._after is None:
+            return []
+        later = self._after.changes()
+        grown = {change.came_into for change in later.values()} - {""}
+        found = [name for name, change in self._first.items() if change.came_into not in grown]
+        return [name for name in found if not _touched(name, later)]
+
+    def set_otherwise(self) -> list[str]:
+        """What that run has set, and what another run, on other tokens after a `rewind`, has set to something else."""
+        now = self._snapshot.changes()
+        return [
+            name for name, change in self._first.items() if name not in now or not _equal(change.value, now[name].value)
+        ]
+
+    def __exit__(self, *error: Any) -> None:
+        if self._writes is not None:
+            self._writes.__exit__(*error)
+        self._snapshot.restore()
+        if self._writes is not None:
+            for values in self._writes.before:
+                put_back(values)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) and not value.is_meta else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same number, or tensors and containers of the same numbers."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(part, other[key]) for key, part in one.items())
+    if isinstance(one, list | tuple | collections.deque):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) in ATOMS and bool(one == other)
+
+
+def _touched(name: str, changed: Iterable[str]) -> bool:
+    """Whether something of that name, or inside of it, is among what was changed."""
+    return any(other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed)

@@ -1,0 +1,178 @@
+"""Tables that modules and objects keep things in: how each kind is read, and refilled with what was in it.
+
+A table is compared by the identity of its entries, and refilled only where it differs: nobody sees it empty in between.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from streambp.instance_forward import PATCH, REDUCES, WRAPPERS
+
+OURS = (PATCH, WRAPPERS, REDUCES)  # attributes that `patch` puts on modules
+
+
+class Kind(NamedTuple):
+    """How a table is read and refilled.
+
+    named: how an entry is called, by the table's name and its key; None: by the table's name alone.
+    grows: new entries may be records, as of a dict.
+    names_alone: its values are changed by trials, which put them back by themselves.
+    """
+
+    read: Callable[[Any], dict[Any, Any]]
+    refill: Callable[[Any, dict[Any, Any]], None]
+    named: Callable[[str, Any], str] | None
+    grows: bool = False
+    names_alone: bool = False
+
+
+class Table(NamedTuple):
+    """A table and what was in it.
+
+    structure: of a module's hooks, which trials watch.
+    """
+
+    name: str
+    holder: Any
+    kept: dict[Any, Any]
+    kind: Kind
+    structure: bool = False
+
+
+def _refill_dict(holder: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    own: type[dict[Any, Any]] = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+    for key in [key for key in holder if key not in kept]:
+        own.__delitem__(holder, key)
+    for key, value in kept.items():
+        if key not in holder or own.__getitem__(holder, key) is not value:
+            own.__setitem__(holder, key, value)
+    if list(map(id, holder)) != list(map(id, kept)):  # in another order
+        own.clear(holder)
+        own.update(holder, kept)
+
+
+def _refill_attributes(holder: dict[str, Any], kept: dict[str, Any]) -> None:
+    for name in [name for name in holder if name not in kept]:
+        del holder[name]
+    for name, value in kept.items():
+        if name not in holder or holder[name] is not value:
+            holder[name] = value
+
+
+def _without_ours(holder: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in holder.items() if name not in OURS}
+
+
+def _refill_own(holder: dict[str, Any], kept: dict[str, Any]) -> None:
+    _refill_attributes(holder, {**kept, **{name: holder[name] for name in OURS if name in holder}})
+
+
+def _refill_names(holder: dict[str, Any], kept: dict[str, Any]) -> None:
+    for name in [name for name in holder if name not in kept]:
+        del holder[name]
+    for name in [name for name in kept if name not in holder]:
+        holder[name] = kept[name]
+
+
+def _read_own(holder: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(holder).items() if not name.startswith("__")}
+
+
+def _refill_class(holder: type, kept: dict[str, Any]) -> None:
+    now = _read_own(holder)
+    for name in [name for name in now if name not in kept]:
+        type.__delattr__(holder, name)
+    for name, value in kept.items():
+        if name not in now or now[name] is not value:
+            type.__setattr__(holder, name, value)
+
+
+def _refill_list(holder: list[Any], kept: dict[int, Any]) -> None:
+    list.__setitem__(holder, slice(None), list(kept.values()))
+
+
+def _refill_deque(holder: collections.deque[Any], kept: dict[int, Any]) -> None:
+    holder.clear()
+    holder.extend(kept.values())
+
+
+def _refill_set(holder: set[Any], kept: dict[int, Any]) -> None:
+    set.clear(holder)
+    set.update(holder, kept.values())
+
+
+def _read_cell(holder: types.CellType) -> dict[None, Any]:
+    try:
+        return {None: holder.cell_contents}
+    except ValueError:  # not assigned yet
+        return {}
+
+
+def _refill_cell(holder: types.CellType, kept: dict[None, Any]) -> None:
+    if kept:
+        holder.cell_contents = kept[None]
+    else:
+        del holder.cell_contents
+
+
+def _read_slots(holder: Any) -> dict[str, Any]:
+    names = (name for base in type(holder).__mro__ for name in _names(vars(base).get("__slots__", ())))
+    return {name: getattr(holder, name) for name in names if name != "__dict__" and hasattr(holder, name)}
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _refill_slots(holder: Any, kept: dict[str, Any]) -> None:
+    for name in _read_slots(holder):
+        if name not in kept:
+            object.__delattr__(holder, name)
+    for name, value in kept.items():
+        object.__setattr__(holder, name, value)
+
+
+def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
+    return {name: holder[name] for name in names if name in holder}
+
+
+def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[str, Any]) -> None:
+    for name in names:
+        if name in kept:
+            holder[name] = kept[name]
+        else:
+            holder.pop(name, None)
+
+
+def dotted(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def bracketed(name: str, key: Any) -> str:
+    return f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]"
+
+
+OWN = Kind(_without_ours, _refill_own, dotted)
+ATTRIBUTES = Kind(dict, _refill_attributes, dotted)
+NAMES = Kind(dict, _refill_names, dotted, names_alone=True)
+DICT = Kind(dict, _refill_dict, bracketed, grows=True)
+LIST = Kind(lambda holder: dict(enumerate(holder)), _refill_list, None)
+DEQUE = Kind(LIST.read, _refill_deque, None)
+SET = Kind(lambda holder: {id(value): value for value in holder}, _refill_set, None)
+CLASS = Kind(_read_own, _refill_class, dotted)
+CELL = Kind(_read_cell, _refill_cell, None)
+SLOTS = Kind(_read_slots, _refill_slots, dotted)
+STRUCTURES = {"_parameters": NAMES, "_buffers": NAMES, "_modules": ATTRIBUTES}  # of a module
+CONTAINERS: tuple[tuple[type, Kind], ...] = ((dict, DICT), (list, LIST), (collections.deque, DEQUE), (set, SET))
+
+
+def same_entries(kept: dict[Any, Any], now: dict[Any, Any]) -> bool:
+    """Whether both have the same keys, in the same order, with the same objects."""
+    if len(kept) != len(now):
+        return False
+    pairs = zip(kept.items(), now.items(), strict=True)
+    return all(one is other and value is found for (one, value), (other, found) in pairs)

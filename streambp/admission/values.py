@@ -1,0 +1,101 @@
+"""Tensors and arrays whose values are put back after a trial: small ones are copied before, large ones when written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+class Values(NamedTuple):
+    """A tensor or array [...] and its values. version: of the tensor; None: it counts none."""
+
+    name: str
+    holder: Any
+    kept: Any
+    version: int | None
+
+
+def values_of(name: str, tensor: Tensor) -> Values:
+    """A copy of a tensor's values [...], and how often it was written to."""
+    with _disable_current_modes(), torch.no_grad():
+        version = None if tensor.is_inference() else tensor._version
+        return Values(name, tensor, tensor.detach().clone(), version)
+
+
+def put_back(values: Values) -> None:
+    """Write values [...] back. The tensor counts as never written to: graphs that saved it hold what they saved."""
+    now, kept = values.holder, values.kept
+    if isinstance(now, np.ndarray):
+        now[...] = kept
+        return
+    with _disable_current_modes(), torch.inference_mode(now.is_inference()), torch.no_grad():
+        if now.shape != kept.shape or now.dtype != kept.dtype:
+            now.data = kept
+        else:
+            now.detach().copy_(kept)
+    if values.version is not None:
+        torch._C._autograd._unsafe_set_version_counter((now,), (values.version,))
+
+
+class Writes(TorchDispatchMode):
+    """Copies tensors before an operation writes to them. [Note: a trial leaves nothing]
+
+    before: the copies.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.before: list[Values] = []
+        self._watched: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._watched.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        for index, argument in enumerate(() if schema is None else schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[index] if index < len(args) else kwargs.get(argument.name)
+                for x in given if isinstance(given, list | tuple) else (given,):
+                    if isinstance(x, Tensor) and x.layout == torch.strided:
+                        self._keep(x)
+        return func(*args, **kwargs)
+
+    def _keep(self, written: Tensor) -> None:
+        for tensor in self._watched.pop(written.untyped_storage()._cdata, ()):
+            self.before.append(values_of("", tensor))
+
+
+def written(known: Iterable[Values]) -> list[Values]:
+    """Those whose values are others now; one question to each device."""
+    found: list[Values] = []
+    asked: dict[torch.device, list[tuple[Values, Tensor]]] = {}
+    with _disable_current_modes(), torch.no_grad():
+        for values in known:
+            now, kept = values.holder, values.kept
+            if isinstance(now, np.ndarray):
+                found += [values] if now.tobytes() != kept.tobytes() else []
+            elif now.shape != kept.shape or now.dtype != kept.dtype:  # through `.data`
+                found.append(values)
+            else:
+                one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (now, kept))  # NaN is the same as NaN
+                asked.setdefault(now.device, []).append((values, (one != other).any()))
+        for pairs in asked.values():
+            told = torch.stack([differs for _, differs in pairs]).tolist()
+            found += [values for (values, _), differs in zip(pairs, told, strict=True) if differs]
+    return found
+
+
+def can_be_copied(tensor: Tensor) -> bool:
+    """Whether a tensor [...] has values that a copy could give back."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+    if not plain or tensor.is_meta or not tensor.numel():
+        return False
+    return torch._debug_has_internal_overlap(tensor) != 1

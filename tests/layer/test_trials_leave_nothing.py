@@ -1,0 +1,524 @@
+"""What modules keep of a first batch is of the batch: no trial leaves anything, in whatever way a module keeps it.
+
+covers: admission/snapshot.py, admission/tables.py, admission/values.py, admission/generators.py, admission/probe.py
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import streambp
+from streambp.admission import snapshot
+from streambp.admission.snapshot import Restored, Snapshot
+from streambp.errors import BackwardError, UnsupportedModelError
+from tests.families import build, make_batch
+from tests.oracle import EXACT, worst_error
+from tests.tiers import thinned
+
+LENGTH = 16  # three chunks of 5, and one of a single token
+CONFIG = streambp.StreamConfig(chunk_size=5)
+GLOBAL = {"scale": None}
+REBOUND = None
+
+
+@pytest.fixture(autouse=True)
+def float64_everywhere(float64_oracle):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def size_of(x: Tensor) -> Tensor:
+    return x.detach().abs().mean()
+
+
+class Scaled(nn.Module):
+    """An MLP times a number that its first batch gives; how the number is kept, subclasses say."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.start()
+
+    def start(self):
+        pass
+
+    def forward(self, x):
+        return self.inner(x) * self.scale_of(x)
+
+
+class IsNone(Scaled):
+    def start(self):
+        self.scale = None
+
+    def scale_of(self, x):
+        if self.scale is None:
+            self.scale = size_of(x)
+        return self.scale
+
+
+class Missing(Scaled):
+    def scale_of(self, x):
+        if not hasattr(self, "scale"):
+            self.scale = size_of(x)
+        return self.scale
+
+
+class InPlace(Scaled):
+    def start(self):
+        self.scale = torch.zeros(())
+
+    def scale_of(self, x):
+        if self.scale == 0:
+            self.scale.copy_(size_of(x))
+        return self.scale
+
+
+class ThroughData(InPlace):
+    """No version counter moves."""
+
+    def scale_of(self, x):
+        if self.scale == 0:
+            self.scale.data.copy_(size_of(x))
+        return self.scale
+
+
+class Float(Scaled):
+    def start(self):
+        self.scale = -1.0
+
+    def scale_of(self, x):
+        if self.scale < 0:
+            self.scale = float(size_of(x))
+        return self.scale
+
+
+class Word(Scaled):
+    def start(self):
+        self.state, self.scale = "new", torch.ones(())
+
+    def scale_of(self, x):
+        if self.state == "new":
+            self.state, self.scale = "ready", size_of(x)
+        return self.scale
+
+
+class InList(Scaled):
+    def start(self):
+        self.kept = []
+
+    def scale_of(self, x):
+        if not self.kept:
+            self.kept.append(size_of(x))
+        return self.kept[0]
+
+
+class InDict(Scaled):
+    """Beside a counter and a record of lengths."""
+
+    def start(self):
+        self.kept = {}
+
+    def scale_of(self, x):
+        self.kept.setdefault("scale", size_of(x))
+        self.kept["calls"] = self.kept.get("calls", 0) + 1
+        self.kept[x.shape[1]] = True
+        return self.kept["scale"]
+
+
+class InSet(Scaled):
+    def start(self):
+        self.kept = set()
+
+    def scale_of(self, x):
+        if not self.kept:
+            self.kept.add(float(size_of(x)))
+        return next(iter(self.kept))
+
+
+class InDeque(InList):
+    def start(self):
+        self.kept = collections.deque(maxlen=1)
+
+
+class InObject(Scaled):
+    def start(self):
+        self.holder = types.SimpleNamespace(inner=Holder())
+
+    def scale_of(self, x):
+        if self.holder.inner.scale is None:
+            self.holder.inner.scale = size_of(x)
+        return self.holder.inner.scale
+
+
+class Holder:
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        self.scale = None
+
+
+class InModule(Scaled):
+    """That no named_modules finds."""
+
+    def start(self):
+        self.parts = [nn.Sequential(nn.Identity())]
+
+    def scale_of(self, x):
+        part = self.parts[0][0]
+        if not hasattr(part, "scale"):
+            part.scale = size_of(x)
+        return part.scale
+
+
+class OnClass(Scaled):
+    scale = None
+
+    def start(self):
+        type(self).scale = None
+
+    def scale_of(self, x):
+        if type(self).scale is None:
+            type(self).scale = size_of(x)
+        return type(self).scale
+
+
+class Closure(Scaled):
+    def start(self):
+        scale = None
+
+        def scale_of(x):
+            nonlocal scale
+            if scale is None:
+                scale = size_of(x)
+            return scale
+
+        self.scale_of = scale_of
+
+
+class OfFunction(Scaled):
+    def start(self):
+        def scale_of(x):
+            if not hasattr(scale_of, "scale"):
+                scale_of.scale = size_of(x)
+            return scale_of.scale
+
+        self.scale_of = scale_of
+
+
+class OfDefault(Scaled):
+    def start(self):
+        def scale_of(x, kept={}):  # noqa: B006 - which is what is tried
+            return kept.setdefault("scale", size_of(x))
+
+        scale_of.__defaults__[0].clear()
+        self.scale_of = scale_of
+
+
+class InGlobal(Scaled):
+    def start(self):
+        GLOBAL["scale"] = None
+
+    def scale_of(self, x):
+        if GLOBAL["scale"] is None:
+            GLOBAL["scale"] = size_of(x)
+        return GLOBAL["scale"]
+
+
+class AsGlobal(Scaled):
+    def start(self):
+        global REBOUND
+        REBOUND = None
+
+    def scale_of(self, x):
+        global REBOUND
+        if REBOUND is None:
+            REBOUND = size_of(x)
+        return REBOUND
+
+
+class Registered(Scaled):
+    def scale_of(self, x):
+        if "scale" not in self._buffers:
+            self.register_buffer("scale", size_of(x), persistent=False)
+        return self.scale
+
+
+class FrozenParameter(Scaled):
+    def start(self):
+        self.scale, self.ready = nn.Parameter(torch.ones(32), requires_grad=False), False
+
+    def scale_of(self, x):
+        if not self.ready:
+            self.scale.data.copy_(x.detach().abs().mean((0, 1)))
+            self.ready = True
+        return self.scale
+
+
+class InConfig(Scaled):
+    def start(self):
+        self.inner.config.first_scale = None
+
+    def scale_of(self, x):
+        config = self.inner.config
+        if config.first_scale is None:
+            config.first_scale = float(size_of(x))
+        return config.first_scale
+
+
+class InArray(Scaled):
+    def start(self):
+        self.scale = np.zeros(1)
+
+    def scale_of(self, x):
+        if self.scale[0] == 0:
+            self.scale[0] = float(size_of(x))
+        return float(self.scale[0])
+
+
+class InTraining(Scaled):
+    def start(self):
+        self.scale = None
+
+    def scale_of(self, x):
+        if self.training and self.scale is None:
+            self.scale = size_of(x)
+        return 1.0 if self.scale is None else self.scale
+
+
+def by_hook(layer):
+    kept = {}
+
+    def scale(module, args, output):
+        return output * kept.setdefault("scale", size_of(output))
+
+    layer.mlp.register_forward_hook(scale)
+
+
+def by_forward(layer):
+    real, kept = layer.mlp.forward, []
+
+    def forward(x):
+        if not kept:
+            kept.append(size_of(x))
+        return real(x) * kept[0]
+
+    layer.mlp.forward = forward
+
+
+def around_mlp(layer, kind):
+    layer.mlp = kind(layer.mlp)
+
+
+NAMED = (
+    "attribute that is None", "missing attribute", "tensor", "tensor through data", "float", "string flag", "list", "dict",
+    "set", "deque", "object", "hidden module", "class", "closure", "function", "default", "global dict", "global", "buffer",
+    "parameter", "config", "array", "in training alone",
+)  # fmt: skip
+KINDS = (
+    IsNone, Missing, InPlace, ThroughData, Float, Word, InList, InDict, InSet, InDeque, InObject, InModule, OnClass,
+    Closure, OfFunction, OfDefault, InGlobal, AsGlobal, Registered, FrozenParameter, InConfig, InArray, InTraining,
+)  # fmt: skip
+WAYS = {name: functools.partial(around_mlp, kind=kind) for name, kind in zip(NAMED, KINDS, strict=True)}
+WAYS |= {"hook": by_hook, "forward": by_forward}
+BATCHES = {seed: make_batch("plain", LENGTH, seed) for seed in range(1, 4)}
+SITUATIONS = {
+    "first call": ((True, BATCHES[1]), (True, BATCHES[2])),
+    "new kind": ((True, BATCHES[1]), (True, make_batch("packed", LENGTH, 4)), (True, BATCHES[3])),
+    "evaluation first": ((False, BATCHES[1]), (True, BATCHES[2]), (False, BATCHES[2])),
+}
+FAST = ("missing attribute", "dict", "class", "closure", "hook")
+
+
+def made(change):
+    model = build("llama", torch.float64)
+    for layer in model.model.layers:
+        change(layer)
+    return model
+
+
+def results(model, calls):
+    """Gradients and losses, of one call after the other."""
+    found = {}
+    for number, (trains, batch) in enumerate(calls):
+        model.zero_grad(set_to_none=True)
+        model.train(trains)
+        with torch.set_grad_enabled(trains):
+            loss = model(**batch, use_cache=False).loss
+        if trains:
+            loss.backward()
+        found[f"{number} loss"] = loss.detach()
+        found |= {f"{number} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "situation"),
+    thinned(
+        [(way, situation) for way in WAYS for situation in SITUATIONS],
+        lambda way, situation: way in FAST and (situation == "first call" or way == "missing attribute"),
+    ),
+)
+def test_a_value_of_the_first_batch(way, situation):
+    """Exact from the first step on, and streamed once the value is there."""
+    calls = SITUATIONS[situation]
+    expected = results(made(WAYS[way]), calls)
+    ours = streambp.patch(made(WAYS[way]), CONFIG)
+    assert worst_error(results(ours, calls), expected) <= EXACT
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+def test_the_first_call_runs_whole_by_name():
+    ours = streambp.patch(made(WAYS["missing attribute"]), CONFIG)
+    results(ours, SITUATIONS["first call"][:1])
+    (reason,) = {layer.reason for layer in streambp.describe(ours).layers}
+    assert reason == "its forward initialises itself at its first call (mlp.scale)"
+
+
+class Running(Scaled):
+    """Each call changes what the next one computes."""
+
+    def start(self):
+        self.kept = {"scale": torch.ones(())}
+
+    def scale_of(self, x):
+        scale = self.kept["scale"]
+        self.kept["scale"] = 0.9 * scale + 0.1 * size_of(x)
+        return scale
+
+
+class Counting(Scaled):
+    def start(self):
+        self.scale = 0
+
+    def scale_of(self, x):
+        self.scale += 1
+        return self.scale
+
+
+class Once(Scaled):
+    """Its first call is another one."""
+
+    def start(self):
+        self.scale = "new"
+
+    def scale_of(self, x):
+        found, self.scale = 0.5 if self.scale == "new" else 1.0, "ready"
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Running, Counting, Once])
+def test_a_running_value_is_refused_and_nothing_stays(kind, dtype):
+    model = made(functools.partial(around_mlp, kind=kind)).to(dtype)
+    before = [repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "kept", None))) for layer in model.model.layers]
+    streambp.patch(model, CONFIG)
+    with pytest.raises(UnsupportedModelError, match=r"gives something else at each call.*mlp\.(scale|kept)"):
+        model(**BATCHES[1], use_cache=False)
+    streambp.unpatch(model)
+    assert before == [repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "kept", None))) for layer in model.model.layers]
+
+
+class Recording(nn.Module):
+    """Keeps what it is given, a record of all calls and one of the last."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.records = inner, []
+        self.large = torch.zeros(16, 16)  # more than is copied beforehand here
+
+    def forward(self, x):
+        self.records.append(tuple(x.shape))
+        self.large.view(-1)[: x.shape[1]].add_(1)
+        return self.inner(x)
+
+
+def test_a_recorder_sees_the_batch_alone(monkeypatch):
+    """At a first step, and at a first evaluation after steps."""
+    monkeypatch.setattr(snapshot, "SMALL", 64)
+    stock, ours = (made(functools.partial(around_mlp, kind=Recording)) for _ in range(2))
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=LENGTH))
+    calls = SITUATIONS["evaluation first"][::-1]
+    expected = results(stock, calls)
+    assert worst_error(results(ours, calls), expected) <= EXACT
+    tokens = [sum(shape[1] for shape in layer.mlp.records) for layer in ours.model.layers]
+    # A step recomputes its layers, as gradient checkpointing does.
+    assert tokens == [sum(shape[1] for shape in layer.mlp.records) + LENGTH for layer in stock.model.layers]
+    for one, other in zip(ours.model.layers, stock.model.layers, strict=True):
+        assert int(one.mlp.large.sum()) == int(other.mlp.large.sum()) + LENGTH
+
+
+def kept_of(model):
+    return {name: dict(vars(module)) for name, module in model.named_modules()}
+
+
+def test_everything_is_put_back():
+    """The same objects in the same order, the same values, and the same versions."""
+    model = made(WAYS["closure"])
+    layer, mlp = model.model.layers[0], model.model.layers[0].mlp
+    mlp.table = collections.OrderedDict(a=1, b=2)
+    mlp.counts = collections.defaultdict(list, x=[1])
+    mlp.some, mlp.many, mlp.queue = torch.arange(4.0), {1, 2}, collections.deque([1, 2], maxlen=2)
+    mlp.holder, mlp.array, mlp.view = Holder(), np.arange(3), torch.zeros(1).expand(4)
+    hook = mlp.register_forward_hook(lambda *_: None)
+    before, version, expected = kept_of(layer), mlp.some._version, torch.arange(4.0)
+    with Restored(layer):
+        mlp.table.move_to_end("a")
+        mlp.counts["x"].append(2)
+        mlp.counts["y"].append(3)
+        mlp.some += 1
+        mlp.many.add(3)
+        mlp.queue.append(3)
+        mlp.holder.scale, mlp.array[0], mlp.new = 5, 7, nn.Linear(2, 2)
+        mlp.register_buffer("come", torch.ones(2))
+        mlp.late = nn.Parameter(torch.ones(2))
+        hook.remove()
+        mlp.register_forward_hook(lambda *_: None)
+        del mlp.view
+        mlp(torch.ones(1, 2, 32))
+    after = kept_of(layer)
+    assert after.keys() == before.keys()
+    for name, own in before.items():
+        assert all(after[name][key] is value for key, value in own.items())
+        assert after[name].keys() == own.keys()
+    assert list(mlp.table) == ["a", "b"]
+    assert dict(mlp.counts) == {"x": [1]}
+    assert torch.equal(mlp.some, expected)
+    assert mlp.some._version == version
+    assert (mlp.many, list(mlp.queue), mlp.holder.scale, mlp.array[0]) == ({1, 2}, [1, 2], None, 0)
+    assert list(mlp._forward_hooks) == [hook.id]
+    assert not hasattr(mlp, "late")
+    assert "come" not in mlp._buffers
+    assert mlp.scale_of.__closure__[0].cell_contents is None
+
+
+@pytest.mark.parametrize(
+    ("mutant", "test"),
+    [
+        ("refill", lambda: test_a_value_of_the_first_batch("missing attribute", "first call")),
+        ("functions", lambda: test_a_value_of_the_first_batch("closure", "first call")),
+        ("classes", lambda: test_a_value_of_the_first_batch("class", "first call")),
+        ("rewind", lambda: test_a_value_of_the_first_batch("dict", "first call")),
+        ("again", lambda: test_a_running_value_is_refused_and_nothing_stays(Running, torch.float64)),
+    ],
+)
+def test_mutants_turn_these_red(mutant, test, monkeypatch):
+    if mutant == "refill":
+        monkeypatch.setattr(Snapshot, "restore", lambda *_, **__: None)
+    elif mutant == "functions":
+        monkeypatch.setattr(Snapshot, "_follow_function", lambda *_: None)
+    elif mutant == "classes":
+        monkeypatch.setattr(Snapshot, "_read_class", lambda *_: None)
+    elif mutant == "rewind":
+        monkeypatch.setattr(Restored, "rewind", lambda *_: None)
+    else:
+        monkeypatch.setattr("streambp.admission.probe._set_once", lambda *_: [])
+    with pytest.raises((AssertionError, BackwardError, pytest.fail.Exception)):
+        test()
