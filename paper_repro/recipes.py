@@ -184,6 +184,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "streambp-liger": lambda: StreamBP(saves=("attn_out",), liger=True),
     "streambp-default": lambda: StreamBP(untouched=True),
     "streambp-auto": lambda: StreamBP(saves="auto"),
+    "streambp-auto-liger": lambda: StreamBP(saves="auto", liger=True),
     "streambp-lean": lambda: StreamBP(saves=("attn_out",), offload="cpu"),
     "streambp-lean-liger": lambda: StreamBP(saves=("attn_out",), offload="cpu", liger=True),
     "streambp-fast-liger": lambda: StreamBP(saves=FAST, offload="cpu", liger=True),

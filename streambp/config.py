@@ -56,7 +56,8 @@ class StreamConfig:
             padding. "auto": the same where nobody sees a difference: of padded batches only where the caller gets no such
             values, and beginnings in common only where no dropout is drawn. `describe` says what became of it.
         kernels: of norms, MLPs and the rotation of queries and keys. "auto": Liger's on an accelerator, where liger-kernel
-            is installed and computes what the model does; else the model's, as on every CPU. "own": the model's. "liger":
+            is installed and computes what the model does; else the model's, as on every CPU. Streamed Linears with LoRA
+            adapters of peft's are one operation, on every device. "own": the model's, and peft's adapters. "liger":
             Liger's norms and MLPs, or an error. "compiled": the model's norms, gated activations and rotation, compiled by
             torch (Triton's kernels on a GPU, C++ on a CPU), or "own" on a machine without a compiler. They are put on this
             model's modules and taken off by `unpatch`, and round in other places than the model's, in its dtypes.

@@ -209,6 +209,7 @@ ALORA_OFFSETS = "alora_offsets"  # handed to modules by hooks: counts tokens fro
 FOR_ONE_FORWARD = (ALORA_OFFSETS, "adapter_names")  # all that peft hands its modules by hooks for one forward
 CPT_FORWARD = "_cpt_forward"  # the function that computes a loss of its own from logits
 BASE_LAYER = "base_layer"  # of peft's wrapper: the module that it stands around
+LORA_LAYERS, LORA_OF_PACKED = "peft.tuners.lora.layer", "peft.tuners.lora.bnb"  # the modules of its adapted Linears
 PEFT_CHECKPOINTING = "_peft_gradient_checkpointing_forward_hooks"  # of modules, changed while a step runs
 
 # ---- opacus, which no environment of the tests has

@@ -80,7 +80,9 @@ def packages():
 
 
 def modules():
-    names = ("transformers.masking_utils", "transformers.utils.deprecation")
+    names = (
+        "transformers.masking_utils", "transformers.utils.deprecation", "peft.tuners.lora.layer", "peft.tuners.lora.bnb",
+    )  # fmt: skip
     return {name for name in names if importlib.util.find_spec(name)}
 
 
@@ -113,6 +115,7 @@ CHECKED = {
         Z3_LEAF PARTITIONED FULL_SHAPE ZERO_GROUP GRADIENT_HOOKED ZERO_OPTIMIZERS OFFLOADS_PARAMETERS OFFLOADS_STATES
         ZERO_COUNTERS PRE_BACKWARD RUNS_BEFORE_BACKWARD SCALING_HOOK ULYSSES_GROUP ULYSSES_ATTENTION ULYSSES_NOT_IN_EVAL""",
     ("accelerate", None): "ACCELERATE_ORIGINAL ACCELERATE_HOOK ACCELERATE_FORWARD DROPS_MASKS SPLITS",
+    ("peft", modules): "LORA_LAYERS LORA_OF_PACKED",
     ("peft", None): "BASE_LAYER ALORA_OFFSETS FOR_ONE_FORWARD CPT_FORWARD PEFT_CHECKPOINTING",
     ("trl", None): """
         TRLS_HEAD TRLS_FORWARD TRLS_TEMPERATURE TRLS_IN_FLOAT32 TRLS_OUTPUTS ASKS_TRLS_HEAD OPTIONAL_OUTPUTS GRPOS_OWN

@@ -28,6 +28,7 @@ from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, SeenBefore
 from streambp.foreign import compiled_inside
 from streambp.known_names import CHECKPOINTING
+from streambp.layer.adapters import adapted
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
@@ -182,6 +183,7 @@ class LayerCall:
             computed_as_written(modules) if modules or parametrize._cache_enabled else NOTHING,
             engine_hooks_silenced(hooks) if hooks else NOTHING,
             recorded as self.collected,
+            adapted(self.site.adapters) if self.site.adapters else NOTHING,
         ):
             try:
                 yield

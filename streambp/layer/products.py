@@ -29,6 +29,7 @@ from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness, rows_of
 
 PARAMETERS = MODULE_TABLES[0]
+ADAPTED = "_streambp_adapted"  # of a module with adapters: what computes it at the time. [Note: adapters]
 Labels = frozenset[str]
 
 
@@ -55,8 +56,9 @@ class UnreadInHalves:
     to_differentiate_after: Labels = frozenset()
 
 
-def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
-    """The layer's Linears that compute x @ W^T + b and nothing else.
+def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn.Linear]:
+    """The layer's Linears that compute x @ W^T + b and nothing else, and those named here, whose adapters are computed with
+    them: what is inside of these is not a Linear of its own.
 
     {} if anything watches the inside of the layer: a forward hook must see true values in recomputations too. Without those
     of indexers, which are called for a few queries at a time. [Note: indexers]
@@ -67,14 +69,19 @@ def plain_linears(layer: nn.Module) -> dict[str, nn.Linear]:
         return {}
     apart = [*indexers_of(layer), *compiled_inside(layer)]
     inside = {id(module) for found in apart for module in found.modules()}
+    known = set(adapted)
+    for name in known:
+        whole = layer.get_submodule(name)
+        inside |= {id(module) for module in whole.modules() if module is not whole}
     return {
         name: module
         for name, module in layer.named_modules()
-        if id(module) not in inside
-        and computes_plainly(module)
-        and "forward" not in module.__dict__
-        and type(module.weight) in PLAIN
+        if id(module) not in inside and (name in known or _is_plain(module))
     }
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return computes_plainly(module) and "forward" not in module.__dict__ and type(module.weight) in PLAIN
 
 
 def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -148,7 +155,9 @@ def summed(
 
 def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """A Linear's weight [out, in] and bias [out], from their slots: `module.weight` looks everywhere else first, and each
-    chunk asks."""
+    chunk asks. Of a module with adapters its base's."""
+    if ADAPTED in module.__dict__:
+        module = module.base_layer  # type: ignore[assignment]
     slots = module.__dict__[PARAMETERS]
     return (slots["weight"], slots["bias"]) if "weight" in slots and "bias" in slots else (module.weight, module.bias)
 
@@ -159,6 +168,7 @@ def _adding(
     """`_product` of x, for as long as the module keeps its weight."""
     weight, bias = weights_of(module)
     kind = weight.device.type
+    has_adapters = ADAPTED in module.__dict__
     may_cast = torch.amp.is_autocast_available(kind)
 
     def forward(x: Tensor) -> Tensor:
@@ -166,7 +176,7 @@ def _adding(
         if witness is not None:
             witness.see(name, x)
             value = rows_of(x.shape[-2]) if witness.last and x.dim() > 1 and x.shape[-2] else UNREAD
-        if may_cast and torch.is_autocast_enabled(kind):
+        if has_adapters or (may_cast and torch.is_autocast_enabled(kind)):
             return _product(module, value, add, cast, x)
         out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
         return out
@@ -226,7 +236,7 @@ def _tapped(
     if see is not None:
         see(name, x)
     value = None if source is None else source(name)
-    if value is None and add is None:
+    if value is None and add is None and ADAPTED not in module.__dict__:
         out: Tensor = type(module).forward(module, x)
     else:
         out = _product(module, value, add, cast, x)
@@ -241,6 +251,9 @@ UNREAD = Unread(0)  # none
 
 def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast | None, x: Tensor) -> Tensor:
     """The module's output for x [..., in], if `value` is not it already."""
+    if (adaptation := module.__dict__.get(ADAPTED)) is not None:
+        found: Tensor = adaptation.product(x, value, add, cast)
+        return found
     weight, bias = weights_of(module)
     dtype = cast_to(x)
     if value is UNREAD and not torch.is_grad_enabled():

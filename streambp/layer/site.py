@@ -21,6 +21,7 @@ from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, Look
 from streambp.foreign import has_compiled_parts
+from streambp.layer.adapters import Reading, readings
 from streambp.layer.choices import Choices
 from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
@@ -261,7 +262,15 @@ class LayerSite:
     def linears(self) -> dict[str, nn.Linear]:
         """Its Linears that may be left out, kept and summed; none where torch's global hooks watch every module, which come
         and go at any time."""
-        return {} if hooked_everywhere() else self.of(plain_linears)
+        if hooked_everywhere():
+            return {}
+        names = tuple(name for name, reading in self.adapters.items() if reading.why is None)
+        return self.of(functools.partial(plain_linears, adapted=names), ("linears", names))
+
+    @property
+    def adapters(self) -> dict[str, Reading]:
+        """Its Linears with adapters, by name; none where all modules are to compute in their own way."""
+        return self.of(readings) if self.config.kernels == "auto" else {}
 
     def found(self, kind: frozenset[tuple[str, Any]]) -> Findings:
         """What trials found, or find next, of such calls."""

@@ -20,6 +20,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.foreign import REGION, compiled_around, is_compiled
 from streambp.instance_forward import forwards
 from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
+from streambp.model.adapters import adapter_notes
 from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_of, patch_of, record_of
 from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, offloaded, sized
@@ -333,6 +334,7 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
         notes.append(f"sequences are split over {split.size} ranks ({split.by}), each streams its shard")
     notes += [] if found.weights is None else [_weights(found.weights)]
     notes += _fused_layers(found)
+    notes += adapter_notes(wrapper.site for wrapper in found.wrappers if isinstance(wrapper, LayerForward))
     faster = 0.0 if found.policy is None else found.policy.faster_on_host()
     if faster >= FASTER:
         notes.append(

@@ -49,22 +49,26 @@ class DecodedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
+        module = self.module
+        result: Tensor
+        if not self.decodes(x):
+            result = type(module).forward(module, x)
+            return result
+        if self.weight is None:
+            self.weight = _decoded(module)
+        result = Multiplied.apply(x.to(module.compute_dtype), self.weight, module.bias)  # type: ignore[no-untyped-call]
+        return result.to(x.dtype)
+
+    def decodes(self, x: Tensor) -> bool:
+        """Whether the module's own forward multiplies x [..., in] in the dtype that its weight is decoded to."""
         module, kind = self.module, x.device.type
         dtype, bias, state = module.compute_dtype, module.bias, getattr(module.weight, QUANT_STATE, None)
-        # Whether the module's own forward multiplies x in the dtype that its weight is decoded to.
         plain = bias is None or (bias.dtype == dtype and not bias.requires_grad)
         decodes = (
             module.compute_type_is_set and state is not None and dtype == state.dtype and x.shape[-1] == state.shape[1]
         )
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype
-        result: Tensor
-        if not plain or not decodes or cast or not x.numel():
-            result = type(module).forward(module, x)
-            return result
-        if self.weight is None:
-            self.weight = _decoded(module)
-        result = Multiplied.apply(x.to(dtype), self.weight, bias)  # type: ignore[no-untyped-call]
-        return result.to(x.dtype)
+        return plain and decodes and not cast and bool(x.numel())
 
 
 def _decoded(module: Any) -> Tensor:
@@ -76,10 +80,22 @@ def _decoded(module: Any) -> Tensor:
     return weight
 
 
+def decoded_weight(module: Any) -> Tensor:
+    """The weight [out, in] of a Linear with a 4-bit weight; where its forward is replaced, that of what stands there."""
+    stands = vars(module).get(FORWARD)
+    if not isinstance(stands, DecodedLinear):
+        return _decoded(module)
+    if stands.weight is None:
+        stands.weight = _decoded(module)
+    return stands.weight
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether it is a Linear with a 4-bit weight, and has bitsandbytes' own forward."""
+    library = sys.modules.get(BITSANDBYTES)
+    return library is not None and type(module).forward is library.nn.Linear4bit.forward
+
+
 def packed_linears(layer: nn.Module) -> list[nn.Module]:
     """The Linears inside a layer whose weights have 4 bits, and whose forwards nobody has replaced."""
-    library = sys.modules.get(BITSANDBYTES)
-    if library is None:
-        return []
-    own = library.nn.Linear4bit
-    return [module for module in layer.modules() if type(module).forward is own.forward and FORWARD not in vars(module)]
+    return [module for module in layer.modules() if is_packed(module) and FORWARD not in vars(module)]

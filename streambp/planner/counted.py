@@ -64,7 +64,9 @@ class Asked:
         Raises:
             StreamBPError: the source is unknown, or options do not go with it.
         """
-        return Skeleton(self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.kernels)
+        found = Skeleton(self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.kernels)
+        found.own_adapters = self.kernels != "auto"
+        return found
 
 
 def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, said: Said | None = None) -> Profile:

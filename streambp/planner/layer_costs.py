@@ -51,7 +51,8 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
     """
     vocabulary = getattr(skeleton.causal_lm.config.get_text_config(), "vocab_size", 0)
     try:
-        costs, plain = seen_costs(skeleton, StreamConfig(), range(layers))
+        config = StreamConfig(kernels="own" if skeleton.own_adapters else "auto")
+        costs, plain = seen_costs(skeleton, config, range(layers))
     except Exception:  # a plan has its other rows then
         return None
     if len(costs) < layers:

@@ -79,6 +79,7 @@ class Skeleton:
         self.device, self.bits = device, bits
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
         self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
+        self.own_adapters = False  # streamed layers leave adapters to peft, whatever a recipe's config says
         self._reduced: Reduced | None = None
         with self.active():
             if isinstance(source, nn.Module):

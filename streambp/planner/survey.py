@@ -309,7 +309,8 @@ class Counter:
                     stack.callback(getattr(causal_lm, f"{switch}disable"))
                 yield CountingManager()
                 return
-            patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
+            kernels = "own" if self.skeleton.own_adapters else recipe.config.kernels
+            patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size, kernels=kernels))
             stack.callback(unpatch, model)
             installed: PatchState = model._streambp  # type: ignore[assignment]
             sites = installed.steps.sites

@@ -2,8 +2,9 @@
 
 Each row patches a small model as its users would, mostly with nothing but `streambp.patch(model)`, and takes three steps.
 Its gradients may be 1.15 x as far from those in float32 as the unpatched model's in the same set-up. "default": Liger's
-kernels where they are installed; "compiled"; "LoRA"; "experts": a mixture; "QLoRA": a 4-bit base by bitsandbytes; "padded";
-"weights": those of a LoRA model's base on the host; "autocast": float32 weights; "TF32" and "float32": no half precision.
+kernels where they are installed; "compiled"; "LoRA", and "LoRA own": by peft's code; "experts": a mixture; "QLoRA": a 4-bit
+base by bitsandbytes; "padded"; "weights": those of a LoRA model's base on the host; "autocast": float32 weights; "TF32" and
+"float32": no half precision.
 "Trainer" compares four logged steps of HF's Trainer in bf16, patched on the CPU, with two micro-batches of padded rows
 each, with those of the unpatched model.
 
@@ -104,6 +105,7 @@ SETUPS = {
     "default short": Setup(liger=True, chunks=1),
     "compiled": Setup(settings={"kernels": "compiled"}),
     "LoRA": Setup(with_adapters),
+    "LoRA own": Setup(with_adapters, settings={"kernels": "own"}),
     "experts": Setup(experts=True),
     "experts LoRA": Setup(with_adapters, experts=True),
     "QLoRA": Setup(in_four_bits),

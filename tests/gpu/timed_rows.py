@@ -26,6 +26,7 @@ from paper_repro.harness import ROOT, Job, run
 from paper_repro.rows import Deadline, add_minutes, run_child
 
 OURS, PEER = "streambp-default", "trl-selective-liger"
+PEFTS = "streambp-auto-liger"  # the default but for adapters, which are peft's own code
 IMPORTED = ("transformers.models.qwen3.modeling_qwen3",)
 SHORT = (2048, 4096, 16384)
 
@@ -39,6 +40,7 @@ JOBS = {
     "short peer": job(PEER, *SHORT),
     "LoRA ours": job(OURS, 16384, lora=True),
     "LoRA peer": job(PEER, 16384, lora=True),
+    "LoRA own": job(PEFTS, 16384, lora=True),
     "own ours": job("streambp-auto", 4096, 16384),
     "own peer": job("trl-selective", 4096, 16384),
     "own checkpointing": job("checkpointing", 4096, 16384),
@@ -52,6 +54,7 @@ JOBS = {
     "64k peer": job(PEER, 65536, steps=2),
     "64k LoRA ours": job(OURS, 65536, lora=True, steps=2),
     "64k LoRA peer": job(PEER, 65536, lora=True, steps=2),
+    "64k LoRA own": job(PEFTS, 65536, lora=True, steps=2),
     "128k LoRA ours": job(OURS, 131072, lora=True, steps=2),
     "128k lean": job("streambp-lean-liger", 131072, steps=2),
 }

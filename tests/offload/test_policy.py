@@ -434,7 +434,8 @@ def test_what_was_planned_is_kept(name, room, card):
         assert sum(sum(plan.values()) for plan in planned.values()) <= room
         assert any(planned.values())
         if room == 1e9 and "adapters" in name:
-            assert {"self_attn.v_proj.base_layer", "self_attn.v_proj.lora_A.default"} <= set(planned[1])
+            assert "self_attn.v_proj" in planned[1]
+            assert not any("lora_" in saved or "base_layer" in saved for saved in planned[1])
 
 
 @pytest.mark.full

@@ -1,0 +1,275 @@
+"""A Linear with low-rank adapters as one operation: y = x W^T + b + s (x A^T) B^T.
+
+[Note: one product] peft computes the adapters beside the base's product: it casts x to their dtype, writes three tensors
+[..., out] and casts their sum back. Those are passes over memory, and take as long as the base's product itself. Here the
+skinny products come first, and the large product is added to what they have written (beta = 1), forward and for dx. So
+nothing of the size of x or y is read or written but by products, and y is rounded once less than peft's.
+
+[Note: two parts] Adapters are often float32 beside a half-precision base. Rounded to bfloat16 they would add an error that
+peft does not have, once they have grown. So each float32 factor is split into two bfloat16 parts, of which tensor cores
+compute exact products and add them in float32:
+
+    x A^T                   x [A_hi; A_lo]^T, both halves added
+    u B^T                   [u_hi, u_lo, u_hi] [B_hi, B_hi, B_lo]^T
+
+What is left out is the product of the low parts: 2^-16 of the whole. A factor that is bfloat16 already has one part.
+`Factor.stack` holds [hi; hi; lo], so that both kinds of product read a slice of it.
+
+Biases are rows of B's stack that meet columns of ones. The scale, and that of dropout, are in B's stack as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streambp.accumulate import HALF, add_product
+from streambp.device import without_autocast
+from streambp.layer.products import UNREAD, Unread
+
+HIGH_AGAIN = 2  # every other part of [hi, lo, hi] is the high one
+
+
+class Factor(NamedTuple):
+    """A matrix [rank, m] in parts of the dtype of products.
+
+    stack: [parts rank + more, m], its parts one below the other, then rows of biases. parts: 1 where the dtype holds it and
+        sums of its products; 2 where the left factors alone have a low part; 3: [hi; hi; lo]. [Note: two parts]
+    """
+
+    stack: Tensor
+    rank: int
+    parts: int
+
+    @property
+    def wide(self) -> Tensor:
+        """[rank or 2 rank, m]: each part once."""
+        first = self.rank if self.parts > 1 else 0
+        return self.stack[first : self.parts * self.rank]
+
+
+def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ()) -> Factor:
+    """The matrix [rank, m] in parts of `dtype`.
+
+    Args:
+        rows: of biases [m], each in as many parts as it needs.
+    """
+    rank, size = matrix.shape
+    parts = _parts(matrix.dtype, dtype)
+    height = parts * rank + sum(_rows(row.dtype, dtype) for row in rows)
+    stack = matrix.new_empty(height, size, dtype=dtype)
+    if parts == 3:
+        stack[: 2 * rank].unflatten(0, (2, rank)).copy_(matrix)
+        torch.sub(matrix, stack[:rank], out=stack[2 * rank : 3 * rank])
+    else:
+        stack[: parts * rank].unflatten(0, (parts, rank)).copy_(matrix)
+    place = parts * rank
+    for row in rows:
+        stack[place].copy_(row)
+        if _rows(row.dtype, dtype) == 2:
+            torch.sub(row, stack[place], out=stack[place + 1])
+        place += _rows(row.dtype, dtype)
+    return Factor(stack, rank, parts)
+
+
+def _parts(own: torch.dtype, dtype: torch.dtype) -> int:
+    if dtype not in HALF:
+        return 1
+    return 2 if own == dtype else 3
+
+
+def _rows(own: torch.dtype, dtype: torch.dtype) -> int:
+    return 2 if dtype in HALF and own != dtype else 1
+
+
+class Group(NamedTuple):
+    """Adapters that read the same input: A's rows [rank, in], and their places among all ranks.
+
+    mask: [n, in] what dropout leaves of x; None: all. [Note: dropout]
+    """
+
+    factor: Factor
+    start: int
+    stop: int
+    mask: Tensor | None = None
+
+    def read(self, rows: Tensor) -> Tensor:
+        """What of x, rows [n, in], these adapters get: [n, in]."""
+        return rows if self.mask is None else rows * self.mask
+
+
+class Scale(NamedTuple):
+    """Of one adapter, of so many ranks: what its B and the bias of its B are multiplied by."""
+
+    rank: int
+    b: float
+    bias: float
+
+
+@dataclasses.dataclass
+class Work:
+    """What one call computes, beside its tensors.
+
+    groups: of A. b: of all adapters, [rank, out], scaled. scales: of each adapter.
+    value: [..., out], if y need not be computed; `UNREAD` or some rows: nobody reads the others. add: takes the factors of
+        the base weight's gradient, which is None then.
+    decode: gives the base's weight once more for backward, which keeps none then: it is decoded from few bits.
+    """
+
+    groups: list[Group]
+    b: Factor
+    scales: list[Scale]
+    value: Tensor | Unread | None = None
+    add: Callable[[Tensor, Tensor], None] | None = None
+    decode: Callable[[], Tensor] | None = None
+
+
+def thin(left: Tensor, factor: Factor) -> Tensor:
+    """left [n, m] times the factor's transpose: [n, rank] in promote_types(dtype, float32). left is read once."""
+    found = add_product(None, left, factor.wide.mT)
+    if factor.parts == 3:
+        found[:, : factor.rank] += found[:, factor.rank :]
+    return found[:, : factor.rank]
+
+
+def spread(found: Tensor, factor: Factor) -> Tensor:
+    """found [n, rank] in the parts [hi, lo, hi] that meet a factor's stack, and ones for its biases."""
+    rank, width = found.shape[1], factor.stack.shape[0]
+    if factor.parts == 1 and width == rank:
+        return found
+    out = found.new_empty(found.shape[0], width, dtype=factor.stack.dtype)
+    parts = out[:, : factor.parts * rank].unflatten(1, (factor.parts, rank))
+    parts[:, ::HIGH_AGAIN].copy_(found[:, None])
+    if factor.parts > 1:
+        torch.sub(found, parts[:, 0], out=parts[:, 1])
+    if width > factor.parts * rank:
+        out[:, factor.parts * rank :].fill_(1.0)
+    return out
+
+
+def summed_parts(found: Tensor, dim: int) -> Tensor:
+    """The sum of both halves [...] of a product with two parts."""
+    first, second = found.chunk(2, dim)
+    return first.add_(second)
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """x [..., in] through a Linear and its adapters. [Note: one product]
+
+    Args:
+        weight: [out, in]. bias: [out]; its values are in `work.b` already.
+        adapters: for each adapter A [r, in], B [out, r], and the bias [out] of B or None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Tensor | None) -> Tensor:
+        """y [..., out]: computed, `work.value` as a view, or NaN where nobody reads it."""
+        with without_autocast(x.device.type):
+            return _forward(ctx, work, x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x [..., in], weight [out, in], bias [out] and each adapter's tensors, from grad [..., out]."""
+        with without_autocast(grad.device.type):
+            return _backward(ctx, grad)
+
+
+def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
+    needs = ctx.needs_input_grad
+    left = None
+    if not isinstance(work.value, Tensor) or any(needs):
+        left = _left(work, x.flatten(0, -2))
+    ctx.work = dataclasses.replace(work, value=None, groups=[group._replace(mask=None) for group in work.groups])
+    kept = weight if needs[1] and work.decode is None else None
+    ctx.save_for_backward(x, kept, left, *[group.mask for group in work.groups])
+    if isinstance(work.value, Tensor):
+        return work.value.view_as(work.value)
+    assert left is not None
+    left = left.view(*x.shape[:-1], -1)
+    if work.value is None:
+        return _product(x, weight, left, work.b)
+    out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
+    if work.value is not UNREAD:
+        here = work.value
+        out[..., here, :] = _product(x[..., here, :], weight, left[..., here, :], work.b)
+    return out
+
+
+def _left(work: Work, rows: Tensor) -> Tensor:
+    """The left factor of B's stack [n, parts rank + biases], of x's rows [n, in]."""
+    found = [thin(group.read(rows), group.factor) for group in work.groups]
+    return spread(found[0] if len(found) == 1 else torch.cat(found, 1), work.b)
+
+
+def _product(x: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
+    """y [..., out] of x [..., in] and left [..., parts rank + biases]: the base's product is added to the adapters'."""
+    out = left.flatten(0, -2) @ b.stack
+    out.addmm_(x.flatten(0, -2), weight.mT)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    x, weight, left, *masks = ctx.saved_tensors
+    groups = [group._replace(mask=mask) for group, mask in zip(ctx.work.groups, masks, strict=True)]
+    work = dataclasses.replace(ctx.work, groups=groups)
+    rows, flat = x.flatten(0, -2), grad.flatten(0, -2)
+    of_ranks = thin(flat, work.b)  # [n, rank], scaled
+    if needs[1] and work.decode is not None:
+        weight = work.decode()
+    d_x = None if weight is None else _of_input(work, of_ranks, flat, weight).view(x.shape)
+    d_weight = None
+    if needs[2] and work.add is not None:
+        work.add(flat.mT, rows)
+    elif needs[2]:
+        d_weight = flat.mT @ rows
+    d_bias = flat.sum(0) if needs[3] else None
+    of_adapters = _of_adapters(work, needs[4:], rows, flat, left, of_ranks)
+    return None, d_x, d_weight, d_bias, *of_adapters
+
+
+def _of_input(work: Work, of_ranks: Tensor, flat: Tensor, weight: Tensor) -> Tensor:
+    """dx [n, in]: the adapters' first, then the base's product is added."""
+    total: Tensor | None = None
+    for group in work.groups:
+        left = spread(of_ranks[:, group.start : group.stop], group.factor)
+        found = left @ group.factor.stack
+        if group.mask is not None:
+            found.mul_(group.mask)
+        total = found if total is None else total.add_(found)
+    assert total is not None
+    return total.addmm_(flat, weight)
+
+
+def _of_adapters(
+    work: Work, needs: tuple[bool, ...], rows: Tensor, flat: Tensor, left: Tensor, of_ranks: Tensor
+) -> list[Tensor | None]:
+    """Gradients of each adapter's A [r, in], B [out, r] and B's bias [out], in float32 or wider."""
+    of_a: list[Tensor] = []
+    for group in work.groups if any(needs[::3]) else ():
+        part = of_ranks[:, group.start : group.stop]
+        if group.factor.parts > 1:
+            both = spread(part, Factor(group.factor.stack[: 2 * group.factor.rank], group.factor.rank, 2))
+            of_a.append(summed_parts(add_product(None, both.mT, group.read(rows)), 0))
+        else:
+            of_a.append(part.mT @ group.read(rows))
+    of_b: Tensor | None = None
+    if any(needs[1::3]):
+        count = min(work.b.parts, 2) * work.b.rank
+        of_b = add_product(None, flat.mT, left[:, :count])  # [out, rank or 2 rank]
+        of_b = summed_parts(of_b, 1) if work.b.parts > 1 else of_b
+    a = None if not of_a else torch.cat(of_a) if len(of_a) > 1 else of_a[0]
+    found: list[Tensor | None] = []
+    start = 0
+    for number, scale in enumerate(work.scales):
+        stop = start + scale.rank
+        wants_a, wants_b, wants_bias = needs[3 * number : 3 * number + 3]
+        found.append(a[start:stop] if wants_a and a is not None else None)
+        found.append(of_b[:, start:stop] * scale.b if wants_b and of_b is not None else None)
+        found.append(flat.sum(0, dtype=of_ranks.dtype) * scale.bias if wants_bias else None)
+        start = stop
+    return found

@@ -1,0 +1,284 @@
+"""peft's adapted Linears inside a layer: which are computed as one operation, by which factors, and why others are not.
+
+[Note: adapters] While a streamed layer is computed, `Adaptation` stands in the place of the forward of each LoRA Linear in
+it, and gives what peft's forward gives, as one operation (`adapted.py`). Otherwise the modules are peft's own: what is
+switched, merged, saved or added there needs to know nothing of this. What is read of a module is read anew when the layer
+has changed, and what peft's forward would do beside the two skinny products is not guessed: such a module keeps peft's
+forward, bit for bit, and `describe` says why.
+
+Factors are made of the adapters' values once for each pass through the layer, from what stands in the parameters' slots:
+shadows in a backward, gathered parameters under an engine.
+
+[Note: dropout] Each adapter has its own. peft calls it on x in the adapters' dtype; so it is called here, on ones of that
+shape and dtype, and draws the same numbers. What it leaves is a mask, and its scale goes into the factors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from streambp.accumulate import HALF
+from streambp.device import has_data
+from streambp.foreign import compiled_inside, home_of
+from streambp.known_names import LORA_LAYERS, LORA_OF_PACKED, MODULE_HOOKS, MODULE_TABLES
+from streambp.layer.adapted import AdaptedLinear, Factor, Group, Scale, Work, factor_of
+from streambp.layer.products import ADAPTED, PLAIN, UNREAD, Add, Cast, Unread, cast_to, computes_plainly, hooked_everywhere
+from streambp.offload.decoded import FORWARD, DecodedLinear, decoded_weight, is_packed
+
+PARAMETERS = MODULE_TABLES[0]
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # float16 has no room for low parts. [Note: two parts]
+
+
+class Adapter(NamedTuple):
+    """One adapter of a Linear: A [r, in], B [out, r], its dropout and its scale."""
+
+    a: nn.Linear
+    b: nn.Linear
+    dropout: nn.Module
+    scale: float
+
+    @property
+    def drops(self) -> float:
+        """The part of x that its dropout takes away now."""
+        return float(self.dropout.p) if isinstance(self.dropout, nn.Dropout) and self.dropout.training else 0.0
+
+
+class Reading(NamedTuple):
+    """What of an adapted Linear was read: its base and the adapters that act; why: it keeps peft's forward."""
+
+    module: Any
+    base: Any = None
+    adapters: tuple[Adapter, ...] = ()
+    why: str | None = None
+
+
+def readings(layer: nn.Module) -> dict[str, Reading]:
+    """All of peft's LoRA Linears inside a layer, by their names, without those that peft computes as plain ones: merged,
+    switched off, or without an active adapter."""
+    kinds = _kinds()
+    if not kinds:
+        return {}
+    compiled = {id(inner) for module in compiled_inside(layer) for inner in module.modules()}
+    found = {}
+    for name, module in layer.named_modules():
+        if type(module) in kinds and not (module.disable_adapters or module.merged_adapters):
+            reading = Reading(module, why="it is compiled") if id(module) in compiled else _read(module)
+            if reading.why is not None or reading.adapters:
+                found[name] = reading
+    return found
+
+
+def _kinds() -> tuple[Any, ...]:
+    """The classes of peft's LoRA Linears, if it is there."""
+    plain, packed = sys.modules.get(LORA_LAYERS), sys.modules.get(LORA_OF_PACKED)
+    kinds = () if plain is None else (plain.Linear,)
+    return kinds if packed is None or not hasattr(packed, "Linear4bit") else (*kinds, packed.Linear4bit)
+
+
+def _read(module: Any) -> Reading:
+    base = module.base_layer
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    parts = [(module.lora_A[name], module.lora_B[name], module.lora_dropout[name]) for name in names]
+    why = _why_not(module, base, names, parts)
+    if why is not None:
+        return Reading(module, why=why)
+    scales = [float(module.scaling[name]) for name in names]
+    adapters = tuple(Adapter(*part, scale) for part, scale in zip(parts, scales, strict=True))
+    return Reading(module, base, adapters)
+
+
+def _why_not(module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]) -> str | None:
+    """Why peft's forward stays; None: it computes the base's product and two skinny ones for each adapter."""
+    if home_of(type(module).forward) not in (LORA_LAYERS, LORA_OF_PACKED) or FORWARD in vars(module):
+        return "its forward is another's"
+    variants = {type(module.lora_variant[name]).__name__ for name in names if name in module.lora_variant}
+    if variants:
+        return f"it is a {' and a '.join(sorted(variants))}"
+    if module.fan_in_fan_out:
+        return "its weight is transposed"
+    inner = [one for one in module.modules() if one is not module]
+    if any(getattr(one, table) for one in inner for table in MODULE_HOOKS):
+        return "there are hooks inside it"
+    forwards = (vars(one).get(FORWARD) for one in inner)
+    if any(forward is not None and not isinstance(forward, DecodedLinear) for forward in forwards):
+        return "the forward of a module inside it is another's"
+    packed = is_packed(base)
+    if not packed and not (computes_plainly(base) and type(base.weight) in PLAIN):
+        return f"its base is a {type(base).__name__}"
+    if not packed and base.weight.dtype not in DTYPES:
+        return f"its weight is {str(base.weight.dtype).removeprefix('torch.')}"
+    for a, b, dropout in parts:
+        if not (computes_plainly(a) and computes_plainly(b) and a.bias is None):
+            return f"its adapter is made of a {type(a).__name__} and a {type(b).__name__}"
+        if type(a.weight) not in PLAIN or type(b.weight) not in PLAIN:
+            return f"its adapter's weights are {type(a.weight).__name__}s"
+        if type(dropout) not in (nn.Identity, nn.Dropout) or getattr(dropout, "p", 0.0) >= 1.0:
+            return f"its dropout is a {dropout}"
+    if not all(isinstance(module.scaling[name], int | float) for name in names):
+        return "its scale is no number"
+    return None
+
+
+@dataclasses.dataclass(eq=False)
+class Adaptation:
+    """In the place of an adapted Linear's forward while its layer is computed. [Note: adapters]
+
+    Args:
+        own: peft's forward, of (module, x, ...).
+    """
+
+    reading: Reading
+    own: Callable[..., Tensor]
+    factors: dict[Any, tuple[list[Tensor], list[int], list[Factor], Factor]] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x [..., in] -> [..., out]; what peft does with more arguments is for peft."""
+        if args or kwargs:
+            return self.own(self.reading.module, x, *args, **kwargs)
+        return self.product(x)
+
+    def product(
+        self, x: Tensor, value: Tensor | Unread | None = None, add: Add | None = None, cast: Cast | None = None
+    ) -> Tensor:
+        """[..., out] of x [..., in].
+
+        Args:
+            value: as in `Work`. add, cast: of the base's weight, as in `products.summed`.
+        """
+        dtype = cast_to(x)
+        if not self._computes(x, dtype or x.dtype):
+            return self.own(self.reading.module, x)
+        weight, bias = self._base(x, dtype, cast)
+        masks = [self._mask(x, adapter) for adapter in self.reading.adapters]
+        if value is UNREAD and not torch.is_grad_enabled():
+            return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
+        x = x if dtype is None else x.to(dtype)
+        work, tensors = self._work(x, bias, masks, value, add)
+        out: Tensor = AdaptedLinear.apply(work, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
+        return out
+
+    def _computes(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether peft would compute with no other numbers than these: a narrower adapter rounds x, a wider one y."""
+        module, base = self.reading.module, self.reading.base
+        if type(x) not in PLAIN or x.dim() < 2 or not x.numel() or dtype not in DTYPES:
+            return False
+        every = [tensor for adapter in self.reading.adapters for tensor in _tensors(adapter)]
+        own = {tensor.dtype for tensor in every if tensor is not None}
+        if not (own <= {dtype, torch.float32} if dtype in HALF else own == {dtype}):
+            return False
+        if cast_to(x) is None and not (getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}):
+            return False
+        if is_packed(base):
+            return has_data(x) and x.dtype == dtype and DecodedLinear(base).decodes(x)
+        return cast_to(x) is not None or _slot(base).dtype == dtype
+
+    def _base(self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None) -> tuple[Tensor, Tensor | None]:
+        """The base's weight [out, in] and bias [out], in the dtype that is computed in."""
+        base = self.reading.base
+        slots = vars(base)[PARAMETERS]
+        bias = slots["bias"]
+        if is_packed(base):
+            return decoded_weight(base), bias
+        weight = slots["weight"]
+        if dtype is None:
+            return weight, bias
+        weight = weight.to(dtype) if cast is None else cast(dtype)
+        return weight, None if bias is None else bias.to(dtype)
+
+    def _mask(self, x: Tensor, adapter: Adapter) -> Tensor | None:
+        """What the adapter's dropout leaves of x, [n, in]. [Note: dropout]"""
+        if not adapter.drops:
+            return None
+        packed = is_packed(self.reading.base) and torch.is_autocast_enabled()
+        dtype = x.dtype if packed else _slot(adapter.a).dtype
+        with torch.no_grad():
+            left: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
+            return (left != 0).flatten(0, -2)
+
+    def _work(
+        self, x: Tensor, bias: Tensor | None, masks: list[Tensor | None], value: Tensor | Unread | None, add: Add | None
+    ) -> tuple[Work, list[Tensor | None]]:
+        """What is computed, and the adapters' tensors, of which gradients are wanted."""
+        adapters = self.reading.adapters
+        tensors = [parameter for adapter in adapters for parameter in _tensors(adapter)]
+        scales = []
+        for adapter, mask in zip(adapters, masks, strict=True):
+            kept = 1.0 if mask is None else 1.0 - adapter.drops
+            scales.append(Scale(_slot(adapter.a).shape[0], adapter.scale / kept, adapter.scale))
+        apart = any(mask is not None for mask in masks)
+        a, b = self._factors(x.dtype, tensors, bias, scales, apart)
+        ranks = [scale.rank for scale in scales]
+        starts = [sum(ranks[:number]) for number in range(len(ranks))] if apart else [0]
+        groups = [
+            Group(factor, start, start + factor.rank, mask)
+            for factor, start, mask in zip(a, starts, masks if apart else [None], strict=True)
+        ]
+        base = self.reading.base
+        decode = functools.partial(decoded_weight, base) if is_packed(base) else None
+        return Work(groups, b, scales, value, add, decode), tensors
+
+    def _factors(
+        self, dtype: torch.dtype, tensors: list[Tensor | None], bias: Tensor | None, scales: list[Scale], apart: bool
+    ) -> tuple[list[Factor], Factor]:
+        """Of A, joined where all adapters read the same x, and of B: made once for a pass."""
+        held = [tensor for tensor in (*tensors, bias) if tensor is not None]
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in held]
+        known = self.factors.get((dtype, apart))
+        if known is not None:
+            same = all(one is other for one, other in zip(known[0], held, strict=True))
+            if same and known[1] == versions:
+                return known[2], known[3]
+        with torch.no_grad():
+            all_a = [tensor for tensor in tensors[::3] if tensor is not None]
+            a = [factor_of(one, dtype) for one in (all_a if apart else [_joined(all_a)])]
+            rows: list[Tensor] = [] if bias is None else [bias]
+            scaled = []
+            for b, of_b, scale in zip(tensors[1::3], tensors[2::3], scales, strict=True):
+                assert b is not None
+                scaled.append(b.mT * scale.b)
+                rows += [] if of_b is None else [of_b * scale.bias]
+            found = factor_of(_joined(scaled), dtype, tuple(rows))
+        self.factors[dtype, apart] = held, versions, a, found
+        return a, found
+
+
+def _joined(matrices: list[Tensor]) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+
+def _slot(linear: nn.Linear) -> Tensor:
+    """Its weight, as it stands in its slot now."""
+    weight: Tensor = vars(linear)[PARAMETERS]["weight"]
+    return weight
+
+
+def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A [r, in], B [out, r] and B's bias [out], as they stand in their slots now."""
+    return _slot(adapter.a), _slot(adapter.b), vars(adapter.b)[PARAMETERS]["bias"]
+
+
+@contextlib.contextmanager
+def adapted(found: dict[str, Reading]) -> Iterator[None]:
+    """Within, these modules compute in one operation, unless torch's global hooks watch every module. [Note: adapters]"""
+    here = [reading for reading in found.values() if reading.why is None]
+    before: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for reading in here if not hooked_everywhere() else ():
+            own = vars(reading.module)
+            before.append((own, own.get(ADAPTED)))
+            own[FORWARD] = own[ADAPTED] = Adaptation(reading, type(reading.module).forward)
+        yield
+    finally:
+        for own, outer in reversed(before):
+            if outer is None:
+                del own[FORWARD], own[ADAPTED]
+            else:
+                own[FORWARD] = own[ADAPTED] = outer

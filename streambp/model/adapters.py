@@ -1,0 +1,28 @@
+"""What `describe` tells of the adapters inside streamed layers. [Note: adapters]"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+
+from streambp.layer.site import LayerSite
+
+
+def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
+    """How many Linears with adapters are computed as one operation, and why others are peft's.
+
+    Of layers that were not called yet nothing is said.
+    """
+    one, others = 0, collections.Counter[str]()
+    for site in sites:
+        known = {} if site.fingerprint.last is None else site.adapters
+        for name, reading in known.items():
+            if reading.why is None:
+                one += 1
+            else:
+                others[f"{name.rpartition('.')[2]}: {reading.why}"] += 1
+    notes = [f"{one} Linears with adapters are computed as one operation"] if one else []
+    if others:
+        reasons = "; ".join(f"{number} x {why}" for why, number in sorted(others.items()))
+        notes.append(f"{others.total()} Linears with adapters are computed by peft's code, which takes longer ({reasons})")
+    return notes

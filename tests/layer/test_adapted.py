@@ -1,0 +1,487 @@
+"""One Linear with adapters as one operation: gradients are peft's, and what cannot be computed so is peft's to the bit.
+
+covers: layer/adapted.py, layer/adapters.py
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streambp.layer import adapted as operation
+from streambp.layer import adapters
+from streambp.layer.adapters import Adaptation, readings
+from streambp.layer.products import ADAPTED, UNREAD
+from tests.oracle import BAR, EXACT, worst_error
+from tests.seeds import seed_torch
+
+peft = pytest.importorskip("peft", reason="adapters need peft")
+helpers = pytest.importorskip("peft.helpers", reason="adapters need peft")
+
+IN, OUT, TOKENS = 24, 40, 13
+FLOAT64_BAR = 1e-12
+HALF = torch.bfloat16
+
+
+class Holder(nn.Module):
+    def __init__(self, bias=True, features=(IN, OUT)):
+        super().__init__()
+        self.proj = nn.Linear(*features, bias=bias)
+
+    def forward(self, x):
+        return self.proj(x)
+
+
+def around(base, dtype=torch.float64, std=0.3, count=1, **settings):
+    """peft's model of a Linear that has `count` adapters, of other ranks and scales each."""
+    wide = settings.pop("autocast_adapter_dtype", True)
+    model = None
+    for number in range(count):
+        lora = peft.LoraConfig(r=4 + number, lora_alpha=3 + 2 * number, target_modules=["proj"], **settings)
+        if model is None:
+            model = peft.get_peft_model(base.to(dtype), lora, autocast_adapter_dtype=wide)
+        else:
+            model.add_adapter(f"adapter {number}", lora, autocast_adapter_dtype=wide)
+    if dtype == torch.float64:
+        model.double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or name.endswith("lora_bias"):
+                parameter.normal_(0, std)
+    if count > 1:
+        model.base_model.set_adapter([f"adapter {number}" if number else "default" for number in range(count)])
+    return model.train()
+
+
+def run(model, x, value=None, fused=False, autocast=None):
+    """The output, and all gradients of a random function of it."""
+    model.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    seed_torch(5)
+    proj = model.base_model.model.proj
+    with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+        if fused:
+            with adapters.adapted(readings(model)):
+                one = vars(proj)[ADAPTED] if value is not None else None
+                y = model(x) if one is None else one.product(x, value)
+        else:
+            y = model(x)
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
+    y.backward(upstream)
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), {**found, "x": x.grad}
+
+
+def given(dtype=torch.float64, rows=2, features=IN):
+    return torch.randn(rows, TOKENS, features, dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the operation ran."""
+    seen, real = [], operation._forward
+    monkeypatch.setattr(operation, "_forward", lambda *args: (seen.append(1), real(*args))[1])
+    return seen
+
+
+def trained(name):
+    def change(model):
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(name in path)
+
+    return change
+
+
+def second_alone(model):
+    model.set_adapter("adapter 1")
+
+
+def rank_pattern():
+    return around(Holder(), rank_pattern={"proj": 7}, alpha_pattern={"proj": 5})
+
+
+SERVED = {
+    "plain": lambda: around(Holder(bias=False)),
+    "a bias": lambda: around(Holder()),
+    "rslora": lambda: around(Holder(), use_rslora=True),
+    "rank and alpha patterns": rank_pattern,
+    "the adapter's bias": lambda: around(Holder(), lora_bias=True),
+    "the adapter's bias alone": lambda: around(Holder(bias=False), lora_bias=True),
+    "two adapters": lambda: around(Holder(), count=2),
+    "three with biases": lambda: around(Holder(), count=3, lora_bias=True),
+    "the second of two": lambda: changed(around(Holder(), count=2), second_alone),
+    "dropout": lambda: around(Holder(), lora_dropout=0.3),
+    "two with dropout": lambda: around(Holder(), count=2, lora_dropout=0.3, lora_bias=True),
+    "dropout in eval": lambda: around(Holder(), lora_dropout=0.3).eval(),
+    "biases trained": lambda: around(Holder(), bias="all"),
+    "everything trained": lambda: changed(around(Holder()), trained("")),
+    "A alone": lambda: changed(around(Holder()), trained("lora_A")),
+    "B alone": lambda: changed(around(Holder()), trained("lora_B")),
+    "nothing but x": lambda: changed(around(Holder()), trained("nowhere")),
+    "rank 1": lambda: around(Holder(), rank_pattern={"proj": 1}),
+}
+
+
+def changed(model, *changes):
+    for change in changes:
+        change(model)
+    return model
+
+
+def check(model, calls, **settings):
+    x = given()
+    y, expected = run(model, x)
+    found, gradients = run(model, x, fused=True, **settings)
+    assert calls
+    assert found.dtype == y.dtype
+    if not settings:
+        assert (found - y).norm() <= FLOAT64_BAR * y.norm()
+    assert worst_error(gradients, expected) <= FLOAT64_BAR < EXACT * 0.1
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_float64(name, calls):
+    seed_torch(1)
+    check(SERVED[name](), calls)
+
+
+@pytest.mark.parametrize("name", ["plain", "three with biases", "two with dropout", "everything trained"])
+def test_a_known_output(name, calls):
+    """It is given back, and backward is as ever."""
+    seed_torch(1)
+    model = SERVED[name]()
+    value = torch.randn(2, TOKENS, OUT, dtype=torch.float64)
+    check(model, calls, value=value)
+    assert torch.equal(run(model, given(), fused=True, value=value)[0], value)
+
+
+def test_an_output_that_nobody_reads(calls):
+    seed_torch(1)
+    model, x = SERVED["two with dropout"](), given()
+    check(model, calls, value=UNREAD)
+    assert run(model, x, fused=True, value=UNREAD)[0].isnan().all()
+    some = run(model, x, fused=True, value=slice(2, None, 5))[0]
+    whole = run(model, x, fused=True)[0]
+    assert some.isfinite().any(-1).sum() == 2 * len(range(2, TOKENS, 5))
+    assert torch.allclose(some[:, 2::5], whole[:, 2::5], rtol=0, atol=1e-13)
+
+
+def test_random_numbers_are_drawn_for_an_output_that_nobody_reads():
+    """What comes after it in a layer draws what it drew."""
+    model = SERVED["two with dropout"]()
+    states = []
+    for value in (None, UNREAD):
+        with torch.no_grad(), adapters.adapted(readings(model)):
+            seed_torch(2)
+            vars(model.base_model.model.proj)[ADAPTED].product(given(), value)
+            states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("autocast", [None, HALF], ids=["no autocast", "autocast"])
+@pytest.mark.parametrize("adapters_in", ["float32", "bfloat16"])
+def test_dropout_has_the_mask_of_peft(adapters_in, autocast):
+    """With A of ones and B of ones, y shows how many features dropout has left of each token."""
+    model = around(Holder(bias=False), HALF, lora_dropout=0.4, autocast_adapter_dtype=adapters_in == "float32")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "lora" in name else 0.0)
+    x = torch.ones(2, TOKENS, IN, dtype=HALF)
+    y, found = (run(model, x, fused=fused, autocast=autocast)[0] for fused in (False, True))
+    assert y.unique().numel() > 4
+    assert torch.allclose(found, y, rtol=0.02, atol=0)
+
+
+FALLS_BACK = {
+    "DoRA": (lambda: around(Holder(), use_dora=True), "Dora"),
+    "hooks inside": (lambda: changed(around(Holder()), hooked), "hooks"),
+    "a forward inside": (lambda: changed(around(Holder()), forwarded), "forward"),
+    "a scale that is a tensor": (lambda: changed(around(Holder()), scaled_by_a_tensor), "scale"),
+    "all is dropped": (lambda: changed(around(Holder(), lora_dropout=0.5), all_dropped), "dropout"),
+    "float16": (lambda: around(Holder(), torch.float16), "float16"),
+    "another base": (lambda: changed(around(Holder()), another_base), "base"),
+}
+
+
+def hooked(model):
+    lora_a = model.base_model.model.proj.lora_A["default"]
+    lora_a.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def forwarded(model):
+    lora_b = model.base_model.model.proj.lora_B["default"]
+    lora_b.forward = lambda x: 2.0 * type(lora_b).forward(lora_b, x)
+
+
+def scaled_by_a_tensor(model):
+    model.base_model.model.proj.scaling["default"] = nn.Parameter(torch.tensor(0.7))
+
+
+def all_dropped(model):
+    model.base_model.model.proj.lora_dropout["default"].p = 1.0
+
+
+class Squared(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) ** 2
+
+
+def another_base(model):
+    model.base_model.model.proj.base_layer.__class__ = Squared
+
+
+def assert_same_bits(model, x, calls, **settings):
+    (y, expected), (found, gradients) = run(model, x, **settings), run(model, x, fused=True, **settings)
+    assert not calls
+    assert torch.equal(found, y)
+    assert found.dtype == y.dtype
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", FALLS_BACK)
+def test_what_falls_back_is_peft_to_the_bit(name, calls):
+    seed_torch(1)
+    make, why = FALLS_BACK[name]
+    model = make()
+    x = given(torch.float16 if name == "float16" else torch.float64)
+    assert_same_bits(model, x, calls)
+    (reading,) = readings(model).values()
+    assert why in reading.why
+
+
+@pytest.mark.parametrize("what", ["disabled", "merged", "no active adapter"])
+def test_what_has_no_adapter_at_work_is_no_matter_of_ours(what, calls):
+    seed_torch(1)
+    model = around(Holder())
+    layer = model.base_model.model.proj
+    if what == "disabled":
+        layer.enable_adapters(False)
+    if what == "merged":
+        model.merge_adapter()
+    if what == "no active adapter":
+        layer._active_adapter = ["another"]
+    assert readings(model) == {}
+    assert_same_bits(model, given(), calls)
+
+
+def test_calls_with_more_arguments_are_for_peft(calls):
+    seed_torch(1)
+    model, x = around(Holder(), count=2), given()
+    layer = model.base_model.model.proj
+    model.eval()
+    names = ["default", "adapter 1"]
+    expected = layer(x, adapter_names=names)
+    with adapters.adapted(readings(model)):
+        assert torch.equal(layer(x, adapter_names=names), expected)
+    assert not calls
+
+
+NARROW = {
+    "a narrower adapter": (torch.float32, torch.bfloat16, None),
+    "a wider adapter": (torch.float32, torch.float64, None),
+    "autocast to float16": (torch.float32, torch.float32, torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_dtypes_in_which_peft_computes_with_other_numbers(name, calls):
+    seed_torch(1)
+    dtype, own, autocast = NARROW[name]
+    model = around(Holder(), dtype)
+    for path, parameter in model.named_parameters():
+        if "lora" in path:
+            parameter.data = parameter.data.to(own)
+    assert_same_bits(model, given(dtype), calls, autocast=autocast)
+
+
+def test_casts_that_are_switched_off(calls):
+    seed_torch(1)
+    model = around(Holder(), HALF)
+    with helpers.disable_input_dtype_casting(model):
+        with pytest.raises(RuntimeError, match="dtype"):
+            run(model, given(HALF), fused=True)
+        assert not calls
+        run(model, given(HALF), fused=True, autocast=HALF)
+        assert calls
+
+
+def errors(model, x, true, **settings):
+    def error(found):
+        return math.sqrt(sum(float((found[n].double() - g).square().sum() / g.square().sum()) for n, g in true.items()))
+
+    return tuple(error(run(model, x, fused=fused, **settings)[1]) for fused in (True, False))
+
+
+def in_half(seed, std=0.2, autocast=None, bias=True, wide=True):
+    """Our error and peft's, of all gradients of one Linear in bfloat16, against float64."""
+    seed_torch(seed)
+    model = around(Holder(bias, (128, 96)), HALF, std, autocast_adapter_dtype=wide)
+    x = given(HALF, features=128)
+    true = run(copy.deepcopy(model).double(), x.double())[1]
+    return errors(model, x, {name: g.double() for name, g in true.items()}, autocast=autocast)
+
+
+@pytest.mark.parametrize("autocast", [None, HALF], ids=["no autocast", "autocast"])
+@pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])
+def test_bfloat16_is_as_precise_as_peft(wide, autocast):
+    found = [in_half(seed, 0.2, autocast, wide=wide) for seed in range(16)]
+    ours, stock = (sum(column) for column in zip(*found, strict=True))
+    print(f"{ours / stock:.3f} of peft's own error over {len(found)} Linears")
+    assert ours <= BAR * stock
+
+
+def of_two_parts():
+    assert all(ours <= BAR * stock for ours, stock in (in_half(seed, 2.0) for seed in range(4)))
+
+
+def test_grown_adapters():
+    """They are as large as the base, so that rounding them shows."""
+    of_two_parts()
+
+
+class Kernels(TorchDispatchMode):
+    """How many operations write something, or multiply: each starts a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+        name = func._overloadpacket.__name__
+        self.count += not (view or name.startswith(("new_empty", "empty", "_unsafe_view")))
+        return result
+
+
+def kernels_of_a_forward(fused):
+    """Of a chunk after the first one of a pass, which makes the factors."""
+    model = around(Holder(False, (128, 96)), HALF)
+    x = given(HALF, features=128)
+    with torch.no_grad(), adapters.adapted(readings(model) if fused else {}):
+        model(x)
+        # On meta, where no sum of products widens its factors, as on a GPU.
+        one = vars(model.base_model.model.proj).get(ADAPTED)
+        model.to("meta")
+        if one is not None:
+            one.factors.clear()
+        model(x.to("meta"))
+        with Kernels() as kernels:
+            model(x.to("meta"))
+    return kernels.count - 1  # x's own copy
+
+
+def test_kernels_of_a_forward():
+    ours, pefts = kernels_of_a_forward(True), kernels_of_a_forward(False)
+    print(f"{ours} kernels, peft's {pefts}")
+    assert 0 < ours <= pefts == 7
+
+
+def factors_for_each_call(monkeypatch):
+    real = Adaptation._factors
+    monkeypatch.setattr(Adaptation, "_factors", lambda self, *args: (self.factors.clear(), real(self, *args))[1])
+
+
+def one_part(monkeypatch):
+    monkeypatch.setattr(operation, "_parts", lambda own, dtype: 2 if dtype in operation.HALF else 1)
+
+
+def no_low_part_of_u(monkeypatch):
+    real = operation.spread
+
+    def spread(found, factor):
+        return real(found.bfloat16().float() if found.dtype == torch.float32 else found, factor)
+
+    monkeypatch.setattr(operation, "spread", spread)
+
+
+def without_masks(monkeypatch):
+    monkeypatch.setattr(Adaptation, "_mask", lambda self, x, adapter: None)
+
+
+def a_mask_of_its_own(monkeypatch):
+    real = Adaptation._mask
+    monkeypatch.setattr(Adaptation, "_mask", lambda self, x, adapter: (torch.rand(3), real(self, x, adapter))[1])
+
+
+def unmasked_dx(monkeypatch):
+    real = operation._of_input
+
+    def of_input(work, *rest):
+        work.groups = [group._replace(mask=None) for group in work.groups]
+        return real(work, *rest)
+
+    monkeypatch.setattr(operation, "_of_input", of_input)
+
+
+def biases_left_out(monkeypatch):
+    real = operation.factor_of
+    monkeypatch.setattr(adapters, "factor_of", lambda matrix, dtype, rows=(): real(matrix, dtype))
+
+
+def unscaled(monkeypatch):
+    monkeypatch.setattr(operation.Scale, "b", 1.0)
+
+
+def factors_of_the_last_pass(monkeypatch):
+    kept = {}
+    real = Adaptation._factors
+
+    def factors(self, dtype, tensors, bias, scales, apart):
+        return kept.setdefault(apart, real(self, dtype, tensors, bias, scales, apart))
+
+    monkeypatch.setattr(Adaptation, "_factors", factors)
+
+
+def a_step_between(calls):
+    seed_torch(1)
+    model, x = around(Holder()), given()
+    run(model, x, fused=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    check(model, calls)
+
+
+def test_factors_are_those_of_the_pass(calls):
+    a_step_between(calls)
+
+
+def test_factors_follow_a_change_within_a_pass(calls):
+    seed_torch(1)
+    model, x = around(Holder()), given()
+    with adapters.adapted(readings(model)), torch.no_grad():
+        model(x)
+        model.base_model.model.proj.lora_B["default"].weight.mul_(3.0)
+        found = model(x)
+    with torch.no_grad():
+        assert torch.allclose(found, model(x), rtol=1e-12, atol=1e-12)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("mutant", "named"),
+    [
+        (one_part, lambda calls: of_two_parts()),
+        (no_low_part_of_u, lambda calls: of_two_parts()),
+        (without_masks, lambda calls: test_float64("dropout", calls)),
+        (a_mask_of_its_own, lambda calls: test_float64("dropout", calls)),
+        (unmasked_dx, lambda calls: test_float64("two with dropout", calls)),
+        (biases_left_out, lambda calls: test_float64("the adapter's bias", calls)),
+        (biases_left_out, lambda calls: test_float64("a bias", calls)),
+        (unscaled, lambda calls: test_float64("plain", calls)),
+        (factors_of_the_last_pass, a_step_between),
+        (factors_for_each_call, lambda calls: test_kernels_of_a_forward()),
+    ],
+)
+def test_mutants(mutant, named, calls, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        named(calls)

@@ -1,0 +1,292 @@
+"""Streamed layers whose Linears have LoRA adapters: gradients are those of the unpatched model, whatever is saved, and the
+adapters cost nothing of the size of what the Linears read and write.
+
+covers: layer/adapters.py, layer/adapted.py, layer/products.py, layer/site.py
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import streambp
+from streambp.layer import adapted as operation
+from streambp.layer import adapters, call
+from tests.families import build, make_batch
+from tests.oracle import gradients, worst_error
+from tests.seeds import seed_torch
+from tests.tiers import thinned
+
+peft = pytest.importorskip("peft", reason="adapters need peft")
+
+BAR = 1e-12
+SAVES = ((), ("attn_out",), ("attn_out", "kv", "*"), ("mlp.gate_proj", "self_attn.q_proj"), "auto")
+CHUNKS = (5, 8, 64)
+MODES = ("left-padded", "packed")
+
+
+def with_adapters(model, dtype=torch.float64, **settings):
+    """The model with adapters that have grown, on all its Linears."""
+    seed_torch(1)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings})
+    model = peft.get_peft_model(model, config)
+    return model.to(dtype) if dtype == torch.float64 else model
+
+
+def streamed(model, **settings):
+    """A patched copy that never runs a call as unpatched."""
+    config = streambp.StreamConfig(**{"chunk_size": 5, "unpatched_runs": False, **settings})
+    return streambp.patch(copy.deepcopy(model), config)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The batch shapes that the operation was called with."""
+    seen, real = [], operation._forward
+    monkeypatch.setattr(operation, "_forward", lambda *args: (seen.append(args[2].shape), real(*args))[1])
+    return seen
+
+
+def check(stock, calls, mode="left-padded", ours=None, **settings):
+    """The second step, which knows what backward leaves unread."""
+    batch = make_batch(mode)
+    ours = streamed(stock, **settings) if ours is None else ours
+    gradients(ours, **batch)
+    calls.clear()
+    seed_torch(3)
+    (loss, found), served = gradients(ours, **batch), len(calls)
+    seed_torch(3)
+    expected_loss, expected = gradients(stock, **batch)
+    assert abs(loss - expected_loss) <= BAR * abs(expected_loss)
+    assert worst_error(found, expected) <= BAR
+    return served
+
+
+@pytest.mark.parametrize(
+    ("saves", "offload", "chunk", "mode"),
+    thinned(
+        itertools.product(SAVES, ("none", "cpu"), CHUNKS, MODES),
+        lambda saves, offload, chunk, mode: (
+            (saves, offload, chunk, mode)
+            in {
+                ((), "none", 5, "left-padded"),
+                (("attn_out", "kv", "*"), "cpu", 8, "packed"),
+                ("auto", "none", 5, "packed"),
+                (SAVES[3], "none", 64, "left-padded"),
+            }
+        ),
+    ),
+)
+def test_float64(saves, offload, chunk, mode, calls, float64_oracle):
+    family = "qwen2" if chunk == 8 else "qwen3"
+    stock = with_adapters(build(family, torch.float64), lora_bias=family == "qwen2")
+    assert check(stock, calls, mode, saves=saves, offload=offload, chunk_size=chunk) > 0
+
+
+def adapters_of(model):
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+def everything_trained(model):
+    model.requires_grad_(True)
+
+
+def two_active(model):
+    seed_torch(9)
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    model.double()
+
+
+# Settings of the adapters, and what is done to the model: all in one operation.
+COVERED = {
+    "dropout": ({"lora_dropout": 0.3}, None),
+    "two active": ({}, two_active),
+    "patterns, rslora": ({"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"up_proj": 5}, "use_rslora": True}, None),
+    "biases": ({"bias": "all", "lora_bias": True}, None),
+    "base weights trained": ({}, everything_trained),
+    "other modules beside": (
+        {"target_modules": ["q_proj", "embed_tokens", "gate_proj"], "modules_to_save": ["lm_head"]},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", thinned(COVERED, lambda name: name in ("two active", "base weights trained")))
+def test_the_served_list(name, calls, float64_oracle):
+    settings, change = COVERED[name]
+    stock = with_adapters(build("qwen2", torch.float64, tie_word_embeddings=False), **settings)
+    if change is not None:
+        change(stock)
+    if name != "dropout":
+        check(stock, calls, saves="auto")
+        assert calls
+        return
+    # Chunks draw their own masks: with one chunk they are those of the whole sequence.
+    assert check(stock, calls, "plain", saves=("attn_out", "kv", "*"), chunk_size=64, rows="as_given") > 0
+    both = []
+    for kernels in ("auto", "own"):
+        ours = streamed(stock, kernels=kernels)
+        seed_torch(3)
+        both.append(gradients(ours, **make_batch("left-padded"))[1])
+    assert worst_error(*both) <= BAR
+
+
+def of_kernels(stock, mode="left-padded", steps=2, **settings):
+    """Loss and gradients with peft's own code and with what "auto" makes of it."""
+    found = []
+    for kernels in ("own", "auto"):
+        ours = streamed(stock, kernels=kernels, **settings)
+        for number in range(steps):
+            seed_torch(number)
+            result = gradients(ours, **make_batch(mode))
+        found.append((ours, *result))
+    return found
+
+
+def assert_same_bits(stock, calls, **settings):
+    (_, loss, expected), (ours, our_loss, found) = of_kernels(stock, **settings)
+    assert not calls
+    assert torch.equal(our_loss, loss)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    return str(streambp.describe(ours))
+
+
+FALLS_BACK = {
+    "DoRA": ({"use_dora": True}, None, torch.float32, "DoraLinearVariant"),
+    "float16": ({}, None, torch.float16, "float16"),
+    "hooks inside": ({}, "hooks", torch.float32, "hooks"),
+}
+
+
+@pytest.mark.parametrize("name", thinned(FALLS_BACK, lambda name: name == "DoRA"))
+def test_what_falls_back_is_peft_to_the_bit(name, calls):
+    settings, change, dtype, why = FALLS_BACK[name]
+    stock = with_adapters(build("qwen3", dtype), dtype, **settings)
+    if change == "hooks":
+        for module in adapters_of(stock):
+            module.lora_A["default"].register_forward_hook(lambda module, args, output: output * 1.5)
+    told = assert_same_bits(stock, calls, saves=("attn_out", "kv", "*"))
+    assert "14 Linears with adapters are computed by peft's code" in told
+    assert why in told
+
+
+@pytest.mark.full
+def test_own_kernels_are_peft_to_the_bit(calls):
+    """And `describe` says nothing of adapters."""
+    stock = with_adapters(build("qwen3"), torch.float32)
+    (ours, _, found), (other, _, _) = of_kernels(stock)
+    assert "with adapters" not in str(streambp.describe(ours))
+    assert "14 Linears with adapters are computed as one operation" in str(streambp.describe(other))
+    seed_torch(0)
+    again = gradients(streamed(stock, kernels="own"), **make_batch("left-padded"))[1]
+    assert all(torch.equal(again[name], gradient) for name, gradient in found.items())
+
+
+def test_adapters_that_change_between_steps(calls, float64_oracle):
+    """Each step is that of the unpatched model as it is then, and `unpatch` leaves nothing behind."""
+    stock = with_adapters(build("qwen3", torch.float64))
+    ours = streamed(stock, saves="auto")
+    batch = make_batch("left-padded")
+    changes = {
+        "as they are": lambda model: None,
+        "scaled": lambda model: [module.scale_layer(3.0) for module in adapters_of(model)],
+        "switched off": lambda model: [module.enable_adapters(False) for module in adapters_of(model)],
+        "on again": lambda model: [module.enable_adapters(True) for module in adapters_of(model)],
+        "merged": lambda model: model.merge_adapter(),
+        "unmerged": lambda model: model.unmerge_adapter(),
+        "another added": two_active,
+    }
+    for name, change in changes.items():
+        calls.clear()
+        for model in (stock, ours):
+            change(model)
+            if name in ("switched off", "merged"):
+                model.requires_grad_(True)
+            else:
+                for path, parameter in model.named_parameters():
+                    parameter.requires_grad_("lora_" in path)
+        (loss, found), (expected_loss, expected) = gradients(ours, **batch), gradients(stock, **batch)
+        assert abs(loss - expected_loss) <= BAR * abs(expected_loss), name
+        assert worst_error(found, expected) <= BAR, name
+        assert bool(calls) == (name not in ("switched off", "merged")), name
+    streambp.unpatch(ours)
+    assert not any("forward" in vars(module) for module in adapters_of(ours))
+
+
+def test_an_error_in_a_step_leaves_modules_as_they_were(calls):
+    stock = with_adapters(build("qwen3"), torch.float32)
+    ours = streamed(stock)
+    mlp = ours.base_model.model.model.layers[1].mlp
+    real = type(mlp.act_fn).forward
+
+    def fails(self, x):
+        raise RuntimeError("a failure inside a layer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(mlp.act_fn), "forward", fails)
+        with pytest.raises(RuntimeError, match="a failure inside"):
+            gradients(ours, **make_batch("plain"))
+    assert type(mlp.act_fn).forward is real
+    assert not any("forward" in vars(module) for module in adapters_of(ours))
+    assert gradients(ours, **make_batch("plain"))[1]
+    assert calls
+
+
+@pytest.mark.full
+def test_what_saves_name(calls):
+    """A Linear's name stands for its output with the adapters'; the products of adapters are nobody's to save."""
+    stock = with_adapters(build("qwen3"), torch.float32)
+    ours = streamed(stock, saves=("*",))
+    gradients(ours, **make_batch("plain"))
+    site = ours._streambp.steps.sites[0]
+    assert set(site.linears) == {f"self_attn.{name}_proj" for name in "qkvo"} | {
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    }
+    (unread,) = site.unread.values()
+    assert "mlp.down_proj" in unread.recompute
+
+
+def in_pefts_way(monkeypatch):
+    """Values that are known are computed all the same, and their adapters' gradients are lost."""
+    real = operation._backward
+    monkeypatch.setattr(
+        operation, "_backward", lambda ctx, grad: (*real(ctx, grad)[:4], *[None] * (len(ctx.needs_input_grad) - 4))
+    )
+
+
+def nothing_is_put_back(monkeypatch):
+    kept = []
+
+    class Stays:
+        def __init__(self, found):
+            self.context = adapters.adapted(found)
+            kept.append(self.context)
+
+        def __enter__(self):
+            self.context.__enter__()
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(call, "adapted", Stays)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mutant", "named"),
+    [
+        (in_pefts_way, lambda calls: test_float64(("attn_out", "kv", "*"), "none", 5, "packed", calls, None)),
+        (nothing_is_put_back, test_an_error_in_a_step_leaves_modules_as_they_were),
+    ],
+)
+def test_mutants(mutant, named, calls, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, streambp.StreamBPError)):
+        named(calls)

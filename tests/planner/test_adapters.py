@@ -1,0 +1,150 @@
+"""What adapters cost by the planner: the bytes of skinny products, and of one operation instead of peft's.
+
+covers: planner/work.py, planner/survey.py, planner/counted.py
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from streambp.layer import adapted as operation
+from streambp.planner import work as work_module
+from streambp.planner.counted import Asked
+from streambp.planner.profile import work
+from streambp.planner.seconds import kernels
+from streambp.planner.skeleton import Skeleton
+from streambp.planner.survey import CHECKPOINTING_HEAD, Counter, streamed, survey
+from streambp.planner.work import SKINNY, Work, aten, work_of
+from streambp.rates import DEVICES
+from tests.planner.test_estimates import QWEN3_8B
+
+pytest.importorskip("peft", reason="adapters need peft")
+
+TOKENS, RANK = 2048, 8
+# As wide, to their ranks, as those of models that are trained so: what adapters cost of the size of x and y must show.
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+}
+EVERYTHING = streamed(("attn_out", "kv", "*"))
+PEFTS = 0.25  # of the bytes that peft's adapters add under checkpointing
+
+
+def frozen(kernels="auto"):
+    skeleton = Asked(Qwen3Config(**SIZES), kernels=kernels).skeleton()
+    skeleton.model.requires_grad_(False)
+    skeleton.model.enable_input_require_grads()
+    return skeleton
+
+
+def with_lora(kernels="auto"):
+    skeleton = Asked(Qwen3Config(**SIZES), lora=RANK, kernels=kernels).skeleton()
+    skeleton.causal_lm.enable_input_require_grads()
+    return skeleton
+
+
+def spent(skeleton, recipe, chunk=TOKENS):
+    """The work of the middle layer, forward and backward."""
+    counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
+    (spans,) = counter.count(recipe, (TOKENS, chunk), accumulate=False)
+    found = {
+        name: [span.work for span in spans if span.name == name and span.layer == 1] for name in ("forward", "backward")
+    }
+    return {name: functools.reduce(lambda one, other: one.plus(other), works) for name, works in found.items()}
+
+
+def added(recipe, kernels):
+    """What adapters add to the middle layer, beside its frozen Linears."""
+    bare, adapted = spent(frozen(kernels), recipe), spent(with_lora(kernels), recipe)
+    return {name: adapted[name].plus(bare[name], -1) for name in adapted}
+
+
+@pytest.fixture
+def elementwise(monkeypatch):
+    """Within the test, products move nothing but the sums that they add to."""
+    monkeypatch.setattr(work_module, "SKINNY", 0)
+
+
+def test_elementwise_traffic(elementwise):
+    ours, pefts = added(EVERYTHING, "auto"), added(CHECKPOINTING_HEAD, "liger")
+    total, theirs = (sum(work.moved for work in found.values()) for found in (ours, pefts))
+    print(f"{total / theirs:.3f} of peft's {theirs / TOKENS / 1024:.0f} KB a token of a layer")
+    assert 0 < total <= PEFTS * theirs
+
+
+def test_skinny_products_count_their_bytes():
+    with torch.device("meta"):
+        x, a, out = torch.empty(TOKENS, 512), torch.empty(512, RANK), torch.empty(TOKENS, RANK)
+        wide = torch.empty(512, SKINNY + 1)
+    skinny = work_of(aten.mm.default, (x, a), {}, out)
+    assert (skinny.products, skinny.moved) == (2 * x.numel() * RANK, 4 * (x.numel() + a.numel() + out.numel()))
+    assert work_of(aten.mm.default, (x, wide), {}, x.new_empty(TOKENS, SKINNY + 1)).moved == 0
+    found = work_of(aten.addmm_.default, (out, x, a), {}, out)
+    assert found.moved == 4 * (x.numel() + a.numel() + 2 * out.numel())
+
+
+def passes_over_y(monkeypatch):
+    real = operation._product
+    monkeypatch.setattr(operation, "_product", lambda *args: (real(*args).float() * 1.0).bfloat16())
+
+
+@pytest.mark.full
+def test_mutant(elementwise, monkeypatch):
+    passes_over_y(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_elementwise_traffic(elementwise)
+
+
+# Forward and backward of LoRA of rank 8 of an 8B model on one H100 of 80 GB, by this package's scripts, with peft's code:
+# method, T, chunk, seconds, and how much of attention's forward backward computes again; None: as the method says.
+LINEARS = ("self_attn.[qkvo]_proj", "mlp.gate_proj", "mlp.up_proj")
+MEASURED_H100 = [
+    (CHECKPOINTING_HEAD, 16_384, 16_384, 2.803, 0.0),
+    (streamed(("attn_out", "kv", *LINEARS)), 16_384, 16_384, 2.577, None),
+    (streamed(), 131_072, 8_192, 56.106, 21 / 36),
+]
+# What streamed steps are to take in one operation a Linear: method, T, chunk, seconds at most.
+TO_REACH = [
+    (streamed(("attn_out", "kv", *LINEARS)), 16_384, 16_384, 1.75),
+    (streamed(("attn_out", "kv")), 65_536, 16_384, 14.2),
+    (streamed(("attn_out",), "cpu"), 131_072, 16_384, 47.0),
+]
+
+
+def predicted(rows, own):
+    """Seconds of rows of an H100, and the rows."""
+    skeleton = Skeleton(QWEN3_8B, torch.bfloat16, RANK, 16, "cuda", None, "liger")
+    skeleton.own_adapters = own
+    recipes = list({recipe.name: recipe for recipe, *_ in rows}.values())
+    profile = survey(skeleton, recipes, accumulating=False, tree=False)
+    for recipe, length, chunk, *rest in rows:
+        parts = work(profile.method(recipe.name), length, chunk)
+        again = rest[1] if len(rest) > 1 else None
+        if again is not None:
+            parts["backward"] = parts["backward"]._replace(forward=again * parts["backward"].forward)
+        total = functools.reduce(Work.plus, parts.values())
+        found = sum(kernels(total, DEVICES["H100"]))
+        print(f"{recipe.name:70} {length:7,} predicted {found:6.2f} s, {rest[0]}")
+        yield found, rest[0]
+
+
+@pytest.mark.full
+def test_measured_steps_with_pefts_code_within_three_percent():
+    for found, measured in predicted(MEASURED_H100, own=True):
+        assert abs(found / measured - 1) <= 0.03
+
+
+@pytest.mark.full
+def test_steps_in_one_operation():
+    for found, most in predicted(TO_REACH, own=False):
+        assert found <= most
