@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.own import biases_positions
+from streambp.cache_arguments import has_cache
 from streambp.distributed.engines import held
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
@@ -23,7 +24,6 @@ from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
-from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import lazy_logits

@@ -19,6 +19,7 @@ from streambp.admission.stacks import cache_argument, kind_of, states_argument
 from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
+from streambp.cache_arguments import has_cache
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.zero import differentiable_input
@@ -38,7 +39,6 @@ from streambp.known_names import (
     WITH_KWARGS,
     Z3_LEAF,
 )
-from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
 from streambp.model.deferring import DeferredForward, can_be_deferred
