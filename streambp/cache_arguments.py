@@ -74,7 +74,7 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
         return ()
     names = _parameters(code)
     annotations = getattr(forward, "__annotations__", {})
-    annotated = [name for name in names if _names_a_cache(annotations.get(name), forward.__globals__)]
+    annotated = [name for name in names if names_a_cache(annotations.get(name), forward.__globals__)]
     used = _called_as_caches(code)
     called = [name for name in names if name in used and name not in annotated and not _is_mapping(annotations.get(name))]
     return (*annotated, *called)
@@ -106,7 +106,7 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
+def names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
     """Whether an annotation, which may be a text, names the class of a cache.
 
     Args:
@@ -120,7 +120,7 @@ def _names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
         words = re.findall(r"[A-Za-z_]\w*", annotation)
         return any(word.endswith(ENDING) or is_cache_class(names.get(word)) for word in words)
     parts = typing.get_args(annotation)
-    return any(_names_a_cache(part, names) for part in parts) if parts else is_cache_class(annotation)
+    return any(names_a_cache(part, names) for part in parts) if parts else is_cache_class(annotation)
 
 
 def _is_mapping(annotation: Any) -> bool:

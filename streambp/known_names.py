@@ -105,6 +105,7 @@ INDEX_TOPK = "index_topk"  # of an indexer: it picks so many keys for a query
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")  # of backbones, by attribute
 READ_ALWAYS = ("config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")  # by attention functions
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of layers; trainers switch them at any time
+FILLED_IN = "args_with_config_defaults"  # a variable of the decorator that passes what a config says, such as use_cache
 CHECKPOINTING_SWITCHES = ("activation_checkpointing_", "gradient_checkpointing_")  # start the methods "enable", "disable"
 PREDICTION = ("prediction_step", "prediction_loss_only")  # a Trainer's function and its variable: False asks for logits
 
