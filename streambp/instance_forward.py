@@ -43,7 +43,7 @@ class Unbound:
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         self.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return self.of(module)(*args, **kwargs)
 
     def of(self, module: nn.Module) -> Any:

@@ -6,7 +6,7 @@ is used for, and `tests/test_known_names.py` says which of them the installed ve
 arguments and attributes that every program uses (`input_ids`, `attention_mask`, `position_ids`, `labels`, `use_cache`) and
 torch's public operations.
 
-The names are those of transformers 5.23, torch 2.13, peft 0.21, DeepSpeed 0.19, accelerate 1.15 and TRL 1.16 where a line
+The names are those of transformers 5.24, torch 2.14, peft 0.21, DeepSpeed 0.19, accelerate 1.15 and TRL 1.16 where a line
 does not say otherwise; "until" names the last version that has it.
 """
 
@@ -35,9 +35,9 @@ TOKEN_DIMS = {
     "seq_idx": -1,
     "block_states": -3,
 }
-# Caches of keys, values and states. `past_key_value` is an older name, which models outside of transformers still have.
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-PAGED_CACHE = "cache"  # the cache of continuous batching
+# Caches are known by their classes and methods [Note: cache arguments], but for tuples of keys and values, which models
+# outside of transformers take by these names.
+UNTYPED_CACHES = ("past_key_values", "past_key_value", "layer_past")
 STATE = "state"  # xLSTM and RWKV: the layer takes its states there, and returns them behind its hidden states
 PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], the keys that an earlier layer picked
 # Of backbones: all that a token of a tree of prefixes is known by, what may stand in place of its id, what is said beside
@@ -95,11 +95,17 @@ SHARED_LAYERS = "shared_layers"  # through the cache, until 5.5
 INDEXER = "Indexer"  # a part of the class's name of what picks keys in sparse attention
 # What one calls on its cache, which collects its keys, and on its scores, with a mask of bools.
 INDEXER_CALLS = ("update_indexer", "masked_fill")
+# By these methods a forward's parameter is known as a cache, where it is not annotated as one.
+CACHE_CALLS = (
+    UPDATE, SEQUENCE_LENGTH, QUERY_OFFSET, LINEAR_CACHE, CONV_UPDATE, RECURRENT_UPDATE, "set_linear_cache",
+    "update_indexer",
+)  # fmt: skip
 INDEX_HEADS = "n_heads"  # of an indexer: it has scores in so many heads
 INDEX_TOPK = "index_topk"  # of an indexer: it picks so many keys for a query
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")  # of backbones, by attribute
 READ_ALWAYS = ("config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")  # by attention functions
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of layers; trainers switch them at any time
+FILLED_IN = "args_with_config_defaults"  # a variable of the decorator that passes what a config says, such as use_cache
 CHECKPOINTING_SWITCHES = ("activation_checkpointing_", "gradient_checkpointing_")  # start the methods "enable", "disable"
 PREDICTION = ("prediction_step", "prediction_loss_only")  # a Trainer's function and its variable: False asks for logits
 

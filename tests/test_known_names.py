@@ -28,9 +28,14 @@ from streambp.launch import hook
 PACKAGE = Path(known_names.__file__).parent
 MADE_UP = "_a_name_that_nobody_has"
 # The versions whose names are listed; older ones lack some of them.
-VERSIONS = dict(transformers="5.23", torch="2.13", peft="0.21", deepspeed="0.19", accelerate="1.15", trl="1.16")  # noqa: C408
-# Of no model of transformers 5.23, with the last version that has it. Models outside of transformers may.
-GONE = {"cache_position": "before 5.23", "past_key_value": "before 5.23", "shared_layers": "5.5"}
+VERSIONS = dict(transformers="5.24", torch="2.14", peft="0.21", deepspeed="0.19", accelerate="1.15", trl="1.16")  # noqa: C408
+# Of no model of transformers 5.24, with the last version that has it. Models outside of transformers may.
+GONE = {
+    "cache_position": "before 5.23",
+    "past_key_value": "before 5.23",
+    "past_key_values": "5.23",
+    "shared_layers": "5.5",
+}
 PACKAGES_ELSEWHERE = {"deepspeed", "liger_kernel", "torchao", "bitsandbytes"}  # which the tests' environments need not have
 # Of transformers: modules that all models have in common.
 COMMON = ("configuration_utils", "cache_utils", "masking_utils", "trainer", "hub_kernels", "sdpa_", "flash_", "flex_")
@@ -92,16 +97,16 @@ def indexers():
 
 # The constants by the library that has their names, and by what tells: its sources, where nothing else is said.
 CHECKED = {
-    ("transformers", arguments): "TOKEN_DIMS CACHES PAGED_CACHE STATE PICKED PER_KEY DOCUMENT_IDS DOCUMENT_ENDS",
+    ("transformers", arguments): "TOKEN_DIMS UNTYPED_CACHES STATE PICKED PER_KEY DOCUMENT_IDS DOCUMENT_ENDS",
     ("transformers", modules): "MASKING DEPRECATION",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
         ATTENTION_TABLE EAGER SDPA FLASH EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION SOFTMAX FLASH_FORWARD
         HUB_KERNEL MASK_MAKERS FOREIGN_ARGUMENTS PICKS SINKS UPDATE INDEX_UPDATE INDEXER_CALLS INDEX_HEADS INDEX_TOPK
-        QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN
+        QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN CACHE_CALLS
         CONV_UPDATE RECURRENT_UPDATE STATE_PROTOCOL
         ATTENTION SHARES_LAYERS SHARED_LAYERS FINAL_NORMS READ_ALWAYS CHECKPOINTING CHECKPOINTING_SWITCHES PREDICTION
-        CALLED_KERNEL DELTA_RULE STATE_SCAN SELECTIVE_SCAN CONVOLUTION CONVOLUTION_STATE PLANNED_CONVOLUTION
+        FILLED_IN CALLED_KERNEL DELTA_RULE STATE_SCAN SELECTIVE_SCAN CONVOLUTION CONVOLUTION_STATE PLANNED_CONVOLUTION
         PLANNED_DELTA_RULE PLANNED_MAMBA1 PLANNED_SCAN PLANNED_MAMBA2 KERNEL_IMPORTS SHARED_INPUTS EMBEDS PER_TOKEN IN_ORDER
         HIDDEN_STATES ROUTER_LOGITS Z_LOSS ROTATED
         SAYS_NOTHING_OF_TOKENS LABELS NOISY_EMBEDDINGS NO_PART_OF_A_STEP ROTARY GATED_MLP FUSED_MLP ACTIVATIONS NORM""",

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from streambp.admission.generators import generator_states, generators_of, set_generators
 from streambp.attention.masks import LazyMask
+from streambp.cache_arguments import without_caches
 from streambp.chunks import Chunk
 from streambp.distributed.engines import Together, engine_hooks_silenced, held, reductions_of
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.looks import changed, versions_of
-from streambp.known_names import CACHES
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import switched_off
 from streambp.layer.recompute import Autocast, check_mode, computed_as_written
@@ -38,7 +38,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
     Raises:
         UnsupportedModelError: the layer reads the model's attention mask itself instead of handing it on.
     """
-    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    kwargs = without_caches(kwargs)
     configs = site.of(site.kind.attention.configs)
     rows = report.rows
     mixers = [] if rows is None else site.of(mixers_of)

@@ -107,7 +107,7 @@ def admit(
         )
     told = rows if carries else None
     forward = type(site.layer).forward
-    arguments = Arguments(forward, site.layer, args, kwargs, site.kind.counts_positions, told, look.kind)
+    arguments = Arguments(forward, site.layer, args, kwargs, site.kind.position_cache, told, look.kind)
     attends = None if isinstance(F.scaled_dot_product_attention, BuiltinFunctionType) else replaced_attention()
     if attends is not None:  # the layer was tried with torch's own, which says nothing of another
         arguments.kind |= {("torch's attention", attends)}

@@ -183,7 +183,7 @@ def may_edit_gradients(layer: nn.Module) -> bool:
     return any(code is None or _gives_back(code) for code in codes)
 
 
-def _watched(hook: Callable[..., Any], changing: list[str], *args: Any, **kwargs: Any) -> Any:
+def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any) -> Any:
     tensors = tensors_in((args[1:], kwargs), Tensor)
     before = [x.detach().clone() for x in tensors]  # versions miss what is written through `.data` or NumPy
     versions = [version_of(x) for x in tensors]  # values miss what is written to positions that are not there

@@ -22,11 +22,12 @@ from streambp.admission.insides import foreign_parts, watched_hooks
 from streambp.admission.registry import distinct_attentions
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
+from streambp.cache_arguments import without_caches
 from streambp.chunks import Chunk
 from streambp.device import is_out_of_memory
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import CACHES, EAGER, FLAT_PARAMETER, STATE
+from streambp.known_names import EAGER, FLAT_PARAMETER, STATE
 from streambp.layer.call import LayerCall
 from streambp.layer.graphs import depends, leaf_besides
 from streambp.layer.outputs import recording
@@ -121,7 +122,9 @@ class OwnRun:
         ):
             # The first tokens, without caches and states, and with the model's own masks.
             named = call.arguments.cut(Chunk(0, 0, length))
-            named = {name: None if name in (*CACHES, STATE) else value for name, value in named.items()}
+            named = without_caches(named)
+            if STATE in named:
+                named[STATE] = None
             named = call.site.kind.attention.unpatched(named, length, lambda mask: self._mask(mask, x))
             result = call.site.forward(call.arguments.as_given(x), **named)
         self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))

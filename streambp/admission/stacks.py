@@ -15,12 +15,12 @@ from streambp.admission.insides import refuse_opacus
 from streambp.attention.carriers import NoAttention, OverCache, Picking, Replaced, ThroughInterface
 from streambp.attention.indexers import indexers_of
 from streambp.attention.own import biases_positions
+from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, name_of, wrapped_functions
 from streambp.known_names import (
     ATTENTION,
     ATTENTION_TABLE,
-    CACHES,
     COMPILED,
     FSDP1,
     INDEX_HEADS,
@@ -183,9 +183,9 @@ def attends(layer: nn.Module) -> bool:
 
 def cache_argument(layer: nn.Module) -> str | None:
     """The argument that takes the cache of a layer that attends by itself, over what its cache returns; None for others."""
-    if attends(layer) or not any(UPDATE in _names(m) and set(CACHES) & set(_locals(m)) for m in layer.modules()):
+    if attends(layer) or not any(UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()):
         return None
-    return next((name for name in _locals(layer) if name in CACHES), None)
+    return next(iter(cache_arguments(layer)), None)
 
 
 def replaced_attention(layer: nn.Module) -> str | None:
@@ -207,7 +207,7 @@ def states_argument(layer: nn.Module) -> str | None:
     [Note: states]
     """
     if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
-        return next((name for name in _locals(layer) if name in CACHES), None)
+        return next(iter(cache_arguments(layer)), None)
     # Not if a module that knows the states by the same name assigns to parts of something.
     knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
     writes = (step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
@@ -227,7 +227,7 @@ def kind_of(layer: nn.Module) -> LayerKind:
     else:
         attention = NoAttention() if replaced is None else Replaced(replaced)
     carrier = StateCarrier(states or "", returned=states == STATE)
-    return LayerKind(attention, carrier, counts_positions(layer))
+    return LayerKind(attention, carrier, position_cache(layer))
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
@@ -238,11 +238,13 @@ def shares_through_cache(backbone: PreTrainedModel) -> bool:
     return any(SHARED_LAYERS in _names(module) for module in backbone.modules())
 
 
-def counts_positions(layer: nn.Module) -> bool:
-    """Whether a module of the layer asks its cache how many tokens came before (llama4's layers without rotary
-    positions do; they would count from 0 in every chunk)."""
+def position_cache(layer: nn.Module) -> str:
+    """The argument of the layer's cache if a module of it asks that how many tokens came before (llama4's layers without
+    rotary positions do; they would count from 0 in every chunk); empty if none does."""
     asking = (module for module in layer.modules() if not getattr(module, "is_cross_attention", False))
-    return any(SEQUENCE_LENGTH in _names(module) for module in asking)
+    if not any(SEQUENCE_LENGTH in _names(module) for module in asking):
+        return ""
+    return next(iter(cache_arguments(layer)), "")
 
 
 def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: bool) -> str | None:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from streambp.attention.picked import visible
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Stage
 from streambp.cache import ChunkCache
-from streambp.known_names import CACHES, INDEX_HEADS, INDEXER
+from streambp.cache_arguments import cache_parameters
+from streambp.known_names import INDEX_HEADS, INDEXER
 from streambp.nested import rebuilt
 
 SCORES = 2**28  # bytes of an indexer's scores in all of its heads; its operators hold a few copies
@@ -50,7 +51,7 @@ def picking(indexers: Sequence[nn.Module], point: AttentionPoint) -> Iterator[No
 
 
 def _pick(
-    indexer: nn.Module, forward: Callable[..., Tensor], number: int, point: ChunkMask, *args: Any, **kwargs: Any
+    indexer: nn.Module, forward: Callable[..., Tensor], number: int, point: ChunkMask, /, *args: Any, **kwargs: Any
 ) -> Tensor:
     """[B, C, k] in int32: the keys that the chunk's queries read."""
     named = dict(inspect.signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments)
@@ -73,22 +74,34 @@ def _few_queries_at_a_time(
     """[B, C, k] for x [B, C, h]."""
     chunk, rows = point.chunk, x.shape[0]
     heads: int = getattr(indexer, INDEX_HEADS)
+    caches = cache_parameters(type(indexer).forward)
     step = max(1, SCORES // (4 * heads * chunk.stop))
     picks: list[Tensor] = []
     for row in range(rows):
         found = []
         for start in range(chunk.start, chunk.stop, step):
             stop = min(start + step, chunk.stop)
-            found.append(forward(**_part(named, number, point, row, rows, start, stop)))  # [1, queries, k]
+            found.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))  # [1, queries, k]
         most = found[-1].shape[-1]  # the first queries may have fewer keys, pick all, and the first once more
         picks.append(torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1))
     return picks[0] if rows == 1 else torch.cat(picks)
 
 
 def _part(
-    named: dict[str, Any], number: int, point: ChunkMask, row: int, rows: int, start: int, stop: int
+    named: dict[str, Any],
+    caches: tuple[str, ...],
+    number: int,
+    point: ChunkMask,
+    row: int,
+    rows: int,
+    start: int,
+    stop: int,
 ) -> dict[str, Any]:
-    """An indexer's arguments for queries [start, stop) of one row."""
+    """An indexer's arguments for queries [start, stop) of one row.
+
+    Args:
+        caches: the names of those that take a cache.
+    """
     prefix, chunk = point.prefix, point.chunk
 
     def cut(x: Tensor) -> Tensor:
@@ -106,7 +119,7 @@ def _part(
 
     found: dict[str, Any] = {}
     for name, value in named.items():
-        if name in CACHES:
+        if name in caches:
             found[name] = ChunkCache(start, read)
         elif value is point:
             device = next(x for x in named.values() if isinstance(x, Tensor)).device

@@ -58,7 +58,7 @@ def patch_engines(engine_class: Any) -> None:
     make, wrap = engine_class.__init__, engine_class._build_fsdp_module
 
     @functools.wraps(make)
-    def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(engine: Any, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         make(engine, *args, **kwargs)
         check(engine)
 

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from streambp.cache import ChunkCache
+from streambp.cache_arguments import without_caches
 from streambp.chunks import Chunk, Forks
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
-from streambp.known_names import CACHES, DOCUMENT_ENDS, DOCUMENT_IDS, PAGED_CACHE, PICKED, STATE, TOKEN_DIMS
+from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, PICKED, TOKEN_DIMS
 from streambp.nested import Slot, rebuilt
 from streambp.recurrent.documents import Documents, PackedRows
-
-CACHED = frozenset({*CACHES, PAGED_CACHE, STATE})  # the arguments that hold a cache
 
 
 @dataclasses.dataclass
@@ -33,14 +32,6 @@ class Differentiable:
 
     tensor: Tensor
     dim: int | None
-
-
-def has_cache(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is given a cache to read and write."""
-    for name in CACHED:  # noqa: SIM110 - a generator would be run for each layer
-        if kwargs.get(name) is not None:
-            return True
-    return False
 
 
 Seen = list[tuple[str, Tensor, int]]  # arguments of any shape by name, with their versions; inference tensors have none
@@ -62,7 +53,7 @@ class Arguments:
 
     Args:
         forward: the layer class's forward.
-        counts_positions: the layer asks its cache for positions and gets a `ChunkCache`.
+        position_cache: the argument of a cache that the layer asks for positions: a `ChunkCache`; empty: it asks none.
         packed_rows: the documents that its mixers are called for one by one. [Note: segments]
         state: what else of the layer decides whether its chunks compute what the whole does. [Note: fingerprint]
     """
@@ -73,7 +64,7 @@ class Arguments:
         layer: nn.Module,
         args: Any,
         kwargs: Any,
-        counts_positions: bool = False,
+        position_cache: str = "",
         packed_rows: PackedRows | None = None,
         state: tuple[Any, ...] = (),
     ) -> None:
@@ -92,7 +83,7 @@ class Arguments:
         self.folds = len(self.token_shape) > 1  # of M residual streams behind the tokens, h is all M * h here
         self.hidden_states = given.flatten(-2) if self.folds else given  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
-        self.counts_positions = counts_positions
+        self.position_cache = position_cache
         # What the layer is called with, whatever the batch: calls of one kind stream alike.
         self.kind: frozenset[tuple[str, Any]]
         self.inputs: list[Tensor] = []  # as the caller gave them, with their history; taken by the Function
@@ -205,8 +196,8 @@ class Arguments:
         if len(named) < len(self.named):
             for name in self.named.keys() - named.keys():
                 named[name] = rebuilt(self.named[name], functools.partial(self._part, chunk, leaves, name))
-        if self.counts_positions:
-            named["past_key_values"] = ChunkCache(chunk.start)
+        if self.position_cache:
+            named[self.position_cache] = ChunkCache(chunk.start)
         return named
 
     @contextlib.contextmanager
@@ -247,9 +238,7 @@ def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
     del named[next(iter(named))]
     if rest is not None:
         named.update(named.pop(rest, {}))
-    for name in CACHES:
-        if name in named:
-            named[name] = None
+    named = without_caches(named)
     if "use_cache" in named:
         named["use_cache"] = False
     return named

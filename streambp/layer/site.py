@@ -109,12 +109,12 @@ class LayerKind:
 
     Args:
         attention: how chunks get at keys and values. states: how they get at states.
-        counts_positions: the layer asks its cache how many tokens came before.
+        position_cache: the argument of the cache that the layer asks how many tokens came before; empty: it asks none.
     """
 
     attention: NoAttention = dataclasses.field(default_factory=ThroughInterface)
     states: StateCarrier = dataclasses.field(default_factory=StateCarrier)
-    counts_positions: bool = False
+    position_cache: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

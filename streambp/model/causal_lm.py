@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import own_implementation
 from streambp.attention.own import biases_positions
+from streambp.cache_arguments import has_cache
 from streambp.distributed.engines import held
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, foreign_of_class, trls_head
@@ -23,7 +24,6 @@ from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
-from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import lazy_logits
@@ -32,7 +32,7 @@ from streambp.model.deferring import DeferredForward, HeldHead
 from streambp.model.empty_batches import EmptyBatchWarning, LossOfLabels, any_label
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
-from streambp.model.state import PatchState, wants_cache
+from streambp.model.state import PatchState, names_cache, wants_cache
 
 BLOCKWISE = "blockwise loss, no logits"
 WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
@@ -70,9 +70,12 @@ class CausalLMForward(InstanceForward):
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that `patch` found; within, the state has the call's position_ids and labels for a backbone that gets
         none."""
-        before = self.state.running.position_ids, self.state.running.labels
-        self.state.running.position_ids = kwargs.get("position_ids")
-        self.state.running.labels = kwargs.get("labels"), kwargs.get("shift_labels")
+        running = self.state.running
+        before = running.position_ids, running.labels, running.names_cache
+        running.position_ids = kwargs.get("position_ids")
+        running.labels = kwargs.get("labels"), kwargs.get("shift_labels")
+        if running.names_cache is None:
+            running.names_cache = names_cache(self.module, kwargs)
         try:
             trls = None if self.previous is None else trls_head(getattr(self.previous, "__func__", None))
             if trls is not None and not kwargs.get(ASKS_TRLS_HEAD) and isinstance(trls[TRLS_FORWARD], MethodType):
@@ -80,7 +83,7 @@ class CausalLMForward(InstanceForward):
                 return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
             return super().original(*args, **kwargs)
         finally:
-            self.state.running.position_ids, self.state.running.labels = before
+            running.position_ids, running.labels, running.names_cache = before
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, with its loss computed without logits where labels are given.
@@ -101,7 +104,7 @@ class CausalLMForward(InstanceForward):
                     self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
             if labels is None and want_log_probs:
                 raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
-            caches = has_cache(kwargs) or self.state.makes_cache(kwargs, self._trains)
+            caches = has_cache(kwargs) or names_cache(self.module, kwargs)
             if labels is None or not self.state.config.head or caches or self.foreign is not None:
                 if want_log_probs:
                     self.refuse_foreign()
@@ -250,6 +253,8 @@ class CausalLMForward(InstanceForward):
         if self.foreign is not None or has_cache(kwargs):
             return False
         if config.eval_logits and not self.module.training:
+            return False
+        if names_cache(self.module, kwargs):
             return False
         if wants_cache(self.module.config.get_text_config(), kwargs) and not self._trains:  # type: ignore[operator, union-attr]
             return False

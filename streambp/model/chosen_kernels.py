@@ -43,8 +43,8 @@ from streambp.model.fused_layers import (
     fused_modules,
     globals_that_turn,
     put_on,
-    with_globals,
 )
+from streambp.source import with_globals
 
 HALF = 4  # features of a head, of which the other half is turned with these, in the comparison of rotations
 

@@ -34,7 +34,8 @@ from streambp.admission.stacks import find_stacks
 from streambp.device import has_data
 from streambp.foreign import REGION, compiled_inside, is_compiled
 from streambp.known_names import ACCELERATE_HOOK, FUSED_MLP, GATED_MLP, MODULE_TABLES, ROTARY, ROTATED
-from streambp.model.fused_layers import TRIED, Fused, Replaced, WithRotation, globals_that_turn, with_globals
+from streambp.model.fused_layers import TRIED, Fused, Replaced, WithRotation, globals_that_turn
+from streambp.source import with_globals
 
 BACKEND = "inductor"
 COMPILERS = ("cc", "gcc", "clang", "g++", "clang++", "cl")  # one of which what inductor makes needs
@@ -96,7 +97,7 @@ class Region:
         self.run = run
         self._streambp_region = self.compiled = compiled
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """As the class's forward."""
         found = NotImplemented if kwargs else self.run(self.compiled, module, *args)
         return type(module).forward(module, *args, **kwargs) if found is NotImplemented else found

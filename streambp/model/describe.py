@@ -358,6 +358,8 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
             "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran "
             "unpatched"
         )
+    if found.named_cache:
+        notes.append("calls in training that asked for a cache (use_cache=True) ran unpatched; without it they stream")
     if found.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
     layers = [wrapper.module for wrapper in found.wrappers if isinstance(wrapper, LayerForward)]

@@ -44,6 +44,7 @@ from streambp.known_names import (
     ROTARY,
 )
 from streambp.libraries import required
+from streambp.source import written, written_forward
 
 ABSENT = object()
 LEAVE_OUT = "Leave kernels out"
@@ -213,7 +214,7 @@ class OnDevice:
     fused: Callable[..., Any]
     kind: str
 
-    def __call__(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         forward = self.fused if takes(x, self.kind) else type(module).forward
         return forward(module, x, *args, **kwargs)
 
@@ -248,17 +249,10 @@ class WithRotation(dict[str, Any]):
 
 def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
     """Those of a class's forward that calls the rotation by its usual name; None for other modules."""
-    forward: Any = type(module).forward
+    forward = written_forward(module)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return None
     return forward.__globals__ if ROTARY in forward.__globals__ else None
-
-
-def with_globals(space: dict[str, Any], forward: Any) -> types.FunctionType:
-    """A class's forward with other globals."""
-    found = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
-    found.__kwdefaults__, found.__qualname__ = forward.__kwdefaults__, forward.__qualname__
-    return found
 
 
 def takes(x: Tensor, kind: str) -> bool:
@@ -278,7 +272,7 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
         while isinstance(function, functools.partial | OnDevice):
             function = function.func if isinstance(function, functools.partial) else function.fused
         home = home_of(function).partition(".")[0]
-        if isinstance(around := getattr(function, "__globals__", None), WithRotation):
+        if isinstance(around := getattr(written(function), "__globals__", None), WithRotation):
             turning.add(around.home)
         elif name and is_region(module):
             found.setdefault(REGION, []).append(name)

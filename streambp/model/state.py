@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import transformers
 from torch import nn
 from torch.distributed import is_initialized
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import own_implementation
 from streambp.config import StreamConfig
 from streambp.distributed.engines import held
 from streambp.errors import UnsupportedModelError
+from streambp.foreign import wrapped_functions
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
+from streambp.known_names import CHECKPOINTING, FILLED_IN
 from streambp.layer.owner import StepOwner
 from streambp.layer.witness import Witnesses
 from streambp.model.deferring import DeferredForward
@@ -51,6 +52,7 @@ class ForwardContext:
     tree: its rows, if it computes them as a packed row. [Note: tree of rows]
     failed: of a running trial of that, what layers raised; None: none is running.
     asked_cache: it is to have a cache unpatched, by its arguments or the model's config.
+    names_cache: its caller passed `use_cache=True`, of a call in training; None: no language model around is running.
     """
 
     bypass: bool = False
@@ -64,6 +66,7 @@ class ForwardContext:
     tree: Tree | None = None
     failed: list[Exception] | None = None
     asked_cache: bool = False
+    names_cache: bool | None = None
 
 
 @dataclasses.dataclass
@@ -83,10 +86,10 @@ class PatchState:
     warned_of_padding: that a label's gradient differs from eager attention's.
     split: how sequences were split over ranks, the last time that they were.
     warned_of_documents: that the unpatched model would not take a row for several documents.
-    warned_of_cache: that a training step that was asked for a cache returns none.
     warned_of_trials: that hooks saw the trials of layers.
     unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
-    given_cache: a call in training was given a cache, and ran as unpatched.
+    given_cache: a call in training was given a cache, and ran as unpatched. named_cache: one was asked for a cache by
+        `use_cache=True`, and ran as unpatched.
     shares_through_cache: without a cache the unpatched model would compute something else.
     """
 
@@ -107,29 +110,11 @@ class PatchState:
     split: Shards | None = None
     warned_of_padding: bool = False
     warned_of_documents: bool = False
-    warned_of_cache: bool = False
     warned_of_trials: bool = False
     unasked_cache: bool = False
     given_cache: bool = False
+    named_cache: bool = False
     shares_through_cache: bool = False
-
-    def makes_cache(self, kwargs: Mapping[str, Any], trains: bool) -> bool:
-        """Whether a language model's call returns a cache because its caller passed `use_cache`. A step in training has
-        none, as under gradient checkpointing; a warning says so once.
-
-        Args:
-            trains: it is one.
-        """
-        asked = bool(kwargs.get("use_cache"))
-        if asked and trains and not self.warned_of_cache:
-            self.warned_of_cache = True
-            warnings.warn(
-                "use_cache=True was passed in a training step, which streams without a cache: past_key_values of the "
-                "output is None, and a call that should go on from it would begin anew. If yours does, run the model "
-                "unpatched (streambp.unpatch(model)); else pass use_cache=False.",
-                stacklevel=2,
-            )
-        return asked and not trains
 
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
         """Asked of a call before it is made without a cache.
@@ -181,6 +166,26 @@ class PatchState:
             return False
 
         return self.unpatched.attempt(run, kwargs, config, packs)
+
+
+def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the caller of a model asks for a cache by `use_cache=True` and gets one unpatched. Under gradient
+    checkpointing transformers makes none in training."""
+    if not kwargs.get("use_cache"):
+        return False
+    return not (model.training and any(getattr(module, CHECKPOINTING[0], False) for module in model.modules()))
+
+
+def fills_in_defaults(model: nn.Module) -> bool:
+    """Whether transformers' decorator around a model's forward passes what the config says for what the caller does not."""
+    codes = (getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward))
+    return any(FILLED_IN in getattr(code, "co_varnames", ()) for code in codes)
+
+
+def models_around(part: nn.Module, root: nn.Module) -> list[nn.Module]:
+    """The transformers models in `root` that hold a module, and are not it."""
+    models = [model for model in root.modules() if isinstance(model, PreTrainedModel) and model is not part]
+    return [model for model in models if any(module is part for module in model.modules())]
 
 
 def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:

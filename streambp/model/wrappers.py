@@ -19,6 +19,7 @@ from streambp.admission.stacks import cache_argument, kind_of, states_argument
 from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
+from streambp.cache_arguments import has_cache
 from streambp.device import has_data
 from streambp.distributed.host import engine_host_use
 from streambp.distributed.zero import differentiable_input
@@ -38,13 +39,13 @@ from streambp.known_names import (
     WITH_KWARGS,
     Z3_LEAF,
 )
-from streambp.layer.arguments import has_cache
 from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
+from streambp.model.absent_cache import with_absent_cache
 from streambp.model.deferring import DeferredForward, can_be_deferred
 from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
-from streambp.model.state import PatchState, wants_cache
+from streambp.model.state import PatchState, fills_in_defaults, models_around, names_cache, wants_cache
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes, Unseen
 from streambp.prefixes.tree import Tree
@@ -204,6 +205,7 @@ class BackboneForward(InstanceForward):
             self._check(given)
             refuse_foreign_attention(self.attentions)
             state.check_cache(self.module.config, kwargs)
+            cacheless = self._leaves_a_cache_out()
             if state.policy is not None and isinstance(given, Tensor):
                 state.policy.begins(given.device)
             output = None if state.unpatched is None else self._unstreamed(kwargs)
@@ -211,12 +213,8 @@ class BackboneForward(InstanceForward):
                 if self.prefixes is not None:
                     self.prefixes.last = AS_UNPATCHED
                 state.steps.forward_done(id(self.module), given, None, unpatched=True)
-                return output
-            offloader = state.offloader
-            if offloader is not None and state.root is not None and not offloader.host_bytes:
-                # Engines are there by the first forward, which is when it looks how much host memory it may take.
-                offloader.set_aside, weights = engine_host_use(state.root).to_come, state.weights
-                offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
+                return with_absent_cache(output) if cacheless else output
+            self._meet_engines_on_the_host()
             if is_initialized():
                 running.shards = shards_of(kwargs, given, self.module.config, self.module.training, self._sites)
                 state.split = running.shards or state.split
@@ -235,7 +233,7 @@ class BackboneForward(InstanceForward):
                     state.warned_of_documents = warn_of_documents(self._sites, asked_cache, running.packed_rows is not None)
             if not state.warned_of_trials:
                 state.warned_of_trials = warn_of_trials(self._sites)
-            return output
+            return with_absent_cache(output) if cacheless else output
         finally:
             running.asked_cache = False
             if state.policy is not None:
@@ -244,6 +242,15 @@ class BackboneForward(InstanceForward):
             if running.deferring is not None:
                 running.deferring.remove()
                 running.deferring = None
+
+    def _meet_engines_on_the_host(self) -> None:
+        """Tell the offloader what others take of host memory. Engines are there by the first forward, which is when it
+        looks how much it may take."""
+        state = self.state
+        offloader = state.offloader
+        if offloader is not None and state.root is not None and not offloader.host_bytes:
+            offloader.set_aside, weights = engine_host_use(state.root).to_come, state.weights
+            offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward as unpatched; None where this micro-batch streams. [Note: micro-batches as unpatched]"""
@@ -299,7 +306,8 @@ class BackboneForward(InstanceForward):
         """Whether this call streams: not with a cache, nor when a cache or attention weights are to be returned.
 
         [Note: calls that return a cache] Where `use_cache` is not given, the model's config decides, as it does unpatched.
-        Not in a training step: there the unpatched model's cache is never read, and checkpointing gives none either.
+        Not in a training step: most programs never read the cache of one, and checkpointing gives none either. One that
+        asks for it by `use_cache=True` gets it.
         """
         if has_cache(kwargs):
             self.state.given_cache |= torch.is_grad_enabled() and self.module.training
@@ -308,11 +316,33 @@ class BackboneForward(InstanceForward):
         if attentions or (attentions is None and getattr(self.module.config, "output_attentions", False)):
             return False
         if torch.is_grad_enabled() and self.module.training:
-            return True
+            named = self._names_cache(kwargs)
+            self.state.named_cache |= named
+            return not named
         use_cache = wants_cache(self.module.config, kwargs)
         if kwargs.get("use_cache") is None:
             self.state.unasked_cache |= use_cache and torch.is_grad_enabled()
         return not use_cache
+
+    def _leaves_a_cache_out(self) -> bool:
+        """Whether the running call, in training, would return a cache unpatched."""
+        if not (self.state.running.asked_cache and self.module.training and torch.is_grad_enabled()):
+            return False
+        return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
+
+    def _names_cache(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the caller of a call in training asks for a cache by `use_cache=True`: the caller of the language model
+        around, if one runs. Other models around may hand on their config's `use_cache` as if somebody had asked."""
+        named = self.state.running.names_cache
+        if named is not None or not kwargs.get("use_cache"):
+            return bool(named)
+        return not self._around_fill_in and names_cache(self.module, kwargs)
+
+    @functools.cached_property
+    def _around_fill_in(self) -> bool:
+        """Whether a model around this one calls it with what its config says, where its caller says nothing."""
+        root = self.state.root
+        return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
     def leave(self, own: dict[str, Any]) -> None:
         """Also admits nn.DataParallel there."""

@@ -151,6 +151,6 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
     return replaced_functions(found)
 
 
-def _rotary(function: Any, by: Fusion, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The kernel where the queries have no data, a modeling file's function elsewhere."""
     return function(q, k, *args, **kwargs) if has_data(q) else rotary_kernel(q, k, by)

@@ -22,7 +22,7 @@ from streambp.planner.count import one_kernel
 def launched_kernels() -> Iterator[None]:
     """Within, steps count the head's two kernels and the merge by their bytes. [Note: one kernel]"""
 
-    def launch(kernel: Callable[..., Any], moved: Callable[..., float], *args: Any, **kwargs: Any) -> Any:
+    def launch(kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any) -> Any:
         with one_kernel(moved(*args)):
             return kernel(*args, **kwargs)
 
@@ -54,7 +54,7 @@ def no_launches() -> Iterator[None]:
         return
     launch = triton.JITFunction.run
 
-    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) and not has_data(x) for x in (*args, *kwargs.values())):
             name = getattr(kernel, "__name__", "a Triton kernel")
             raise StreamBPError(f"{name} cannot be launched on tensors without data, so a step with it cannot be counted.")

@@ -87,7 +87,7 @@ KERNELS = (
 )  # fmt: skip
 
 
-def stand_in(function: Any, kernel: MixerKernel, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+def stand_in(function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> Any:
     """What the function's kernel allocates, where the first argument has no data; the function itself elsewhere, so that a
     model that trains meanwhile is not disturbed."""
     bound = signature.bind(*args, **kwargs)

@@ -59,7 +59,7 @@ def why_not(
         name = type(site.layer).__name__
         if site.kind.attention.reads_a_mask and not takes_positions:
             return f"{type(module).__name__} takes no position_ids"
-        if not site.kind.attention.ours or site.kind.counts_positions:
+        if not site.kind.attention.ours or site.kind.position_cache:
             return f"{name} attends by itself, or asks its cache for positions"
         if site.kind.attention.picks_keys:
             return f"{name} picks the keys that its queries read"

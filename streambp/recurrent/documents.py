@@ -211,21 +211,21 @@ def kind_of(function: Any) -> str | None:
     return "conv" if parameters >= CONVOLUTION and CONVOLUTION_STATE not in parameters else None
 
 
-def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """x [B, D, k + C]"""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None:
         kwargs[DOCUMENT_IDS] = documents.ids[:, chunk.stop - x.shape[-1] : chunk.stop].contiguous()  # [B, k + C]
     return real(x, *args, **kwargs)
 
 
-def _tell_scan(real: Function, documents: Documents, chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
+def _tell_scan(real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
         own, before = documents.ids[:, chunk.start : chunk.stop], documents.ids[:, chunk.start - 1 : chunk.start]
         kwargs[DOCUMENT_IDS] = own - before  # [B, C]
     return real(*args, **kwargs)
 
 
-def _tell_rule(real: Function, documents: Documents, chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
+def _tell_rule(real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any) -> Any:
     ends, state = kwargs.get("cu_seqlens"), kwargs.get("initial_state")  # [N + 1], [1, H, K, V]
     if ends is None:
         return real(*args, **kwargs)

@@ -39,7 +39,7 @@ from streambp.chunks import Chunk
 from streambp.known_names import CALLED_KERNEL, LINEAR_CACHE, OWN_SCAN, SELECTIVE_SCAN
 from streambp.recurrent.documents import Documents, parameters_of, telling
 from streambp.recurrent.states import Key, StateCache
-from streambp.source import written_forward
+from streambp.source import with_globals, written_forward
 
 STEP = 2.0**-8  # of a token that writes
 DECAY = 4.0  # of what the first of them writes, at most, as an exponent
@@ -132,15 +132,13 @@ def starting_from(
             function = written_forward(module).__globals__[name]
             stand_ins.setdefault(module, {})[name] = telling(function, documents, chunk)
     for module, names in stand_ins.items():  # the mixer's own code, with functions of ours under these global names
-        forward = written_forward(module)
-        space = {**forward.__globals__, **names}
-        own = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
-        own.__kwdefaults__ = forward.__kwdefaults__
+        space = {**written_forward(module).__globals__, **names}
+        own = with_globals(space, type(module).forward)
         found.append((module, "forward", types.MethodType(own, module)))
     return Replaced(found)
 
 
-def _scan(real: Callable[..., Any], cache: StateCache, *args: Any, recurrent_states: Any = None, **kwargs: Any) -> Any:
+def _scan(real: Callable[..., Any], cache: StateCache, /, *args: Any, recurrent_states: Any = None, **kwargs: Any) -> Any:
     """A recurrence `_rnn_scan` whose state the module keeps on itself, from the cache's state to the cache."""
     key = Key("recurrent", 0, 0)
     hidden_states, cache.after[key] = real(*args, recurrent_states=cache.before.get(key), **kwargs)

@@ -112,6 +112,7 @@ def _by_segment(
     scans: list[tuple[nn.Module, str]],
     segments: list[Segment],
     cache: StateCache | None,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -18,6 +18,7 @@ from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.site import Overwritten
 from streambp.offload import manager_of
 from streambp.sharded import call as sharded_call
+from streambp.source import written
 from tests import zoo
 from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
 from tests.families import build, make_batch, mix_neighbours
@@ -168,7 +169,7 @@ def only_in(module, real):
     def forward(self, *args, position_embeddings, **kwargs):
         cos, sin = position_embeddings
         if self is not module and self.layer_idx != module.layer_idx:
-            space = real.__globals__
+            space = written(real).__globals__
             kernel, space["apply_rotary_pos_emb"] = space["apply_rotary_pos_emb"], lambda q, k, cos, sin: (q, k)
             try:
                 return real(self, *args, position_embeddings=position_embeddings, **kwargs)

@@ -272,7 +272,7 @@ def bytes_where_gathered(ranks, room, monkeypatch):
         ("qwen3", {"attention_dropout": 0.1}, "attention dropout"),
         pytest.param("diffllama", {}, "attended 2 times", marks=needs_diffllamas_calls),
         pytest.param("deepseek_v32", {}, "compares all keys of the sequence", marks=needs_indexers),
-        ("gptj", {}, "attends by itself"),
+        ("xglm", {}, "attends by itself"),
         pytest.param("lfm2", {}, "goes on from a state", marks=needs_states),
         ("llama4_text", {"attention_chunk_size": 8}, "sliding window"),
     ],
