@@ -110,7 +110,7 @@ class CausalLMForward(InstanceForward):
                 self._refuse_unshifted(kwargs)
                 if labels is None and self._is_lazy(kwargs):
                     self._leave_cache(kwargs)
-                    request = HeadRequest(self.state.pending, norms=self._steady_norms)
+                    request = HeadRequest(self.state.pending, norms=self._steady_norms, handed_out=True)
                     output = self._run(kwargs, request)
                     self._note(self._trains, None, lazy=request)
                     return _hand_out(output, request)
@@ -192,6 +192,7 @@ class CausalLMForward(InstanceForward):
         self._leave_cache(kwargs)
         lazy = HeadRequest(self.state.pending, beside_loss=True) if hands_out and self._is_lazy(kwargs) else None
         request.norms = self.norms if lazy is None else self._steady_norms
+        request.handed_out = lazy is not None
         request.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, request)
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
@@ -295,7 +296,9 @@ class CausalLMForward(InstanceForward):
         own = output_embeddings
         head = HeldHead(self.module, own, request) if gathered else DeferredForward(own, request)
         self.state.running.defer_norm = None if hidden_wanted or gathered else request
-        self.state.running.padding_unseen = functools.partial(hides_padding, self.module, self.state, kwargs)
+        self.state.running.padding_unseen = functools.partial(
+            hides_padding, self.module, self.state, kwargs, handed_out=request.handed_out
+        )
         head.install()
         try:
             return self.original(**kwargs)

@@ -51,6 +51,7 @@ class ForwardContext:
     tree: its rows, if it computes them as a packed row. [Note: tree of rows]
     failed: of a running trial of that, what layers raised; None: none is running.
     asked_cache: it is to have a cache unpatched, by its arguments or the model's config.
+    again: its rows are computed after a packed row, for who reads padding. [Note: padding that is read]
     """
 
     bypass: bool = False
@@ -64,6 +65,7 @@ class ForwardContext:
     tree: Tree | None = None
     failed: list[Exception] | None = None
     asked_cache: bool = False
+    again: bool = False
 
 
 @dataclasses.dataclass
