@@ -101,6 +101,7 @@ FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final
 READ_ALWAYS = ("config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")  # by attention functions
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of layers; trainers switch them at any time
 CHECKPOINTING_SWITCHES = ("activation_checkpointing_", "gradient_checkpointing_")  # start the methods "enable", "disable"
+TRAINERS_LOSS = ("compute_loss", "Trainer")  # the method that programs override, and of which class
 PREDICTION = ("prediction_step", "prediction_loss_only")  # a Trainer's function and its variable: False asks for logits
 
 # ---- kernels of fla, mamba_ssm and causal_conv1d, and transformers' own code in their place

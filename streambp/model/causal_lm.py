@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import sys
 from types import MethodType
 from typing import Any
 
@@ -29,6 +28,7 @@ from streambp.lazy.deferred import Deferred
 from streambp.lazy.dispatch import lazy_logits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.deferring import DeferredForward, HeldHead
+from streambp.model.left_out import LOGITS, left_out
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, wants_cache
@@ -237,7 +237,7 @@ class CausalLMForward(InstanceForward):
         config = self.state.config
         if not config.head:
             return False
-        asked = kwargs.get("labels") is not None and "peft" in sys.modules and computes_its_own_loss()
+        asked = kwargs.get("labels") is not None and computes_its_own_loss()
         if not (asked or config.lazy_logits):
             return False
         if self.foreign is not None or has_cache(kwargs):
@@ -312,6 +312,7 @@ class CausalLMForward(InstanceForward):
         logits_wanted = self.state.config.eval_logits and evaluates
         if evaluates and not logits_wanted and not torch.is_grad_enabled() and wants_predictions():
             logits_wanted = self.predicted = True
+        logits_wanted |= evaluates and computes_its_own_loss()
 
         def real(value: Any) -> Any:
             if not isinstance(value, Deferred) or (value.recipe.weight is not None and not logits_wanted):
@@ -325,7 +326,10 @@ class CausalLMForward(InstanceForward):
         fields = {name: real(value) for name, value in output.items()}
         if self._trains:
             self.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
-        return type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
+        kind: Any = type(output)
+        if isinstance(fields.get(LOGITS), Deferred):
+            kind = left_out(kind)
+        return kind(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streambp.admission.insides import others_read_rows
 from streambp.distributed.agreement import must_agree
 from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
-from streambp.model.callers import wants_predictions
+from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.state import PatchState
 
 
@@ -33,7 +33,9 @@ def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any]
             return False
     if others_read_rows(model, [wrapper.module for wrapper in state.wrappers if hasattr(wrapper, "packs")]):
         return False
-    return model.training or not (state.config.eval_logits or wants_predictions())
+    if model.training:
+        return True
+    return not (state.config.eval_logits or wants_predictions() or computes_its_own_loss())
 
 
 def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:

@@ -83,7 +83,14 @@ def _at_places(x: Deferred, tree: Tree) -> Deferred:
 
 
 def with_late_padding(x: Deferred, tree: Tree, compute: Callable[[bool], Tensor]) -> Deferred:
-    """The same, of which `compute` gives the values at padding if something reads them. [Note: padding that is read]"""
+    """What is deferred of the packed row [N, h], deferred of its rows [B, T, h]. [Note: padding that is read]
+
+    Args:
+        compute: gives the hidden states of the rows, [B * T, h], if something reads padding.
+
+    Raises:
+        UnsharedError: x has another shape.
+    """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
     if source.shape[0] != tree.length or x.recipe.places is not None:
         raise UnsharedError(f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens")
