@@ -107,6 +107,7 @@ READ_ALWAYS = ("config", "is_causal", "is_cross_attention", "scaling", "num_key_
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of layers; trainers switch them at any time
 FILLED_IN = "args_with_config_defaults"  # a variable of the decorator that passes what a config says, such as use_cache
 CHECKPOINTING_SWITCHES = ("activation_checkpointing_", "gradient_checkpointing_")  # start the methods "enable", "disable"
+TRAINERS_LOSS = ("compute_loss", "Trainer")  # the method that programs override, and of which class
 PREDICTION = ("prediction_step", "prediction_loss_only")  # a Trainer's function and its variable: False asks for logits
 
 # ---- kernels of fla, mamba_ssm and causal_conv1d, and transformers' own code in their place

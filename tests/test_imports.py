@@ -31,7 +31,7 @@ FOLDERS = {
     "sharded": ("attention", "distributed", "layer", "admission", "offload"),
     "head": ("layer",),
     "lazy": ("head",),
-    "prefixes": ("attention", "distributed", "layer", "admission", "lazy"),
+    "prefixes": ("attention", "distributed", "layer", "admission", "head", "lazy"),
     "model": (
         "attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload",
         "prefixes",

@@ -209,7 +209,10 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
     ends = documents.ends
     rising = all(a < b for a, b in itertools.pairwise(ends))
     if ends and not (rising and ends[0] == 0 and ends[-1] == arguments.length):
-        return f"{DOCUMENT_ENDS} does not rise from 0 to the sequence's {arguments.length} tokens"
+        length = arguments.length
+        remedy = f" (append {length}, so that the last tokens are one more document)"
+        short = rising and ends[0] == 0 and ends[-1] < length
+        return f"{DOCUMENT_ENDS} does not rise from 0 to the sequence's {length} tokens{remedy if short else ''}"
     return None
 
 

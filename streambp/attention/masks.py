@@ -204,7 +204,7 @@ def _from_description(
         if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
             raise UnsupportedMaskError(
                 f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must rise from 0 to the length "
-                "of a single row. Flatten the batch into one row, or leave cu_seq_lens out."
+                f"of a single row. {_remedy_of_ends(ends, batch_size, length)}"
             )
         rows = (_documents(ends),)
         mask.told = mask.told or (DOCUMENT_ENDS, len(rows[0]))
@@ -263,6 +263,16 @@ def rows_of(batch_size: int, length: int, padding: Tensor | None, packed: Tensor
         runs = [Run(first, last, first)] if first < last else []
         rows.append(tuple(runs + ([Run(last, length, first, last)] if runs and last < length else [])))
     return tuple(rows)
+
+
+def _remedy_of_ends(ends: list[int], batch_size: int, length: int) -> str:
+    """What to do about document ends that are not those of a row."""
+    if batch_size == 1 and ends[:1] == [0] and ends[-1] < length:
+        return (
+            f"Tokens {ends[-1]} to {length} are in no document: append {length}, so that they are one "
+            "more, and set their labels to -100."
+        )
+    return "Flatten the batch into one row, or leave cu_seq_lens out."
 
 
 def _documents(ends: list[int]) -> tuple[Run, ...]:

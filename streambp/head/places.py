@@ -3,14 +3,23 @@
 [Note: places] A model whose rows share prefixes ends with the hidden states [N, h] of its packed row. What the head reads
 of them is taken at places [B, T], or at those of them that are labelled, and never as [B, T, h]. A gradient of a hidden
 state that several tokens read is their sum, added in promote_types(dtype, float32) and rounded once.
+
+[Note: padding that is read] A packed row has no padding, and a program may read logits there: a
+mean over all of them, a maximum, an index. Then the call's rows are computed after all, padding and
+tokens, and padding's hidden states stand behind those of the packed row: place N + i is that of the
+i-th token of the batch [B, T]. Tokens keep the places that they have.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from streambp.device import has_data
 
 ROWS = 4096
 
@@ -39,3 +48,34 @@ def taken(source: Tensor, places: Tensor) -> Tensor:
     """source [N, h] at places [...] -> [..., h], in its dtype."""
     flat: Tensor = AtPlaces.apply(source, places.reshape(-1))
     return flat.view(*places.shape, source.shape[-1])
+
+
+@dataclasses.dataclass(eq=False)
+class LatePadding:
+    """Hidden states of padding, computed if something reads them. [Note: padding that is read]
+
+    source: [N, h] of the packed row.
+    compute: gives those of the batch, [B * T, h], with a gradient or without.
+    whole: both together, with a gradient and without, once they are there.
+    """
+
+    source: Tensor
+    compute: Callable[[bool], Tensor]
+    whole: dict[bool, Tensor] = dataclasses.field(default_factory=dict)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """Which of the places [...] are a token's, in bool."""
+        return places < self.source.shape[0]
+
+    def reads(self, places: Tensor) -> bool:
+        """Whether one of the places [...] is padding's; waits for the device."""
+        return has_data(places) and not bool(self.tokens(places).all())
+
+    def completed(self) -> Tensor:
+        """The hidden states of all places, [N + B * T, h], differentiable in grad mode if those of the packed row are."""
+        graded = torch.is_grad_enabled() and self.source.requires_grad
+        if graded not in self.whole:
+            rows = self.compute(graded)
+            source = self.source if graded else self.source.detach()
+            self.whole[graded] = torch.cat([source, rows])
+        return self.whole[graded]

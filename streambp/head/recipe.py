@@ -15,7 +15,7 @@ from streambp.head.blocks import Projection
 from streambp.head.labels import check_labels
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
-from streambp.head.places import taken
+from streambp.head.places import LatePadding, taken
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import Parameters
@@ -31,6 +31,7 @@ class HeadRequest:
     norms: the final norms of the decoder that ends in this head; others (of an encoder's) are not deferred to it.
     num_items: what the model's loss will divide a sum by.
     beside_loss: these logits were handed out beside a loss, whose backward tells engines that the model's begins.
+    handed_out: the call's logits go to its caller, who may read padding.
 
     values: [N] each, of the labels.
     hidden_states: gives [N, h], what the values were computed from, before `norm` if there is one.
@@ -48,6 +49,7 @@ class HeadRequest:
     norms: tuple[nn.Module, ...] = ()
     num_items: Tensor | int | None = None
     beside_loss: bool = False
+    handed_out: bool = False
 
     values: TokenLogProbs | None = None
     hidden_states: Callable[[], Tensor] | None = None
@@ -75,6 +77,7 @@ class Recipe:
     projection: scale and softcap of the product, in hidden states the scale alone; the temperature is the request's.
     logits: it is the output projection's result, or made of it.
     places: [...], where the stored ones [N, h] have those of each token; None: they have the tokens' shape. [Note: places]
+    late: padding's, which are not among the stored ones. [Note: padding that is read]
     """
 
     request: HeadRequest
@@ -84,6 +87,13 @@ class Recipe:
     projection: Projection = dataclasses.field(default_factory=Projection)
     logits: bool = False
     places: Tensor | None = None
+    late: LatePadding | None = None
+
+    def reaching(self, source: Tensor, places: Tensor) -> Tensor:
+        """Hidden states [N, h], and those of padding behind them if it is among the places [...]."""
+        if self.late is None or not self.late.reads(places):
+            return source
+        return self.late.completed()
 
     def projected(self) -> Projection:
         """The projection with the temperature that the request wants the logits at."""
@@ -98,7 +108,8 @@ class Recipe:
     def build(self, source: Tensor) -> Tensor:
         """The value for `source` [..., h], at the recipe's places if it has any: [..., h], or [..., V] with a weight;
         differentiable."""
-        source = source if self.places is None else taken(source, self.places)
+        if self.places is not None:
+            source = taken(self.reaching(source, self.places), self.places)
         value: Tensor = source if self.norm is None else self.norm.forward(source)  # its hooks ran in the model's own call
         if self.weight is not None:
             value = nn_own.linear(value, self.weight, self.bias)
@@ -197,8 +208,10 @@ def _loss_at_places(
     source: Tensor, recipe: Recipe, places: Tensor, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
     """Where rows share enough labelled tokens, each place and label is computed once, in two passes. [Note: places]"""
-    plain, chosen = dataclasses.replace(recipe, places=None), (target != ignore_index).nonzero().squeeze(-1)
+    chosen = (target != ignore_index).nonzero().squeeze(-1)
+    plain = dataclasses.replace(recipe, places=None, late=None)
     read, labels, repeats = places[chosen], target[chosen], None
+    source = recipe.reaching(source, read)
     pairs, found = torch.stack([read, labels], 1).unique(dim=0, return_inverse=True) if len(read) else (read[:, None], read)
     if len(pairs) * 4 < len(read) * 3:
         (read, labels), repeats = pairs.T, found
@@ -210,7 +223,8 @@ def _loss_at_places(
             values = values if repeats is None else values[repeats]
             return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)  # 0 (False) without a label
 
-        request.values, request.hidden_states = request.values.each(spread), lambda: taken(source, places)
+        request.values = request.values.each(spread)
+        request.hidden_states = lambda: taken(recipe.reaching(source, places), places)
     if repeats is not None:
         loss = loss[repeats]
         loss = loss if reduction == "none" else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])

@@ -26,6 +26,7 @@ class Reading:
     head: what computes them (`streambp.lazy.head.Hub`). handle: [1], its place in the graph.
     positions: [*tokens] integers; unique: no two are the same.
     anchor: stands in the graph where an engine wants something run before these logits' gradient.
+    hooks: of engines, which scale what is left of the gradient. They stand before the handle in the graph.
     """
 
     head: Any
@@ -34,6 +35,7 @@ class Reading:
     projection: Projection
     unique: bool = True
     anchor: Tensor | None = None
+    hooks: tuple[Callable[[Tensor], Tensor | None], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

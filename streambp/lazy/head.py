@@ -10,6 +10,7 @@ to one backward call, lest gradients that never reach the handle (`autograd.grad
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from streambp.head.log_probs import HeadInputs, make_inputs, refuse_second_deriv
 from streambp.head.recipe import Recipe
 from streambp.head.seen import Seen
 from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, Term, rows_at_once, sweep, values_at
-from streambp.lazy.expression import Node, Reading, evaluate, readings
+from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, readings, rebuilt
 
 
 class Handle(torch.autograd.Function):
@@ -125,6 +126,8 @@ class Hub:
         self._seen = Seen((self.hidden, *recipe.inputs()), recipe.inputs())
         self._left: dict[int, list[Any]] = {}
         self._known: dict[Projection, tuple[Tensor, ...]] = {}  # [M] each: logsumexp, mean, and where they are known
+        # The hubs, without gradients and with them, that have padding as well, and their handles.
+        self._whole: dict[bool, tuple[Hub, Tensor]] = {}
 
     def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
         """The logits of all positions, or at places [*tokens], differentiable as `source` [M, h] and the weights are.
@@ -137,6 +140,21 @@ class Hub:
             return Reading(self, handle, places, recipe.projected(), unique=False)
         positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
         return Reading(self, handle, positions, recipe.projected())
+
+    def reached(self, reading: Reading) -> Reading:
+        """The same reading of this hub, or of one that has padding, too, if it reads some. [Note: padding that is read]"""
+        late, graded = self.recipe.late, torch.is_grad_enabled()
+        if late is None or not late.reads(reading.positions):
+            return reading
+        if graded not in self._whole:
+            self.check()
+            source = late.completed()
+            hub = Hub(source, dataclasses.replace(self.recipe, late=None, places=None))
+            self._whole[graded] = hub, hub.read(source, source.shape[:1]).handle
+        hub, handle = self._whole[graded]
+        for hook in reading.hooks:
+            handle = RunInBackward.apply(functools.partial(hub.scale_left, hook), handle)
+        return dataclasses.replace(reading, head=hub, handle=handle)
 
     def check(self) -> None:
         """Raise StreamBPError if the logits can no longer be computed as they were."""
@@ -230,6 +248,14 @@ class Statistic:
     lse: bool = False
     mean: bool = False
 
+    def reached(self) -> Statistic:
+        """The same, of tokens and of padding. [Note: padding that is read]"""
+        return dataclasses.replace(self, reading=self.reading.head.reached(self.reading))
+
+    def inputs(self) -> list[Tensor]:
+        """The handles [1] through which its gradient goes."""
+        return inputs_of(self.reading)
+
     def run(self) -> tuple[Tensor, ...]:
         """Those that are wanted, [N] each in promote_types(dtype, float32), without a graph."""
         head = self.reading.head
@@ -252,6 +278,16 @@ class Function:
     """Any function of rows, [N, ...] tensors for [N, V] logits. node: its leaves are flat, [N] or [N, k]."""
 
     node: Node
+
+    def reached(self) -> Function:
+        """The same, of tokens and of padding. [Note: padding that is read]"""
+        if all(reading.head.recipe.late is None for reading in readings(self.node)):
+            return self
+        return Function(rebuilt(self.node, lambda x: x.head.reached(x) if isinstance(x, Reading) else x))
+
+    def inputs(self) -> list[Tensor]:
+        """The handles [1] through which its gradient goes."""
+        return inputs_of(self.node)
 
     def run(self) -> tuple[Tensor, ...]:
         """What the node gives, [N, ...] each, computed for `rows_at_once` tokens at a time, without a graph."""

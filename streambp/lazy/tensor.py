@@ -48,6 +48,26 @@ def flat(node: Node) -> Node:
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
+def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
+    """A flat function and its gradient [N, W], without padding that a packed row does not have.
+
+    Raises:
+        BackwardError: there is a gradient at padding, whose hidden states are not in this graph.
+    """
+    late = [one for one in readings(node) if one.head.recipe.late is not None]
+    kept = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
+    if not kept or gradient.is_meta or bool(torch.stack(kept).all()):
+        return node, gradient
+    here = torch.stack(kept).all(0)  # [N]
+    if bool((gradient[~here] != 0).any()):
+        raise BackwardError(
+            "A gradient for logits at padding came from an autograd.Function or a kernel, in a batch "
+            "that was computed without padding. Leave padding out of that loss, or set "
+            "StreamConfig(rows='as_given')."
+        )
+    return over_tokens(node, lambda x: x[here]), gradient[here]
+
+
 class LazyLogits(StandIn):
     """Rows of logits, or of what was made of them: shape, dtype and device of [*tokens, W] values; `node` says of which.
 
@@ -112,7 +132,8 @@ class LazyLogits(StandIn):
             )
         node, width, _, classes = ctx.made_of
         of_rows = gradient if classes is None else gradient.movedim(classes, -1)
-        Function(flat(node)).leave([of_rows.reshape(-1, width)])
+        node, of_rows = of_tokens(flat(node), of_rows.reshape(-1, width))
+        Function(node).leave([of_rows])
 
     def sharing(self, other: LazyLogits) -> LazyLogits:
         """This one, as a view of another."""
@@ -226,8 +247,8 @@ class LazyLogits(StandIn):
         def scaled(leaf: Node) -> Node:
             if not isinstance(leaf, Reading):
                 return leaf
-            scale = functools.partial(leaf.head.scale_left, hook)
-            return dataclasses.replace(leaf, handle=RunInBackward.apply(scale, leaf.handle))
+            handle = RunInBackward.apply(functools.partial(leaf.head.scale_left, hook), leaf.handle)
+            return dataclasses.replace(leaf, handle=handle, hooks=(*leaf.hooks, hook))
 
         self.node = rebuilt(self.node, scaled)
         with torch._C.DisableTorchFunctionSubclass():
@@ -240,12 +261,15 @@ class LazyLogits(StandIn):
 
     def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
         """What a calculation of its rows gives, [N, ...] each, differentiable if this one and grad mode are."""
-        inputs = inputs_of(self.node)
-        if self.requires_grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-            values: tuple[Tensor, ...] = Result.apply(calculation, *inputs)
+        graded = self.requires_grad and torch.is_grad_enabled()
+        graded = graded and not torch.is_inference_mode_enabled()
+        graded = graded and any(tensor.requires_grad for tensor in inputs_of(self.node))
+        with torch.set_grad_enabled(graded):
+            calculation = calculation.reached()
+            if not graded:
+                return calculation.run()
+            values: tuple[Tensor, ...] = Result.apply(calculation, *calculation.inputs())
             return values
-        with torch.no_grad():
-            return calculation.run()
 
     def values(self) -> Tensor:
         """The real tensor [*tokens, W], differentiable in grad mode as far as its hub goes."""

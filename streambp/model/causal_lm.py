@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import sys
 from types import MethodType
 from typing import Any
 
@@ -30,6 +29,7 @@ from streambp.lazy.dispatch import lazy_logits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.deferring import DeferredForward, HeldHead
 from streambp.model.empty_batches import EmptyBatchWarning, LossOfLabels, any_label
+from streambp.model.left_out import LOGITS, left_out
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, names_cache, wants_cache
@@ -114,7 +114,7 @@ class CausalLMForward(InstanceForward):
                 self._refuse_unshifted(kwargs)
                 if labels is None and self._is_lazy(kwargs):
                     self._leave_cache(kwargs)
-                    request = HeadRequest(self.state.pending, norms=self._steady_norms)
+                    request = HeadRequest(self.state.pending, norms=self._steady_norms, handed_out=True)
                     output = self._run(kwargs, request)
                     self._note(self._trains, None, lazy=request)
                     return _hand_out(output, request)
@@ -196,6 +196,7 @@ class CausalLMForward(InstanceForward):
         self._leave_cache(kwargs)
         lazy = HeadRequest(self.state.pending, beside_loss=True) if hands_out and self._is_lazy(kwargs) else None
         request.norms = self.norms if lazy is None else self._steady_norms
+        request.handed_out = lazy is not None
         request.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, request)
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
@@ -247,7 +248,7 @@ class CausalLMForward(InstanceForward):
         config = self.state.config
         if not config.head:
             return False
-        asked = kwargs.get("labels") is not None and "peft" in sys.modules and computes_its_own_loss()
+        asked = kwargs.get("labels") is not None and computes_its_own_loss()
         if not (asked or config.lazy_logits):
             return False
         if self.foreign is not None or has_cache(kwargs):
@@ -308,7 +309,9 @@ class CausalLMForward(InstanceForward):
         own = output_embeddings
         head = HeldHead(self.module, own, request) if gathered else DeferredForward(own, request)
         self.state.running.defer_norm = None if hidden_wanted or gathered else request
-        self.state.running.padding_unseen = functools.partial(hides_padding, self.module, self.state, kwargs)
+        self.state.running.padding_unseen = functools.partial(
+            hides_padding, self.module, self.state, kwargs, handed_out=request.handed_out
+        )
         head.install()
         try:
             return self.original(**kwargs)
@@ -322,6 +325,7 @@ class CausalLMForward(InstanceForward):
         logits_wanted = self.state.config.eval_logits and evaluates
         if evaluates and not logits_wanted and not torch.is_grad_enabled() and wants_predictions():
             logits_wanted = self.predicted = True
+        logits_wanted |= evaluates and computes_its_own_loss()
 
         def real(value: Any) -> Any:
             if not isinstance(value, Deferred) or (value.recipe.weight is not None and not logits_wanted):
@@ -335,7 +339,10 @@ class CausalLMForward(InstanceForward):
         fields = {name: real(value) for name, value in output.items()}
         if self._trains:
             self.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
-        return type(output)(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
+        kind: Any = type(output)
+        if isinstance(fields.get(LOGITS), Deferred):
+            kind = left_out(kind)
+        return kind(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
 
 
 @functools.cache

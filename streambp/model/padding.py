@@ -10,14 +10,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from streambp.admission.insides import others_read_rows
+from streambp.distributed.agreement import must_agree
 from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
-from streambp.model.callers import wants_predictions
+from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.state import PatchState
 
 
-def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any]) -> bool:
+def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any], handed_out: bool = False) -> bool:
     """Whether a call of a language model whose logits are lazy or left out hands out nothing else that padding is given:
-    hidden states, router logits, an evaluation's logits, and to no code of others between its backbone and its loss."""
+    hidden states, router logits, an evaluation's logits, and to no code of others between its backbone and its loss.
+
+    Args:
+        handed_out: its lazy logits go to the caller. Then padding has to be there if it is read: from a head that
+            reads what comes before the final norm, and without other ranks. [Note: padding that is read]
+    """
+    if handed_out and (state.running.defer_norm is None or must_agree(model)):
+        return False
     config: Any = model.config
     for name, own in ((HIDDEN_STATES, config), (ROUTER_LOGITS, config.get_text_config())):
         wanted = kwargs.get(name)
@@ -25,7 +33,9 @@ def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any]
             return False
     if others_read_rows(model, [wrapper.module for wrapper in state.wrappers if hasattr(wrapper, "packs")]):
         return False
-    return model.training or not (state.config.eval_logits or wants_predictions())
+    if model.training:
+        return True
+    return not (state.config.eval_logits or wants_predictions() or computes_its_own_loss())
 
 
 def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:

@@ -53,6 +53,7 @@ class ForwardContext:
     failed: of a running trial of that, what layers raised; None: none is running.
     asked_cache: it is to have a cache unpatched, by its arguments or the model's config.
     names_cache: its caller passed `use_cache=True`, of a call in training; None: no language model around is running.
+    again: its rows are computed after a packed row, for who reads padding. [Note: padding that is read]
     """
 
     bypass: bool = False
@@ -67,6 +68,7 @@ class ForwardContext:
     failed: list[Exception] | None = None
     asked_cache: bool = False
     names_cache: bool | None = None
+    again: bool = False
 
 
 @dataclasses.dataclass

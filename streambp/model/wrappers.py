@@ -25,6 +25,7 @@ from streambp.distributed.host import engine_host_use
 from streambp.distributed.zero import differentiable_input
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
+from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import (
     CHECKPOINTING,
@@ -48,6 +49,7 @@ from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import PatchState, fills_in_defaults, models_around, names_cache, wants_cache
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes, Unseen
+from streambp.prefixes.late import Again
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.layer import stream_shard
@@ -208,7 +210,7 @@ class BackboneForward(InstanceForward):
             cacheless = self._leaves_a_cache_out()
             if state.policy is not None and isinstance(given, Tensor):
                 state.policy.begins(given.device)
-            output = None if state.unpatched is None else self._unstreamed(kwargs)
+            output = None if state.unpatched is None or running.again else self._unstreamed(kwargs)
             if output is not None:
                 if self.prefixes is not None:
                     self.prefixes.last = AS_UNPATCHED
@@ -225,7 +227,7 @@ class BackboneForward(InstanceForward):
                 kwargs.pop("logits_to_keep", None)
             with explaining("in the model around its layers"), routed(self._configs()):
                 output = self._run(kwargs)
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not running.again:
                 shared = getattr(self.prefixes, "last", None)
                 state.steps.forward_done(id(self.module), given, shared if isinstance(shared, Shared) else None)
                 if self.module.training and not state.warned_of_documents:
@@ -289,10 +291,15 @@ class BackboneForward(InstanceForward):
                 running.tree, running.packed_rows, running.failed = None, packed_rows, None
 
         try:
-            if self.prefixes is None or running.shards is not None:
+            if self.prefixes is None or running.shards is not None or running.again:
                 return self.original(**kwargs)
-            documents = running.packed_rows is not None
-            return self.prefixes.call(kwargs, over, lambda: self._sites, running.labels, documents, running.padding_unseen)
+            documents, again = running.packed_rows is not None, None
+            if deferred is not None:
+                rows = functools.partial(self._again, dict(kwargs), deferred)
+                again = Again(rows, deferred.handed_out)
+            return self.prefixes.call(
+                kwargs, over, lambda: self._sites, running.labels, documents, running.padding_unseen, again
+            )
         except (AttributeError, TypeError) as error:
             if LazyMask.__name__ not in str(error):
                 raise
@@ -301,6 +308,16 @@ class BackboneForward(InstanceForward):
                 f"A layer of {type(self.module).__name__} reads the attention mask of streamed layers, and is none of "
                 f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch again."
             ) from error
+
+    def _again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
+        """The output for the call's rows, after they were computed as a packed row. [Note: padding that is read]"""
+        running = self.state.running
+        before = running.defer_norm, running.again
+        running.defer_norm, running.again = request, True
+        try:
+            return self.call(**kwargs)
+        finally:
+            running.defer_norm, running.again = before
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
         """Whether this call streams: not with a cache, nor when a cache or attention weights are to be returned.

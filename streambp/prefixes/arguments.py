@@ -66,11 +66,17 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
     if tokens.is_floating_point():
         return torch.arange(shape.numel(), device=tokens.device).view(shape)
     said = [kwargs[name] for name in PER_TOKEN if kwargs.get(name) is not None]
-    said += [axis.expand(shape) for axis in positions] if positions is not None and positions.dim() == 3 else []
+    if positions is not None and positions.dim() == 3:
+        said += [_numbered(axis.expand(shape)) for axis in positions]
     if not said:
         return tokens  # type: ignore[no-any-return]
     each = torch.stack([tokens, *(x.to(tokens) for x in said)], -1).flatten(0, 1)  # [B * T, what is said]
     return each.unique(dim=0, return_inverse=True)[1].view(shape)
+
+
+def _numbered(axis: Tensor) -> Tensor:
+    """Integers [B, T] that are equal where positions [B, T] are, also those with a fraction."""
+    return axis.unique(return_inverse=True)[1] if axis.is_floating_point() else axis
 
 
 def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:

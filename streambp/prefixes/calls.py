@@ -1,4 +1,9 @@
-"""A backbone's call, over the packed row of its batch where that is exact and saves something; else over the rows."""
+"""A backbone's call, over the packed row of its batch where that is exact and saves something; else over the rows.
+
+[Note: a look] Nobody has asked for the look at a batch: it is the default. So whatever it raises, over arguments that the
+model itself may well take, is a reason to compute rows, and ends no step. `describe` has it. A trial is no look where
+ranks make it together: in the middle of a forward nothing but an error ends it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
 from streambp.layer.site import LayerSite
 from streambp.prefixes.admission import Over, Trials, draws_noise, why_not
 from streambp.prefixes.arguments import known_by, packed
+from streambp.prefixes.late import Again, LateRows
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import A_CHUNK, NOTHING, Tree, find_tree
 
@@ -29,6 +35,9 @@ ONE_ROW = "the last call has one row or none"
 PADDING_IS_SEEN = (
     "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits), "
     "or code of its own may read them (a hook, a head, a forward, a loss); with rows='packed' they are another token's"
+)
+PADDING_IS_READ = (
+    "the program has read logits at padding, which a packed row has not; with rows='packed' they are another token's"
 )
 NOISE_IS_SEEN = (
     "dropout or jitter would draw the same noise for tokens that rows have in common; with rows='packed' it does, and they "
@@ -62,6 +71,7 @@ class SharedPrefixes:
         self.module = module
         self.last: Shared | str | None = None
         self._looked: tuple[list[tuple[Tensor, int | None]], Tree | str] | None = None
+        self._reads_padding: set[tuple[bool, bool]] = set()  # kinds of calls whose callers have done so
 
     def call(
         self,
@@ -71,6 +81,7 @@ class SharedPrefixes:
         labels: tuple[Any, Any] = (None, None),
         documents: bool = False,
         padding_unseen: Unseen = None,
+        again: Again | None = None,
     ) -> Any:
         """What the backbone returns for its arguments, for rows [B, T].
 
@@ -81,6 +92,7 @@ class SharedPrefixes:
             documents: that model's position_ids mark several in a row.
             padding_unseen: whether nothing of what padding is given goes to the model's caller; asked where
                 there is padding.
+            again: the forward over rows after this call, which the head may ask for.
 
         Raises:
             StreamBPError: only when the model ran was it found that it cannot share, and there are other ranks.
@@ -88,8 +100,11 @@ class SharedPrefixes:
         tree = self._find(kwargs, over, sites, labels, padding_unseen)
         tree = "position_ids mark documents in packed rows" if documents and isinstance(tree, Tree) else tree
         if isinstance(tree, Tree):
+            late = None if again is None else self._late(again, tree, labels)
             try:
-                output = spread_all(over(packed(kwargs, tree, self.trials.takes_positions), tree), tree)
+                output = over(packed(kwargs, tree, self.trials.takes_positions), tree)
+                compute = None if late is None else late.of(output)
+                output = spread_all(output, tree, late=compute)
             except Exception as error:  # a hook of this call alone may want the rows (peft's adapter_names)
                 if is_out_of_memory(error):
                     raise
@@ -108,6 +123,23 @@ class SharedPrefixes:
         self.last = tree
         return over(kwargs, None)
 
+    def _late(self, again: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
+        """What computes rows if padding is read; None where there is none, or the caller has asked for a packed row."""
+        if self.rows != "auto" or not any(tree.padding()) or must_agree(self.module):
+            return None
+
+        caller = self._caller(labels)
+
+        def told() -> None:
+            self._reads_padding.add(caller)
+            self.last = PADDING_IS_READ
+
+        return LateRows(self.module, again, tree, told)
+
+    def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
+        """Tells a program's calls apart: in training, and with labels."""
+        return self.module.training, any(value is not None for value in labels)
+
     def saves(
         self,
         kwargs: Mapping[str, Any],
@@ -116,10 +148,7 @@ class SharedPrefixes:
         padding_unseen: Unseen,
     ) -> bool:
         """Whether a call would be computed as a packed row, or would have to be tried for that; arguments as of `call`."""
-        if self._is_one_row(kwargs) or self._why_not(kwargs, sites) is not None:
-            return False
-        tree = self._look(kwargs, sites, labels, padding_unseen)
-        return isinstance(tree, Tree) and (not self.trials.knows(kwargs) or isinstance(self._tried(kwargs, tree), Tree))
+        return isinstance(self._wanted(kwargs, lambda: sites, labels, padding_unseen)[0], Tree)
 
     def _find(
         self,
@@ -130,18 +159,50 @@ class SharedPrefixes:
         padding_unseen: Unseen,
     ) -> Tree | str:
         together = must_agree(self.module)
-        if not together and self._is_one_row(kwargs):
-            return ONE_ROW
-        layers = sites()
-        reason = self._why_not(kwargs, layers)
-        tree = reason if reason is not None else self._look(kwargs, layers, labels, padding_unseen)
+        tree, may_try = self._wanted(kwargs, sites, labels, padding_unseen, together)
         self._looked = None
         wants = isinstance(tree, Tree) and not self.trials.knows(kwargs)
-        if self._agreed(kwargs, reason, wants) if together else wants:
-            self.trials.make(kwargs, over, layers, _apart(layers), together)
-        elif wants:
+        if together and self._agreed(kwargs, may_try, wants):
+            self.trials.make(kwargs, over, sites(), _apart(sites()), together)
+        elif together and wants:
             return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
-        return tree if isinstance(tree, str) else self._tried(kwargs, tree)
+        elif wants:
+            try:
+                self.trials.make(kwargs, over, sites(), _apart(sites()), together)
+                return self._tried(kwargs, tree)  # type: ignore[arg-type]
+            except Exception as error:
+                reason = f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
+                if not is_out_of_memory(error):  # that says nothing of the model
+                    self.trials.verdicts[self.trials.kind_of(kwargs)] = reason, reason
+                return reason
+        return self._tried(kwargs, tree) if isinstance(tree, Tree) else tree
+
+    def _wanted(
+        self,
+        kwargs: Mapping[str, Any],
+        sites: Callable[[], list[LayerSite]],
+        labels: tuple[Any, Any],
+        padding_unseen: Unseen,
+        together: bool = False,
+    ) -> tuple[Tree | str, bool]:
+        """The packed row that a call may have, if its kind was tried or is yet to be, or why its rows are computed; and
+        whether its kind may be tried. Nothing is computed, and whatever is raised is a reason. [Note: a look]"""
+        may_try = False
+        try:
+            if not together and self._is_one_row(kwargs):
+                return ONE_ROW, False
+            layers = sites()
+            reason = self._why_not(kwargs, layers)
+            if reason is not None:
+                return reason, False
+            self.trials.kind_of(kwargs)
+            may_try = True
+            tree = self._look(kwargs, layers, labels, padding_unseen)
+            if isinstance(tree, Tree) and self.trials.knows(kwargs):
+                tree = self._tried(kwargs, tree)
+            return tree, may_try
+        except Exception as error:
+            return f"the look at the last call's rows failed ({type(error).__name__}: {error})", may_try
 
     @staticmethod
     def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
@@ -186,6 +247,8 @@ class SharedPrefixes:
             self._looked = key, found
         tree = self._looked[1]
         if self.rows == "auto" and isinstance(tree, Tree) and any(tree.padding()):
+            if self._caller(labels) in self._reads_padding:
+                return PADDING_IS_READ
             return tree if padding_unseen is not None and padding_unseen() else PADDING_IS_SEEN
         return tree
 
@@ -197,17 +260,17 @@ class SharedPrefixes:
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
         """Tell other ranks of a call, with these arguments, that none of its rows share. [Note: trial of sharing]"""
         if must_agree(self.module):
-            self._agreed(kwargs, "it does not stream")
+            self._agreed(kwargs, may_try=False)
 
-    def _agreed(self, kwargs: Mapping[str, Any], reason: str | None, wants: bool = False) -> bool:
+    def _agreed(self, kwargs: Mapping[str, Any], may_try: bool, wants: bool = False) -> bool:
         """Whether all ranks try the kind of this call now: it is that of all, and one of them wants to. Each call asks,
         since no rank knows what is new to another.
 
         Args:
-            reason: why the call computes its rows without a trial, on this rank. wants: it is new, and saves something.
+            may_try: on this rank the call may be tried. wants: it is new, and saves something.
         """
         device = next((value.device for value in kwargs.values() if isinstance(value, Tensor)), torch.device("cpu"))
-        kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if reason is None else 0
+        kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if may_try else 0
         said = everyones_numbers(self.module, [kind, wants], device)
         return kind != 0 and all(other[0] == kind for other in said) and any(wanted for _, wanted in said)
 

@@ -7,13 +7,14 @@ float32), row after row in their order, and rounded once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, UnsharedError
+from streambp.head.places import LatePadding
 from streambp.lazy.deferred import Deferred
 from streambp.prefixes.tree import Tree
 
@@ -81,6 +82,25 @@ def _at_places(x: Deferred, tree: Tree) -> Deferred:
     return Deferred.make(source, dataclasses.replace(x.recipe, places=tree.places(source.device)), x.dtype)
 
 
+def with_late_padding(x: Deferred, tree: Tree, compute: Callable[[bool], Tensor]) -> Deferred:
+    """What is deferred of the packed row [N, h], deferred of its rows [B, T, h]. [Note: padding that is read]
+
+    Args:
+        compute: gives the hidden states of the rows, [B * T, h], if something reads padding.
+
+    Raises:
+        UnsharedError: x has another shape.
+    """
+    source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
+    if source.shape[0] != tree.length or x.recipe.places is not None:
+        raise UnsharedError(f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens")
+    places = tree.places(source.device)  # [B, T]
+    columns = torch.arange(places.numel(), device=places.device).view_as(places)
+    places = torch.where(places < tree.length, places, tree.length + columns)
+    late = LatePadding(source, compute)
+    return Deferred.make(source, dataclasses.replace(x.recipe, places=places, late=late), x.dtype)
+
+
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
     """A row, a part of its columns, and their place in the packed row."""
     for index, row in enumerate(tree.rows):
@@ -104,14 +124,19 @@ def refuse(*parts: Tensor) -> None:
         )
 
 
-def spread(x: Tensor, tree: Tree) -> Tensor:
+def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) -> Tensor:
     """[1, N, ...] -> [B, T, ...], and [N, ...] -> [B * T, ...], in x's dtype; N are the tokens of the packed row.
+
+    Args:
+        late: gives the hidden states of rows, for what is deferred; None: it has another token's at padding.
 
     Raises:
         UnsharedError: x has another shape.
     """
     if isinstance(x, Deferred):
-        return spread(x.written, tree) if x.written is not None else _at_places(x, tree)
+        if x.written is not None:
+            return spread(x.written, tree)
+        return _at_places(x, tree) if late is None else with_late_padding(x, tree, late)
     if x.dim() > 1 and tuple(x.shape[:2]) == (1, tree.length):
         rows: Tensor = Spread.apply(x[0], tree)
         return rows
@@ -121,7 +146,12 @@ def spread(x: Tensor, tree: Tree) -> Tensor:
     raise UnsharedError(f"the model returns a tensor {list(x.shape)} for a packed row of {tree.length} tokens")
 
 
-def spread_all(output: Any, tree: Tree, done: dict[int, Tensor] | None = None) -> Any:
+def spread_all(
+    output: Any,
+    tree: Tree,
+    done: dict[int, Tensor] | None = None,
+    late: Callable[[bool], Tensor] | None = None,
+) -> Any:
     """The same of every tensor [1, N, ...] or [N, ...] in a model's output; one that stands there twice stays one.
 
     Raises:
@@ -130,10 +160,10 @@ def spread_all(output: Any, tree: Tree, done: dict[int, Tensor] | None = None) -
     done = {} if done is None else done
     if isinstance(output, Tensor):
         if id(output) not in done:
-            done[id(output)] = spread(output, tree)
+            done[id(output)] = spread(output, tree, late)
         return done[id(output)]
     if isinstance(output, Mapping):
-        return type(output)(**{name: spread_all(value, tree, done) for name, value in output.items()})
+        return type(output)(**{name: spread_all(x, tree, done, late) for name, x in output.items()})
     if isinstance(output, tuple | list):
-        return type(output)(spread_all(value, tree, done) for value in output)
+        return type(output)(spread_all(value, tree, done, late) for value in output)
     return output

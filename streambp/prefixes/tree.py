@@ -74,7 +74,7 @@ class Tree:
     width: int
     rows: tuple[Row, ...]
     segments: tuple[Segment, ...]
-    furthest: int | None = None
+    furthest: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -166,7 +166,7 @@ class _Known:
 
     column: int
     length: int
-    position: int
+    position: float
 
 
 def find_tree(
@@ -184,7 +184,8 @@ def find_tree(
     Args:
         ids: [B, T], integers.
         mask: [B, T], zero for padding; None: there is none.
-        positions: [1 or B, T], or [axes, 1 or B, T], where axes are 3 or first is that of text; None: the columns.
+        positions: [1 or B, T], or [axes, 1 or B, T], where axes are 3 or first is that of text, integers or floats; None:
+            the columns.
         labelled: [B, T] in bool, whose outputs are scored; None: nobody says.
         least: tokens that a branch shares at least. saves: of B * T tokens, padding among them, what has to be saved.
         apart: tokens between two places where rows part, and before their ends, at least; for that a branch may share a few
@@ -212,7 +213,7 @@ def find_tree(
 
 def _look_at(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
-) -> tuple[list[_Known], int | None] | str:
+) -> tuple[list[_Known], float | None] | str:
     """What is known of each row, and the highest position of the batch if padding alone has it; or why rows stay apart."""
     batch_size, width = ids.shape
     columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)
@@ -228,8 +229,13 @@ def _look_at(
     scored = (torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)).to(first.dtype)
     start = positions.gather(1, first[:, None])[:, 0]
     highest = given.amax((0, 2)), given.amax(0).masked_fill(~real, -1).amax(1)  # [B], of all tokens and of real ones
-    table = torch.stack([first, last - first + 1, length, grows.to(first.dtype), scored, start, *highest])
-    rows = table.T.tolist()
+    counts = torch.stack([first, last - first + 1, length, grows.to(first.dtype), scored])
+    # Positions keep their dtype: those with a fraction are no integers.
+    placed = torch.stack([start, *highest])
+    if placed.is_floating_point():
+        counts = counts.to(torch.float64)
+    table = torch.cat([counts, placed.to(counts.dtype)])
+    rows = [(*map(int, row[:5]), *row[5:]) for row in table.T.tolist()]
     for index, (_, extent, tokens, steady, outside, *_) in enumerate(rows):
         if tokens and extent != tokens:
             return f"the attention mask of the last call's row {index} leaves out tokens between others"
@@ -249,7 +255,7 @@ def _write_down(ids: Tensor, known: list[_Known], least: int, apart: int) -> tup
         ids = ids.gather(1, columns)
     # Rows that have `least` tokens in common are looked at together: most rows of most batches are alone.
     starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[float, ...], list[int]] = {}
     for index, (known_row, start) in enumerate(zip(known, starts, strict=True)):
         alike.setdefault((known_row.position, start) if known_row.length >= least else (index,), []).append(index)
     # Rows that are not written down yet, and the pieces that they have in common.

@@ -220,6 +220,18 @@ def test_cu_seq_lens():
         resolve(describe_mask()[0], 1, LENGTH, None, ends + 1, CPU)
 
 
+@pytest.mark.parametrize(("rows", "names_it"), [(1, True), (2, False)])
+def test_cu_seq_lens_that_end_before_the_sequence_name_the_remedy(rows, names_it):
+    """As rows that are padded to a multiple; what the message says is accepted."""
+    ends = torch.tensor([0, 9, LENGTH - 3], dtype=torch.int32)
+    with pytest.raises(UnsupportedMaskError, match="must rise from 0") as found:
+        resolve(describe_mask()[0], rows, LENGTH, None, ends, CPU)
+    assert (f"append {LENGTH}, " in str(found.value)) == names_it
+    longer = torch.cat([ends, ends.new_tensor([LENGTH])])
+    spans = resolve(describe_mask()[0], 1, LENGTH, None, longer, CPU)
+    assert spans.rows == ((Run(0, 9, 0), Run(9, LENGTH - 3, 9), Run(LENGTH - 3, LENGTH, LENGTH - 3)),)
+
+
 def test_cu_seq_lens_that_contradict_position_ids():
     lazy, _ = describe_mask(position_ids=PACKED[:1].expand(2, -1))
     with pytest.raises(UnsupportedMaskError, match="Make them agree"):

@@ -159,11 +159,18 @@ def ends_too_soon(batch):
     return "cu_seq_lens_q does not rise from 0 to the sequence's 23 tokens"
 
 
+def padding_behind(batch):
+    """The last document is none."""
+    batch["cu_seq_lens_q"] = batch["cu_seq_lens_q"][:-1]
+    del batch["position_ids"]
+    return "cu_seq_lens_q does not rise from 0 to the sequence's 23 tokens (append 23, "
+
+
 def nothing(_):
     return "its selective scan takes no notice"
 
 
-@pytest.mark.parametrize(("name", "change"), [("lfm2", ends_too_soon), ("jamba", nothing)])
+@pytest.mark.parametrize(("name", "change"), [("lfm2", ends_too_soon), ("lfm2", padding_behind), ("jamba", nothing)])
 def test_what_chunks_cannot_be_told_runs_whole(name, change, monkeypatch):
     stock = build(name, monkeypatch, **({"num_hidden_layers": 1, "layer_types": ["conv"]} if name == "lfm2" else {}))
     batch = packed()

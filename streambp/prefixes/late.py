@@ -1,0 +1,155 @@
+"""Hidden states of a call's rows after it was computed as a packed row, for a program that reads logits at padding.
+
+A second forward is that of the first only while the model is as it was. Weights, buffers and modes are compared by
+their versions and values; and the tokens of the packed row are computed once more, and have to be what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streambp.accumulate import HALF
+from streambp.errors import StreamBPError, UnsharedError
+from streambp.layer.recompute import Autocast
+from streambp.lazy.deferred import Deferred
+from streambp.prefixes.admission import BAR, BAR_IN_HALF, draws_noise
+from streambp.prefixes.tree import Tree
+
+PLAIN = (bool, int, float, str, type(None))  # values of a module's attributes that say how it computes
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """How a model computes, at one moment.
+
+    written: its tensors, and how often each was written to.
+    flags: of a model that draws noise, the plain attributes of its modules.
+    """
+
+    written: list[tuple[Tensor, int]]
+    flags: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Moment:
+        """The moment that it is now."""
+        tensors = [*module.parameters(), *module.buffers()]
+        written = [(x, 0 if x.is_inference() else x._version) for x in tensors]
+        return cls(written, _flags(module) if draws_noise(module) else [])
+
+    def is_over(self, module: nn.Module) -> bool:
+        """Whether something has changed since."""
+        now = Moment.of(module)
+        if len(now.written) != len(self.written) or now.flags != self.flags:
+            return True
+        pairs = zip(self.written, now.written, strict=True)
+        return any(x is not y or i != j for (x, i), (y, j) in pairs)
+
+
+def _flags(module: nn.Module) -> list[dict[str, Any]]:
+    """Of each module its plain attributes, and its lists of names (peft's adapters that are switched on)."""
+    found = []
+    for part in module.modules():
+        flags: dict[str, Any] = {n: x for n, x in vars(part).items() if isinstance(x, PLAIN)}
+        lists = ((name, x) for name, x in vars(part).items() if isinstance(x, list))
+        flags.update((name, list(x)) for name, x in lists if all(isinstance(y, str) for y in x))
+        found.append(flags)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """A backbone's forward over the rows of a call, after that call.
+
+    run: gives its output. handed_out: logits of the call go to its caller, who may read padding.
+    """
+
+    run: Callable[[], Any]
+    handed_out: bool
+
+
+class LateRows:
+    """A call's rows, computed when something reads padding. [Note: padding that is read]
+
+    Args:
+        module: the backbone. again: its forward over the call's rows.
+        tree: as which they were computed.
+        told: hears that padding is read.
+    """
+
+    def __init__(self, module: nn.Module, again: Again, tree: Tree, told: Callable[[], None]) -> None:
+        self.module, self.again, self.tree, self.told = module, again, tree, told
+        self.moment = Moment.of(module)
+        self.graded, self.inferred = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.autocast: Autocast | None = None
+        self.source: Tensor | None = None
+
+    def of(self, output: Any) -> Callable[[bool], Tensor] | None:
+        """Remember the hidden states [N, h] in the output of the packed row.
+
+        Returns:
+            `compute`; None where these are real, and nobody outside of the model reads padding.
+
+        Raises:
+            UnsharedError: they are real, and somebody may.
+        """
+        hidden = output[0]
+        if not isinstance(hidden, Deferred) or hidden.written is not None:
+            if self.again.handed_out:
+                raise UnsharedError("its final norm is not left to the head, which may read padding")
+            return None
+        self.source = hidden.source.detach().reshape(-1, hidden.source.shape[-1])
+        self.autocast = Autocast.capture(hidden.device)
+        return self.compute
+
+    def compute(self, graded: bool) -> Tensor:
+        """The hidden states of the rows, [B * T, h].
+
+        Raises:
+            StreamBPError: the model has changed since.
+        """
+        self.told()
+        if self.moment.is_over(self.module):
+            raise _changed()
+        assert self.autocast is not None
+        with self._as_then(graded), self.autocast.restored():
+            hidden = self.again.run()[0]
+        assert isinstance(hidden, Deferred)
+        assert hidden.written is None
+        rows = hidden.source.reshape(-1, hidden.source.shape[-1])
+        self._compare(rows.detach())
+        return rows
+
+    @contextlib.contextmanager
+    def _as_then(self, graded: bool) -> Iterator[None]:
+        with torch.inference_mode(self.inferred), torch.set_grad_enabled(graded and self.graded):
+            yield
+
+    def _compare(self, rows: Tensor) -> None:
+        """Tokens have to be what they were in the packed row, but for rounding."""
+        assert self.source is not None
+        if self.moment.flags:
+            return  # another draw of its noise
+        places = self.tree.places(rows.device).flatten()  # [B * T]
+        here = places < self.tree.length
+        before, now = self.source[places[here]], rows[here]
+        difference = now.double() - before.double()
+        if rows.dtype in HALF:
+            distance, bar = difference.norm() / before.double().norm().clamp(min=1e-30), BAR_IN_HALF
+        else:
+            distance, bar = difference.abs().max() / before.abs().max().clamp(min=1e-30), BAR
+        if not bool(distance <= bar):
+            raise _changed()
+
+
+def _changed() -> StreamBPError:
+    return StreamBPError(
+        "Logits at padding are read after the model has changed, and were not computed before: the "
+        "batch was computed without its padding. Read them before the optimizer's step and before "
+        "adapters or modes are switched, or set StreamConfig(rows='as_given')."
+    )

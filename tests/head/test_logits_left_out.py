@@ -1,0 +1,155 @@
+"""Calls with labels have no logits: who asks for them all the same gets them, or hears what to do.
+
+covers: model/left_out.py, model/callers.py, model/causal_lm.py, model/padding.py
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import streambp
+from streambp.errors import StreamBPError
+from streambp.model import causal_lm, left_out
+from tests.families import VOCABULARY, build, make_batch
+from tests.seeds import seed_torch, seeded
+
+NAMED = "lazy_logits=True"
+
+
+def output(**settings):
+    config = streambp.StreamConfig(chunk_size=5, **settings)
+    return streambp.patch(build("llama"), config)(**make_batch("plain"), use_cache=False)
+
+
+ASKED = {
+    "attribute": lambda found: found.logits,
+    "get": lambda found: found.get("logits"),
+    "get with a default": lambda found: found.get("logits", None),
+    "getattr": lambda found: getattr(found, "logits"),  # noqa: B009
+}
+
+
+@pytest.mark.parametrize("how", ASKED)
+def test_they_are_none_and_a_warning_says_what_to_do(how):
+    found = output()
+    with pytest.warns(UserWarning, match=NAMED):
+        assert ASKED[how](found) is None
+    assert ASKED[how](output(lazy_logits=True)) is not None
+
+
+def test_a_key_that_is_not_there():
+    with pytest.raises(StreamBPError, match=NAMED):
+        output()["logits"]
+    with pytest.raises(KeyError, match=NAMED):
+        output()["logits"]
+
+
+def test_the_output_is_another_in_nothing_else():
+    found = output()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "logits" not in found
+        assert list(found.keys()) == ["loss"]
+        assert found[0] is found.loss
+        assert found["loss"] is found.loss
+        assert len(found.to_tuple()) == 1
+        assert isinstance(found, transformers.modeling_outputs.CausalLMOutputWithPast)
+        again = type(found)(loss=found.loss.detach())
+        back = pickle.loads(pickle.dumps(again))
+        assert type(back) is transformers.modeling_outputs.CausalLMOutputWithPast
+        assert torch.equal(back.loss, found.loss)
+        copied = copy.deepcopy(again)
+        assert torch.equal(copied.loss, found.loss)
+        leaves = torch.utils._pytree.tree_map(lambda x: x, found)
+        assert leaves.loss is found.loss
+        assert found.get("hidden_states") is None
+
+
+def test_libraries_are_not_told():
+    operations = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
+    found = output()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rebuilt = operations.convert_to_fp32(found)
+        operations.find_batch_size({"x": torch.zeros(2)})
+    with pytest.warns(UserWarning, match=NAMED):
+        assert rebuilt.logits is None
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        ids = torch.randint(3, VOCABULARY, (17,), generator=seeded(index))
+        mask = torch.ones_like(ids)
+        mask[17 - 4 * (index % 2) :] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+class OwnLoss(transformers.Trainer):
+    """As transformers' own pages show it: labels stay in the call, and logits are read by their name."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.get("labels")
+        outputs = model(**inputs)
+        logits = outputs.get("logits")
+        shifted, targets = logits[:, :-1].contiguous(), labels[:, 1:]
+        each = nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.reshape(-1), reduction="none")
+        weights = torch.linspace(0.5, 2, len(each))
+        loss = (each * weights).sum() / (targets != -100).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Reading(OwnLoss):
+    """Labels left in, and a statistic of all logits in the loss of the class above."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss + 1e-2 * outputs.logits.logsumexp(-1).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def trained(model, kind, folder, loss_only):
+    arguments = transformers.TrainingArguments(
+        str(folder), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=2, learning_rate=1e-2,
+        per_device_train_batch_size=2, prediction_loss_only=loss_only, save_strategy="no",
+        lr_scheduler_type="constant", seed=3,
+    )  # fmt: skip
+    seed_torch(0)
+    trainer = kind(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    return loss, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss_only", [True, False])
+@pytest.mark.parametrize("kind", [OwnLoss, Reading])
+def test_a_trainers_own_loss(kind, loss_only, tmp_path, float64_oracle):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    stock = build("llama", torch.float64)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
+    expected_loss, expected = trained(stock, kind, tmp_path / "stock", loss_only)
+    loss, found = trained(ours, kind, tmp_path / "ours", loss_only)
+    assert abs(loss - expected_loss) <= 1e-9 * abs(expected_loss)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10)
+
+
+def test_the_mutant_that_asks_nobody(tmp_path, monkeypatch, float64_oracle):
+    monkeypatch.setattr(causal_lm, "computes_its_own_loss", lambda: False)
+    with pytest.raises(TypeError, match="NoneType"):
+        test_a_trainers_own_loss(OwnLoss, False, tmp_path, float64_oracle)
+
+
+def test_the_mutant_that_tells_nobody(monkeypatch):
+    monkeypatch.setattr(left_out, "_tell", lambda: None)
+    with pytest.raises(pytest.fail.Exception):
+        test_they_are_none_and_a_warning_says_what_to_do("get")
