@@ -1,7 +1,11 @@
-"""Writes docs/reference/families.md: `python -m scripts.family_table`. Takes about four minutes on one core."""
+"""Writes docs/reference/families.md, or another file that is named: `python -m scripts.family_table [FILE]`.
+
+Takes about four minutes on one core.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,9 @@ import transformers
 
 import streambp
 from tests import zoo
-from tests.families import LENGTH, MODES
+from tests.families import LENGTH, MODES, make_batch
 from tests.oracle import lift_float32_casts
-from tests.test_families import CHUNK_SIZES, EXACT, REFUSED, UNDEFINED, errors
+from tests.test_families import CHUNK_SIZES, EXACT, REFUSED, REFUSED_WHEN_CALLED, UNDEFINED, errors
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
 HEADER = f"""# Model families
@@ -54,27 +58,29 @@ def refusal(name: str) -> str:
     model = zoo.build(name)
     try:
         streambp.patch(model)
+        model(**make_batch("plain"))
     except streambp.StreamBPError as error:
         reason = str(error).split(". ", 1)[1] if "cannot be streamed. " in str(error) else str(error)
         return f"| {name} | {reason.split('. Use gradient')[0]} |"
     raise AssertionError(f"{name} was not refused")
 
 
-def main() -> None:
+def main(target: Path = TARGET) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
         rows = [row(name) for name in EXACT]
-        refused = [refusal(name) for name in sorted(set(zoo.NAMES) & REFUSED.keys())]
+        refused = [refusal(name) for name in sorted(set(zoo.NAMES) & (REFUSED.keys() | REFUSED_WHEN_CALLED.keys()))]
     streaming = sum(streams for _, streams in rows)
     text = HEADER + "\n".join(line for line, _ in rows)
     text += f"\n\n{len(rows)} families are exact, {streaming} of them with streamed layers.\n\n## Refused\n\n"
-    text += "Nothing is changed and the message names the reason; use gradient checkpointing for these.\n\n"
+    text += "Nothing is changed and the message names the reason; use gradient checkpointing for these.\n"
+    text += f"{', '.join(sorted(REFUSED_WHEN_CALLED))}: by the first call, all others by `patch`.\n\n"
     text += "| family | reason |\n|---|---|\n" + "\n".join(refused) + "\n"
-    TARGET.write_text(text)
+    target.write_text(text)
     print(text)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))

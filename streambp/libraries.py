@@ -13,7 +13,7 @@ from streambp.errors import MissingLibraryError
 # The extra of streambp that installs a library, by the name that Python imports; programs that bring streambp in have none.
 EXTRAS = {"trl": "trl", "deepspeed": "deepspeed", "peft": "peft", "accelerate": "accelerate", "liger_kernel": "liger"}
 PROGRAMS = {"axolotl": "axolotl", "swift": "ms-swift", "verl": "verl"}
-TESTED = {"torch": (2, 13), "transformers": (5, 23), "trl": (1, 16)}  # the newest
+TESTED = {"torch": (2, 14), "transformers": (5, 24), "trl": (1, 16)}  # the newest
 
 
 @contextlib.contextmanager

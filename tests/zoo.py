@@ -69,7 +69,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash"), MHA
     ),
-    **dict.fromkeys(("minicpm3", "youtu", "dots3_note_text"), MHA),
+    **dict.fromkeys(("minicpm3", "youtu", "dots3_note_text", "sarvam_mla"), MHA),
     "bailing_hybrid": {**MHA, "rope_parameters": ROPE, "num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
@@ -84,6 +84,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**MHA, "num_experts_per_tok": 2},
     "dots1": {**MHA, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dory": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "n_input_layers": 1,
+        "n_recurrent_layers": 2, "n_output_layers": 1,
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {**SHARED_KV, "intermediate_size": 40, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.5]},
     "gemma4_text": SHARED_KV,

@@ -35,7 +35,7 @@ def read(path):
 
 
 def steps(path):
-    return [(name, job, step) for name, job in read(path)["jobs"].items() for step in job["steps"]]
+    return [(name, job, step) for name, job in read(path)["jobs"].items() for step in job.get("steps", [])]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -43,7 +43,10 @@ def test_a_workflow_runs_what_exists(path):
     """Files, modules and commands of its steps are there; actions have versions; jobs may do no more than they need."""
     workflow, ran = read(path), 0
     assert workflow["permissions"] == {"contents": "read"}
-    assert {need for job in workflow["jobs"].values() for need in [job.get("needs", [])] if need} <= set(workflow["jobs"])
+    for job in workflow["jobs"].values():
+        needs = job.get("needs", [])
+        assert set([needs] if isinstance(needs, str) else needs) <= set(workflow["jobs"])
+        assert (ROOT / job.get("uses", ".")).exists()
     for name, _, step in steps(path):
         assert ("run" in step) != ("uses" in step), (name, step)
         if "uses" in step:
@@ -68,11 +71,14 @@ def test_what_is_published_was_installed_on_three_systems():
     matrix = jobs["installed"]["strategy"]["matrix"]
     assert {system.split("-")[0] for system in matrix["os"]} == {"ubuntu", "macos", "windows"}
     assert matrix["archive"] == ["whl", "tar.gz"]
-    assert (jobs["installed"]["needs"], jobs["publish"]["needs"]) == ("build", "installed")
+    assert (jobs["installed"]["needs"], jobs["publish"]["needs"]) == ("build", ["installed", "newest"])
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     ran = [step.get("run", "") for step in jobs["build"]["steps"]]
     assert "python -m twine check --strict dist/*" in ran
-    assert read(GITHUB / "workflows" / "newest.yml")[True]["schedule"]  # YAML 1.1 reads "on" as true
+    newest = read(GITHUB / "workflows" / "newest.yml")
+    assert {"schedule", "workflow_call"} <= set(newest[True])  # YAML 1.1 reads "on" as true
+    assert jobs["newest"]["uses"] == "./.github/workflows/newest.yml"
+    assert "bash scripts/newest_releases.sh" in [step.get("run") for step in newest["jobs"]["newest"]["steps"]]
 
 
 def test_forms_and_files_of_the_project():
