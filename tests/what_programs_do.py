@@ -1102,6 +1102,41 @@ def _(t: Trial) -> None:
         nn.functional.log_softmax = own
 
 
+def padded_statistic(t: Trial, read: Callable[[Tensor], Tensor]) -> None:
+    """Steps of a padded batch with labels, as `streambp launch` sets a model, and a statistic of all logits beside."""
+    t.patch(lazy_logits=True)
+    ids = t.batch["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, -LENGTH // 2 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    for _ in range(2):
+        t.clear()
+        found = t.model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        (found.loss + read(found.logits)).backward()
+
+
+@program(DURING, "takes the mean of squares of all lazy logits, padding included")
+def _(t: Trial) -> None:
+    padded_statistic(t, lambda logits: logits.float().square().mean())
+
+
+@program(DURING, "takes the logsumexp of all lazy logits, padding included")
+def _(t: Trial) -> None:
+    padded_statistic(t, lambda logits: logits.logsumexp(-1).mean())
+
+
+@program(DURING, "passes `position_ids` in floats with padding")
+def _(t: Trial) -> None:
+    t.patch()
+    ids = t.batch["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, -LENGTH // 2 :] = 0
+    positions = (mask.to(torch.float64).cumsum(-1) - 1).clamp(min=0)
+    labels = ids.masked_fill(mask == 0, -100)
+    t.clear()
+    t.model(input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels, use_cache=False).loss.backward()
+
+
 def accelerated(t: Trial, first: str) -> None:
     """A step of a model that accelerate has prepared for mixed precision and unwrapped, and a generation."""
     AcceleratorState._reset_state(True)  # others may have left its settings

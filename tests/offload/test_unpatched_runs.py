@@ -92,6 +92,31 @@ def test_the_first_step_streams():
     assert streams(model(**make_batch("plain")).loss)
 
 
+def several_steps(model):
+    """Losses and weights of four steps of one stream of random numbers."""
+    seed_torch(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(4):
+        loss = model(**make_batch("plain")).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, torch.get_rng_state(), *(p.detach() for p in model.parameters())]
+
+
+def test_a_run_with_dropout_is_the_unpatched_one_from_a_warm_up_on():
+    """Without one the first step streams, and draws other numbers, after which weights are others."""
+    plain = build("qwen3", **DROPS)
+    model = patched(plain, warm=False)
+    streambp.warm_up(model, **make_batch("plain"))
+    expected = several_steps(copy.deepcopy(plain))
+    assert all(map(torch.equal, several_steps(model), expected))
+    cold = several_steps(patched(plain, warm=False))
+    assert not any(map(torch.equal, cold[:4], expected[:4]))
+
+
 def test_a_head_that_is_deferred_gets_the_unpatched_layers_output():
     plain = build("qwen3", dtype=torch.float64)
     model = patched(plain, lazy_logits=True)
