@@ -1,11 +1,14 @@
 """`streambp.warm_up`: hooks that are set after it count what they count on the unpatched model, from the first step on.
 
-covers: model/warming.py, layer/site.py, model/packing.py, admission/entry.py
+covers: model/warming.py, model/steps.py, layer/site.py, model/packing.py, admission/entry.py
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import logging
 import random
 import warnings
 from collections import Counter
@@ -21,6 +24,7 @@ from streambp.admission import own_run, probe, trials
 from streambp.errors import BackwardError, StreamBPError
 from streambp.layer.site import LayerSite
 from streambp.model import unpatched
+from streambp.model.steps import Steps
 from streambp.prefixes import calls
 from streambp.prefixes.admission import Trials
 from streambp.prefixes.tree import find_tree
@@ -270,6 +274,64 @@ def test_nothing_stays(before):
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert (np.random.get_state()[1] == states[2]).all()
+
+
+@pytest.mark.parametrize("config", [CHUNKS, streambp.StreamConfig(chunk_size=5, saves=(), offload="cpu")])
+def test_it_is_no_step(config, caplog):
+    """No record before the first step, none in the log, and the steps count as if nothing had been."""
+    stock, ours = (streambp.patch(build("llama"), config) for _ in range(2))
+    with caplog.at_level(logging.INFO, logger="streambp"):
+        streambp.warm_up(ours, **make_batch("plain"), use_cache=False)
+    assert streambp.last_step(ours) is None
+    assert streambp.describe(ours).head == streambp.describe(stock).head
+    assert "step 1" not in caplog.text
+    for model in (stock, ours):
+        a_step(model, make_batch("plain"), labelled)
+    records = [dataclasses.replace(streambp.last_step(model), host=None) for model in (stock, ours)]
+    assert records[0] == records[1]
+    streambp.warm_up(ours, **make_batch("plain", length=13), use_cache=False)
+    assert dataclasses.replace(streambp.last_step(ours), host=None) == records[1]
+    a_step(ours, make_batch("plain"), labelled)
+    assert streambp.last_step(ours).number == 2
+
+
+def test_a_warm_up_that_is_noted_turns_this_red(monkeypatch, caplog):
+    """Mutant: what it does counts as a step."""
+    monkeypatch.setattr(Steps, "unnoted", lambda _: contextlib.nullcontext())
+    with pytest.raises(AssertionError):
+        test_it_is_no_step(CHUNKS, caplog)
+
+
+class Scaled(nn.Module):
+    """An MLP times a number that the first batch gives, kept where no fingerprint looks."""
+
+    scale = None
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        Scaled.scale = None
+
+    def forward(self, x):
+        if Scaled.scale is None:
+            Scaled.scale = x.detach().abs().mean()
+        return self.inner(x) * Scaled.scale
+
+
+def test_a_value_of_the_first_batch_is_not_that_of_a_warm_up():
+    def scaled():
+        model = build("llama")
+        model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+        return model
+
+    stock, other = scaled(), make_batch("plain", seed=9)
+    expected = [a_step(stock, make_batch("plain", seed=seed), labelled) for seed in (1, 2)]
+    ours = streambp.patch(scaled(), CHUNKS)
+    for _ in range(3):
+        streambp.warm_up(ours, **other, use_cache=False)
+    for seed, gradients in zip((1, 2), expected, strict=True):
+        assert worst_error(a_step(ours, make_batch("plain", seed=seed), labelled), gradients) <= EXACT
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
 def doubling(_, __, output):

@@ -332,6 +332,8 @@ def _equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_equal(part, other[key]) for key, part in one.items())
     if isinstance(one, list | tuple | collections.deque):
         return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, set | frozenset):
+        return len(one) == len(other) and all(type(part) in ATOMS and part in other for part in one)
     return type(one) in ATOMS and bool(one == other)
 
 

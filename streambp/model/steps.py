@@ -13,10 +13,11 @@ error, if torch's allocator counts more errors than when backward began.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -95,6 +96,17 @@ class Steps:
         offloader, sites, tell, name = state
         Steps.__init__(self, offloader)
         self.sites, self.tell, self.name = sites, tell, name
+
+    @contextlib.contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Within, steps are not the program's: afterwards notes are what they were, and no log has a line of them."""
+        before = self.last, self.unpatched, self.short, self.tell
+        self.tell = None
+        try:
+            yield
+        finally:
+            self.settle()
+            self.last, self.unpatched, self.short, self.tell = before
 
     def forward_done(self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False) -> None:
         """The forward of a backbone has ended, with gradients.

@@ -8,6 +8,7 @@ forward and a backward, of which nothing stays but what was found out. Gradients
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,9 @@ from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.site import Warm
 from streambp.lazy.tensor import LazyLogits
 from streambp.model.causal_lm import CausalLMForward
-from streambp.model.wrappers import LayerForward
+from streambp.model.wrappers import BackboneForward, LayerForward
+
+TOLD = ("last", "lazy", "trained", "unlabelled", "predicted")  # of a head's calls
 
 
 def warm_up(model: nn.Module, **inputs: Any) -> None:
@@ -39,9 +42,9 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             and, for evaluation, under the `torch.no_grad()` of the calls to come; once for each kind of them.
         inputs: of the model's forward, such as input_ids [B, T] and labels [B, T], as large as a usual batch's.
 
-    Afterwards gradients, buffers, numbers in modules' attributes and the states of random generators are what they were. A
-    hook that is set later and changes what it is given, or keeps it with its graph, ends its first step with an error that
-    names it; the step can be repeated. Set such hooks before `warm_up`.
+    Afterwards gradients, buffers, what modules and hooks keep in Python, the record of the last step and the states of
+    random generators are what they were. A hook that is set later and changes what it is given, or keeps it with its
+    graph, ends its first step with an error that names it; the step can be repeated. Set such hooks before `warm_up`.
 
     Raises:
         StreamBPError: the model is not patched, or an engine (DDP, DeepSpeed, FSDP) holds its parameters, which waits for
@@ -57,11 +60,16 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             f"{engine} holds the parameters of this {type(model).__name__} and waits for gradients that a warm-up does not "
             "give. Call streambp.warm_up before the engine gets the model."
         )
-    # What is drawn from torch's generators does not count, nor does what `describe` counts of calls.
+    # What is drawn from torch's generators does not count, nor do the notes that `describe` and `last_step` read.
     before = [RandomState.capture(device) for device in {p.device for p in model.parameters()} or {torch.device("cpu")}]
-    heads = [(w, w.trained, w.unlabelled) for w in wrappers if isinstance(w, CausalLMForward)]
+    heads = [w for w in wrappers if isinstance(w, CausalLMForward)]
+    told = [(w, {name: getattr(w, name) for name in TOLD}) for w in heads]
+    noting = [w.state.steps for w in wrappers if isinstance(w, CausalLMForward | BackboneForward)]
     try:
-        with leaving_no_trace(model):
+        with contextlib.ExitStack() as kept:
+            kept.enter_context(leaving_no_trace(model))
+            for steps in {id(each): each for each in noting}.values():
+                kept.enter_context(steps.unnoted())
             output = model(**inputs)
             leaves = [p for p in (*model.parameters(), *inputs.values()) if isinstance(p, Tensor) and p.requires_grad]
             loss = _loss_of(output)
@@ -71,11 +79,12 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
     finally:
         for state in before:
             state.restore()
-        for head, trained, unlabelled in heads:
-            head.trained, head.unlabelled = trained, unlabelled
+        for head, fields in told:
+            vars(head).update(fields)
     warm = next((w.site.warm for w in layers if w.site.warm is not None and w.site.warm.on), Warm())
     for wrapper in layers:
         wrapper.site.warm = warm
+        wrapper.site.forget(None)  # what modules set at their first call is not set any more
 
 
 def _loss_of(output: Any) -> Tensor | None:

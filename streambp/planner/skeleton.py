@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
+from streambp.admission.generators import leaving_no_trace
 from streambp.admission.stacks import bare_layers, find_stacks, states_argument
 from streambp.distributed.engines import drops_masks
 from streambp.distributed.zero import full_shape, is_partitioned
@@ -121,8 +122,14 @@ class Skeleton:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """As `active`; within, the model's mixers allocate what they are taken to run."""
-        with self.active(), standing_in(self.model, self.mixers), fused_rotary(self.model, self.fused):
+        """As `active`; within, the model's mixers allocate what they are taken to run. What its modules keep does not stay:
+        their classes, and what functions close over, are those of the model that was copied."""
+        with (
+            self.active(),
+            leaving_no_trace(self.model),
+            standing_in(self.model, self.mixers),
+            fused_rotary(self.model, self.fused),
+        ):
             yield
 
     @property

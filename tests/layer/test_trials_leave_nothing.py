@@ -6,6 +6,7 @@ covers: admission/snapshot.py, admission/tables.py, admission/values.py, admissi
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import types
 
@@ -18,6 +19,7 @@ import streambp
 from streambp.admission import snapshot
 from streambp.admission.snapshot import Restored, Snapshot
 from streambp.errors import BackwardError, UnsupportedModelError
+from streambp.planner import estimate, skeleton
 from tests.families import build, make_batch
 from tests.oracle import EXACT, worst_error
 from tests.tiers import thinned
@@ -182,7 +184,7 @@ class OnClass(Scaled):
     scale = None
 
     def start(self):
-        type(self).scale = None
+        OnClass.scale = None
 
     def scale_of(self, x):
         if type(self).scale is None:
@@ -455,6 +457,18 @@ def test_a_recorder_sees_the_batch_alone(monkeypatch):
         assert int(one.mlp.large.sum()) == int(other.mlp.large.sum()) + LENGTH
 
 
+@pytest.mark.parametrize("way", ["class", "closure", "global dict"])
+def test_a_count_without_data_leaves_nothing(way):
+    """The planner runs a copy, which has the classes and functions of the model."""
+    OnClass.scale = GLOBAL["scale"] = None
+    model = made(WAYS[way])
+    estimate(model, LENGTH, chunk_size=5)
+    assert OnClass.scale is None
+    assert GLOBAL["scale"] is None
+    expected = results(made(WAYS[way]), SITUATIONS["first call"])
+    assert worst_error(results(model, SITUATIONS["first call"]), expected) <= EXACT
+
+
 def kept_of(model):
     return {name: dict(vars(module)) for name, module in model.named_modules()}
 
@@ -506,6 +520,7 @@ def test_everything_is_put_back():
         ("functions", lambda: test_a_value_of_the_first_batch("closure", "first call")),
         ("classes", lambda: test_a_value_of_the_first_batch("class", "first call")),
         ("rewind", lambda: test_a_value_of_the_first_batch("dict", "first call")),
+        ("planner", lambda: test_a_count_without_data_leaves_nothing("class")),
         ("again", lambda: test_a_running_value_is_refused_and_nothing_stays(Running, torch.float64)),
     ],
 )
@@ -518,6 +533,8 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
         monkeypatch.setattr(Snapshot, "_read_class", lambda *_: None)
     elif mutant == "rewind":
         monkeypatch.setattr(Restored, "rewind", lambda *_: None)
+    elif mutant == "planner":
+        monkeypatch.setattr(skeleton, "leaving_no_trace", lambda _: contextlib.nullcontext())
     else:
         monkeypatch.setattr("streambp.admission.probe._set_once", lambda *_: [])
     with pytest.raises((AssertionError, BackwardError, pytest.fail.Exception)):
