@@ -74,7 +74,7 @@ def stream_layer(
         site.last = call
         with site.weights_for_once(args, kwargs, call.because or "its only token cannot be tried in chunks"):
             return strategy.whole(site, args, kwargs, call)
-    longest = call.plan.longest if call.plan.longest > call.plan.size else None
+    longest = (call.plan.longest, call.why_longer) if call.plan.longest > call.plan.size else None
     site.last = CallReport(None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan)
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
         return _streamed(call, strategy)

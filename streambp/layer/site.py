@@ -112,7 +112,7 @@ class CallReport:
 
     Args:
         because: why it ran whole, checkpointed, instead of in chunks; None if it streamed, or had nothing to cut.
-        longest: tokens of its longest chunk, if that is longer than asked for. [Note: chunk ends]
+        longest: tokens of its longest chunk, if that is longer than asked for, and why. [Note: chunk ends]
         told: the arguments that told its kernels where documents of packed rows start. [Note: documents]
         rows: the documents of packed rows that position_ids mark for its mixers; None: they mark none. [Note: segments]
         documents: the argument that told attention of packed documents, and how many there were.
@@ -120,7 +120,7 @@ class CallReport:
     """
 
     because: str | None = None
-    longest: int | None = None
+    longest: tuple[int, str] | None = None
     told: tuple[str, ...] = ()
     rows: PackedRows | None = None
     documents: tuple[str, int] | None = None
