@@ -44,6 +44,7 @@ from streambp.recurrent.documents import PackedRows
 T = TypeVar("T")
 Key = TypeVar("Key")
 ANY_SIZE = 0  # of chunks, in `Findings.tried`
+REACH = "code of others"  # part of a kind of call: what can be reached from it. [Note: kept values]
 KINDS = 32  # of calls, for which what was found out about a layer is remembered
 
 
@@ -305,7 +306,8 @@ class LayerSite:
             now = dict(kind)["state"]  # of modules, of hooks, and what trains
             for known, findings in [pair for pair in self.findings.items() if pair[1].judged]:
                 before = dict(known)["state"]
-                same = known ^ kind == {("state", before), ("state", now)} and before[::2] == now[::2]
+                differing = {name for name, _ in known ^ kind} - {REACH}
+                same = differing == {"state"} and before[::2] == now[::2]
                 if same and set(before[1]) <= set(now[1]):
                     remember(self.findings, known, findings)  # whose findings others take stays among the last entries
                     remember(self.findings, kind, dataclasses.replace(findings, adopted=True))
