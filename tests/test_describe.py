@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import streambp
+from streambp.layer import call
 from streambp.model import describe as describing
 from streambp.reporting import told
+from tests import zoo
 from tests.families import build, make_batch
 from tests.seeds import seed_torch
 from tests.test_contract import check_agree
@@ -147,3 +149,39 @@ def test_a_report_of_an_error_that_cannot_be_shown():
         raise HostileError
 
     assert told(fails, otherwise=str) == "HostileError: a HostileError that cannot be shown"
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "why"),
+    [("lfm2", "plain", call.LONG_STATES.format(2)), ("qwen3", "prefix", call.LONG_MASK)],
+)
+def test_why_a_chunk_is_longer_than_asked_for(family, mode, why):
+    """26 tokens in chunks of 5 leave one; a mask may have no end in the middle of an image."""
+    model = streambp.patch(
+        zoo.build(family, torch.float32) if family == "lfm2" else build(family), streambp.StreamConfig(chunk_size=5)
+    )
+    batch = make_batch("plain", length=26)
+    if mode == "prefix":
+        seen = torch.ones(26, 26).tril()
+        seen[3:12, 3:12] = 1
+        batch["attention_mask"] = torch.where(seen[None, None] > 0, 0.0, torch.finfo(torch.float32).min).expand(
+            2, 1, -1, -1
+        )
+    model(**batch, use_cache=False).loss.backward()
+    told = str(streambp.describe(model))
+    assert f"tokens: {why}" in told
+    assert sum(other in told for other in (call.LONG_MASK, call.LONG_STATES.format(2))) == 1
+
+
+def test_layers_that_another_module_calls():
+    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
+    x = torch.randn(2, 26, 32, requires_grad=True)
+    positions = torch.arange(26)[None]
+    embedded = model.model.rotary_emb(x, positions)
+    with torch.no_grad():
+        model.model.layers[0](x, position_embeddings=embedded)
+    assert str(streambp.describe(model)).startswith("last step: none with gradients yet")
+    model.model.layers[0](x, position_embeddings=embedded).sum().backward()
+    assert str(streambp.describe(model)).startswith(f"last step: {describing.APART}")
+    model(**make_batch("plain", length=26), use_cache=False).loss.backward()
+    assert str(streambp.describe(model)).startswith("last step: 52 tokens")

@@ -33,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import streambp
+from tests import zoo
 from tests.families import LENGTH, build, make_batch
 from tests.oracle import EXACT, worst_error
 from tests.seeds import seed_others, seed_torch, seeded
@@ -275,8 +276,7 @@ def _(t: Trial) -> None:
 
 @program(BEFORE, "hooks a module inside: the hook only looks")
 def _(t: Trial) -> None:
-    seen: list[float] = []
-    t.layer.mlp.register_forward_hook(lambda m, args, out: seen.append(float(out.detach().norm())))
+    t.layer.mlp.register_forward_hook(lambda m, args, out: float(out.detach().norm()) and None)
     t.patch()
     t.step()
 
@@ -1256,3 +1256,69 @@ def _(t: Trial) -> None:
     for thread in threads:
         thread.join()
     t.extra = {f"other.{name}": p for name, p in other.model.named_parameters()}
+
+
+# What forwards and hooks keep without a graph.
+
+
+def recording(t: Trial, kept: list[Any]) -> None:
+    """What the last step left, as a gradient: it is compared with the unpatched model's."""
+    t.layer.mlp.register_forward_hook(lambda m, args, out: kept.append(out.detach()))
+
+
+def told_as_gradients(t: Trial, kept: list[Any]) -> None:
+    t.extra["kept"] = torch.zeros(len(kept), *kept[-1].shape, requires_grad=True, dtype=torch.float64)
+    t.extra["kept"].grad = torch.stack(kept)
+
+
+@program(BEFORE, "records outputs of a module inside by a hook, without their graph")
+def _(t: Trial) -> None:
+    kept: list[Any] = []
+    recording(t, kept)
+    t.patch()
+    t.step()
+    told_as_gradients(t, kept)
+
+
+@program(BETWEEN, "records outputs of a module inside by a hook, without their graph")
+def _(t: Trial) -> None:
+    kept: list[Any] = []
+    t.patch()
+    t.step()
+    recording(t, kept)
+    t.step()
+    told_as_gradients(t, kept)
+
+
+@program(BEFORE, "keeps a mean of its tokens in an attribute of a module inside")
+def _(t: Trial) -> None:
+    def hook(module: Any, args: Any, out: Tensor) -> None:
+        module.mean = out.detach().mean((0, 1))
+
+    t.layer.mlp.register_forward_hook(hook)
+    t.patch()
+    t.step()
+    told_as_gradients(t, [t.layer.mlp.mean])
+
+
+@program(BEFORE, "replays routes of experts that a call without gradients has recorded")
+def _(t: Trial) -> None:
+    t.model = zoo.build("qwen3_moe")
+    gate, kept = t.layer.mlp.gate, {}
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        probs = torch.nn.functional.linear(flat, gate.weight).softmax(-1)
+        top = probs.topk(2).indices
+        if not torch.is_grad_enabled():
+            kept["top"] = top
+        elif len(kept["top"]) == len(flat):
+            top = kept["top"]
+        return probs, probs.gather(-1, top), top
+
+    gate.forward = forward
+    t.patch()
+    with torch.no_grad():
+        t.forward()
+    t.steps = 0
+    t.step()

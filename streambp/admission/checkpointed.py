@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from streambp.admission import kept_values
 from streambp.admission.generators import generator_states, generators_of, set_generators
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import without_caches
@@ -95,7 +96,7 @@ class Repeatable:
     """
 
     def __init__(self, site: LayerSite, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        self._layer, self._run, self._fingerprint = site.layer, run, site.fingerprint
+        self._site, self._layer, self._run, self._fingerprint = site, site.layer, run, site.fingerprint
         self._backward_begins = site.backward_begins
         self._look = self._fingerprint.look(site.layer)
         self._generators, self._training = generators_of(site, self._look), site.layer.training
@@ -130,7 +131,9 @@ class Repeatable:
         later = generator_states(self._generators)
         set_generators(self._generators, self._states)
         try:
-            with in_place_of_buffers(self._buffers), again(self._look.hooks.routing), watching(now.hooks) as acted:
+            nothing_left = kept_values.recomputed(self._site, now)
+            routing = again(self._look.hooks.routing)
+            with in_place_of_buffers(self._buffers), routing, nothing_left, watching(now.hooks) as acted:
                 result = self._run(*args, **kwargs)
         finally:
             set_generators(self._generators, later)

@@ -14,6 +14,7 @@ from torch import nn
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.collectives import no_collectives
 from streambp.admission.insides import hooks_of_others, may_edit_gradients
+from streambp.admission.kept_values import leaving_nothing, refusing_chunks, tell, why_kept, without_traces
 from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.trials import look_for_writes, unread_products
@@ -44,10 +45,10 @@ from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
 
-backward_in_chunks = functools.partial(run_backward, unread_products)
+backward_in_chunks = functools.partial(run_backward, without_traces(unread_products))
 
 
-IN_CHUNKS = Strategy(LayerCall, run_forward, backward_in_chunks, run_whole)
+IN_CHUNKS = Strategy(LayerCall, refusing_chunks(run_forward), backward_in_chunks, run_whole)
 
 
 def stream_layer(
@@ -79,7 +80,7 @@ def stream_layer(
         except Exception:
             site.forget(call.because)
             raise
-    longest = call.plan.longest if call.plan.longest > call.plan.size else None
+    longest = (call.plan.longest, call.why_longer) if call.plan.longest > call.plan.size else None
     site.last = CallReport(None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan)
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
         return _streamed(call, strategy)
@@ -111,6 +112,7 @@ def admit(
     attends = None if isinstance(F.scaled_dot_product_attention, BuiltinFunctionType) else replaced_attention()
     if attends is not None:  # the layer was tried with torch's own, which says nothing of another
         arguments.kind |= {("torch's attention", attends)}
+    arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)  # [Note: kept values]
     arguments.forks = forks if carries else ()
     if rows is not None:
         _tell_of_documents(site, rows, arguments)
@@ -158,13 +160,23 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         # Layers of a split sequence exchange keys and values with other ranks by themselves.
         alone = no_collectives(call.layer) if type(call) is LayerCall else NOTHING
         with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
-            found = call.attempt(lambda _: (look_for_writes(call), can_stream(call)))
+            found = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
         raise explained(error, site, call.plan) from error
     site.hooks_tried |= call.look.hooks.places.keys()
     return found
+
+
+def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
+    with leaving_nothing(call):
+        because = why_kept(call)
+        failed, verdict = look_for_writes(call), can_stream(call)
+    if because is not None and verdict.streams:
+        call.site.found(call.arguments.kind).judge(because)
+        verdict = Verdict(False, because)
+    return failed, verdict
 
 
 def _streamed(call: LayerCall, strategy: Strategy) -> Any:

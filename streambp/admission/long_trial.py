@@ -58,7 +58,9 @@ def why_not_at_length(call: LayerCall) -> str | None:
 def _is_alike(call: LayerCall, chunks: int) -> bool:
     """Whether the first chunks give what their tokens give at once, in every block of tokens of every row."""
     length = call.plan[chunks - 1].stop
-    x = call.hidden_states.detach()[..., :length, :]
+    # Every other token is not the call's own: what is replayed of an earlier call must not fit it. [Note: kept values]
+    x = call.hidden_states.detach()[..., :length, :].clone()
+    x[..., 1::2, :].neg_()
     carried = call.carried.prefix
 
     def given(parts: Sequence[Chunk]) -> Iterator[Tensor]:

@@ -169,6 +169,11 @@ class _Watched:
         return result
 
 
+def unwatched(hook: Any) -> Any:
+    """The hook itself, where `watching` has put something in its place."""
+    return hook.hook if isinstance(hook, _Watched) else hook
+
+
 def _equal(x: Tensor, other: Tensor) -> bool:
     if x is other:
         return True

@@ -205,11 +205,13 @@ class Fingerprint:
 
     last: the look that was taken last; whoever changes the layer looks again.
     pending: forwards whose backward is still to come. in_cycles: graphs of the layer's recomputations are freed late.
+    kept: paths of what code of others was seen to keep inside of it. [Note: kept values]
     """
 
     last: Look | None = None
     pending: int = 0
     in_cycles: bool = False
+    kept: set[str] = dataclasses.field(default_factory=set)
     _ignored: set[Key] = dataclasses.field(default_factory=set)  # what the layer's own forward changes
     _ignored_of_hooks: set[tuple[HookKey, str]] = dataclasses.field(default_factory=set)
 

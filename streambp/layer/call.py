@@ -22,7 +22,7 @@ from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
-from streambp.chunks import Chunk, merged, plan_chunks
+from streambp.chunks import Chunk, ChunkPlan, merged, plan_chunks
 from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, SeenBefore
@@ -45,6 +45,11 @@ from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
 TRIED = 3  # tokens of a trial
+# Why a chunk is longer than asked for.
+LONG_MASK = "its attention mask has no end sooner (an image, a prefix)"
+LONG_DOCUMENTS = "documents of packed rows have no end sooner"
+LONG_FORKS = "rows that begin alike part there, and its states leave no shorter chunk between"
+LONG_STATES = "its states are handed on from {} tokens or more, and the rest of a sequence has less"
 
 
 class LayerCall:
@@ -58,7 +63,6 @@ class LayerCall:
     """
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
-        config = site.config
         self.site = site
         self.layer = site.layer
         self.forward = site.forward
@@ -70,9 +74,7 @@ class LayerCall:
         self.rows = batch_size
         if length == 0:
             raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
-        rule = site.chunk_rule
-        size = config.chunk_size if rule is None else rule(site.index, batch_size, length, self.device)
-        self.plan = plan_chunks(length, batch_size, size)
+        self.plan = plan_of(site, batch_size, length, self.device)
         self.configs = site.of(site.kind.attention.configs)
         self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         collector = output_capturing._active_collector.get() or ()
@@ -90,17 +92,9 @@ class LayerCall:
         self.send_gradients: Leave | None = None  # those of weights that live on the host
         self.witness: Witness | None = None  # once its forward is one that backward comes after. [Note: witness]
         self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # and what was asked
+        self.why_longer = ""  # why a chunk is longer than asked for
         self.carried = self._carry()
-        barriers = self.carried.layout.barriers
-        if barriers:
-            self.plan = move_ends(self.plan, barriers)
-        if self.packing.barriers:
-            self.plan = self.plan.avoiding(merged((*barriers, *self.packing.barriers)))
-        least = site.kind.states.least
-        if arguments.forks:
-            self.plan = self.plan.forked(arguments.forks, least)
-        elif least > 1:
-            self.plan = self.plan.with_least(least)
+        self._move_ends(arguments, site.kind.states.least)
         self.gradients_of_a_parameter = len(self.plan.ends)  # in a backward pass
         self.kept = self._keep()
         self.attempt, self.repeats, chooser = AT_ONCE, site.repeats, site.chooser
@@ -111,6 +105,30 @@ class LayerCall:
                 let_go=functools.partial(chooser.let_go, self.kept),
                 check_room=functools.partial(chooser.check_room, self.kept),
             )
+
+    def _move_ends(self, arguments: Arguments, least: int) -> None:
+        """Move the ends of chunks to where the layer can be cut, and note why one is longer than asked for then.
+        [Note: chunk ends]
+
+        Args:
+            least: positions of a chunk.
+        """
+        barriers = self.carried.layout.barriers
+        if barriers:
+            self._cut(move_ends(self.plan, barriers), LONG_MASK)
+        if self.packing.barriers:
+            self._cut(self.plan.avoiding(merged((*barriers, *self.packing.barriers))), LONG_DOCUMENTS)
+        if arguments.forks:
+            self._cut(self.plan.forked(arguments.forks, least), LONG_FORKS)
+        elif least > 1:
+            self._cut(self.plan.with_least(least), LONG_STATES.format(least))
+
+    def _cut(self, plan: ChunkPlan, why: str) -> None:
+        if plan.longest > max(plan.size, self.plan.longest):
+            self.why_longer = why
+        elif plan.longest <= plan.size:
+            self.why_longer = ""
+        self.plan = plan
 
     def _carry(self) -> Carried:
         attention = self.site.kind.attention
@@ -304,6 +322,13 @@ class LayerCall:
             tensors.clear()
         output.states = {} if cache is None else cache.after
         return output
+
+
+def plan_of(site: LayerSite, rows: int, length: int, device: torch.device) -> ChunkPlan:
+    """The chunks of so many rows of T = `length` positions, before ends are moved to where a layer can be cut."""
+    rule = site.chunk_rule
+    size = site.config.chunk_size if rule is None else rule(site.index, rows, length, device)
+    return plan_chunks(length, rows, size)
 
 
 def switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:

@@ -45,6 +45,7 @@ from streambp.recurrent.documents import PackedRows
 T = TypeVar("T")
 Key = TypeVar("Key")
 ANY_SIZE = 0  # of chunks, in `Findings.tried`
+REACH = "code of others"  # part of a kind of call: what can be reached from it. [Note: kept values]
 KINDS = 32  # of calls, for which what was found out about a layer is remembered
 TIMES = 4  # that a reason which may pass is found, before it counts for all calls of a kind
 
@@ -123,7 +124,7 @@ class CallReport:
 
     Args:
         because: why it ran whole, checkpointed, instead of in chunks; None if it streamed, or had nothing to cut.
-        longest: tokens of its longest chunk, if that is longer than asked for. [Note: chunk ends]
+        longest: tokens of its longest chunk, if that is longer than asked for, and why. [Note: chunk ends]
         told: the arguments that told its kernels where documents of packed rows start. [Note: documents]
         rows: the documents of packed rows that position_ids mark for its mixers; None: they mark none. [Note: segments]
         documents: the argument that told attention of packed documents, and how many there were.
@@ -131,7 +132,7 @@ class CallReport:
     """
 
     because: str | None = None
-    longest: int | None = None
+    longest: tuple[int, str] | None = None
     told: tuple[str, ...] = ()
     rows: PackedRows | None = None
     documents: tuple[str, int] | None = None
@@ -332,7 +333,8 @@ class LayerSite:
             now = dict(kind)["state"]  # of modules, of hooks, and what trains
             for known, findings in [pair for pair in self.findings.items() if pair[1].judged]:
                 before = dict(known)["state"]
-                same = known ^ kind == {("state", before), ("state", now)} and before[::2] == now[::2]
+                differing = {name for name, _ in known ^ kind} - {REACH}
+                same = differing == {"state"} and before[::2] == now[::2]
                 if same and set(before[1]) <= set(now[1]):
                     remember(self.findings, known, findings)  # whose findings others take stays among the last entries
                     remember(self.findings, kind, dataclasses.replace(findings, adopted=True))

@@ -44,6 +44,7 @@ CAME_LATER = "patch the model again to stream it: it came into the model after s
 LIGERS, REGIONS = "Liger's kernels", "compiled regions"
 FASTER = 0.1  # seconds a step that offload="cpu" has to save before it is told of
 LOST = "could not be told"
+APART = "not noted: another module than their backbone called the layers, which trained as below"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 
@@ -62,7 +63,11 @@ class LayerDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a patched model does; `str()` is a table. last_step: None before the first micro-batch with gradients."""
+    """What a patched model does; `str()` is a table.
+
+    last_step: None before the first micro-batch with gradients. apart: layers were trained that another module than their
+    backbone called, of which no record tells.
+    """
 
     layers: tuple[LayerDescription, ...]
     chunk_size: str
@@ -72,6 +77,7 @@ class Description:
     head: str
     notes: tuple[str, ...]
     last_step: StepRecord | None = None
+    apart: bool = False
 
     def __str__(self) -> str:
         step, margin = self.last_step, "\n" + " " * 12
@@ -99,7 +105,11 @@ class Description:
             *(("note", note) for note in self.notes),
         ]
         called = any(not layer.reason.startswith(NOT_TRIED) for layer in self.layers if layer.path == "streams")
-        last = ("none with gradients yet" if called else NOT_TRIED) if step is None else str(step)
+        last = NOT_TRIED if step is None else str(step)
+        if step is None and self.apart:
+            last = APART
+        elif step is None and called:
+            last = "none with gradients yet"
         return "\n".join((f"last step: {last}", *(f"{name:<11} {value}" for name, value in rows)))
 
 
@@ -135,6 +145,7 @@ def describe(model: nn.Module) -> Description:
         told(head_of, found, otherwise=one),
         (*lost, *notes),
         record,
+        found.steps.apart,
     )
 
 
@@ -198,7 +209,7 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
             + (", and hooks inside see one document at a time" if hooks_of_others(site.layer) else "")
         )
     if last.longest is not None:
-        parts.append(f"chunks of up to {last.longest} tokens: its attention mask has no end sooner (an image, a prefix)")
+        parts.append(f"chunks of up to {last.longest[0]} tokens: {last.longest[1]}")
     if site.foreign_until is not None:
         parts.append(f"{', '.join(site.foreign)} tried on {site.foreign_until} tokens at once, no more did fit")
     return LayerDescription(name, kind, "streams", "; ".join(parts))
@@ -324,7 +335,7 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
     hooked = sum(
         any(not belongs_to_engine(hook) for table in FORWARD_HOOKS for hook in getattr(m, table).values())
         for wrapper in found.wrappers
-        if isinstance(wrapper, LayerForward)
+        if isinstance(wrapper, LayerForward) and wrapper.site.last.because is None
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )

@@ -76,6 +76,7 @@ class Steps:
 
     sites: its layers. tell: makes a record of the last step for the log; None: nothing is logged. name: the model's.
     unpatched, short: how many steps ran as unpatched, and let go of saved tensors.
+    apart: a layer's backward began before there was a step: another module than the backbone calls the layers.
     """
 
     def __init__(self, offloader: OffloadManager | None = None) -> None:
@@ -85,6 +86,7 @@ class Steps:
         self.name = ""
         self.last: Step | None = None
         self.unpatched = self.short = 0
+        self.apart = False
         self._moved: Mapping[str, float] = {}
         self._said: set[Hashable] = set()
 
@@ -158,6 +160,7 @@ class Steps:
         """The backward of a layer begins, or of an unpatched forward."""
         step = self.last
         if step is None:
+            self.apart = True
             return
         if device not in step.ooms:
             step.ooms[device] = allocator_count(device, "num_ooms")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import queue
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ from tests.test_contract import CONFIG, check_agree
 @contextlib.contextmanager
 def watching(register):
     """The names of modules that were handed NaN or gave it, and how many calls were looked at."""
-    found, calls = [], []
+    found, calls = [], queue.SimpleQueue()  # out of sight: what a list kept would make layers run whole
 
     def look(module, *values):
-        calls.append(module)
+        calls.put(module)
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         found.extend([type(module).__name__] if any(bool(x.isnan().any()) for x in tensors) else [])
 
@@ -46,7 +47,7 @@ def test_a_monitor_sees_no_products_that_were_left_out(register, first, float64_
         check_agree(stock, ours, **batch)
     with watching(register) as (found, calls):
         check_agree(stock, ours, **batch)
-    assert calls
+    assert not calls.empty()
     assert not found
     check_agree(stock, ours, **batch)
 

@@ -6,6 +6,7 @@ covers: admission/probe.py, admission/rehearsal.py, layer/side_effects.py
 from __future__ import annotations
 
 import copy
+import queue
 
 import pytest
 import torch
@@ -188,12 +189,16 @@ def test_an_auxiliary_loss_in_an_attribute(chunk_size, float64_oracle):
     assert all("with their graph" in reason for reason in reasons(ours))
 
 
-def step_with_hooks(model, batch):
+def step_with_hooks(model, batch, collected=None):
     """A loss of what hooks have collected, besides the model's."""
-    collected = []
-    hooks = [layer.mlp.register_forward_hook(lambda m, a, out: collected.append(out)) for layer in model.model.layers]
+    kept = []
+    put = kept.append if collected is None else collected.put
+    hooks = [layer.mlp.register_forward_hook(lambda m, a, out: put(out)) for layer in model.model.layers]
     model.zero_grad()
-    loss = model(**batch, use_cache=False).loss + sum(out.pow(2).mean() for out in collected)
+    loss = model(**batch, use_cache=False).loss
+    while collected is not None and not collected.empty():
+        kept.append(collected.get())
+    loss = loss + sum(out.pow(2).mean() for out in kept)
     for hook in hooks:
         hook.remove()
     loss.backward()
@@ -203,13 +208,27 @@ def step_with_hooks(model, batch):
 @pytest.mark.fast("False")
 @pytest.mark.parametrize("before", [False, True])
 def test_a_loss_of_what_hooks_collect(before, float64_oracle):
-    """The trial takes back what they collect of it; from the first step on they see the sequence once."""
+    """They see the sequence once, and nothing of the trial is left with them."""
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
     if before:
         gradients(ours, **batch)
     for _ in range(2):
         assert worst_error(step_with_hooks(ours, batch), step_with_hooks(stock, batch)) <= 1e-10
+    check_agree(stock, ours, **batch)
+    assert paths(ours) == {"streams"}
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_loss_of_what_hooks_collect_out_of_sight(before, float64_oracle):
+    """What a queue holds of the trial cannot be taken out: it raises by name."""
+    stock, ours = pair(lambda layer: None)
+    batch = make_batch("plain")
+    if before:
+        gradients(ours, **batch)
+    with pytest.raises(BackwardError, match="a hook inside a streamed layer kept"):
+        step_with_hooks(ours, batch, queue.SimpleQueue())
+    assert worst_error(step_with_hooks(ours, batch), step_with_hooks(stock, batch)) <= 1e-10
     check_agree(stock, ours, **batch)
     assert paths(ours) == {"streams"}
 

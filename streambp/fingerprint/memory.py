@@ -1,0 +1,392 @@
+"""What the code of others inside a layer can keep values in, and whether a run has left something there.
+
+Attributes of modules and classes, what hooks and forwards close over, their defaults and attributes, globals that they
+name, objects and containers that can be reached from there. Each value has a path, such as `mlp.kept[3]`. What belongs to
+torch, transformers or other libraries that keep nothing of a batch is not looked into, nor are parameters and buffers.
+
+Looked at are the `MOST` nearest things, and the last `WIDE` entries of a long container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streambp.fingerprint.leaves import name_of
+from streambp.fingerprint.looks import THEIRS, TORCHS, Generator
+from streambp.foreign import home_of, wrapped_functions
+from streambp.instance_forward import InstanceForward, Unbound
+from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
+
+MOST, WIDE = 4000, 64
+CONTAINERS = (list, set, dict, deque)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+ARRAYS = (Tensor, np.ndarray)
+# Of the standard library only what programs keep values in.
+HOLDS = ("SimpleNamespace", "_local", "UserDict", "UserList", "WeakKeyDictionary", "WeakValueDictionary")
+KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names))
+GONE = object()
+Content = dict[Any, Any]
+
+
+def is_theirs(function: Any) -> bool:
+    """True if a callable, or one that it wraps, is neither a library's that keeps nothing nor streambp's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
+        return True  # which keeps what it is given
+    return any(home_of(one).partition(".")[0] not in KNOWN for one in wrapped_functions(function))
+
+
+class Holder:
+    """A place with values in it, and what was in it when it was found.
+
+    Args:
+        owner: what values are put into. read: gives its content. write, delete: one entry.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        read: Callable[[], Content],
+        write: Callable[[Any, Any], None],
+        delete: Callable[[Any], None],
+    ) -> None:
+        self.owner, self._read, self._write, self._delete = owner, read, write, delete
+        self.content = read()
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        now = self._read()
+        for key in now.keys() - self.content.keys():
+            self._delete(key)
+        for key, value in self.content.items():
+            if now.get(key, GONE) is not value:
+                self._write(key, value)
+
+
+class Entries(Holder):
+    """A list, a deque or a set: it is filled anew if its entries are others.
+
+    A long one is cut to the length that it had.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.length = owner, len(owner)
+        self.short = self.length <= WIDE or isinstance(owner, set)
+        tail = list(owner) if self.short else list(itertools.islice(reversed(owner), WIDE))[::-1]
+        start = self.length - len(tail)
+        self.content = {start + index: value for index, value in enumerate(tail)}
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        if not self.short:
+            while len(self.owner) > self.length:
+                self.owner.pop()
+            return
+        now, before = list(self.owner), list(self.content.values())
+        if len(now) != len(before) or any(map(_is_not, now, before)):
+            self.owner.clear()
+            if isinstance(self.owner, set):
+                self.owner.update(before)
+            else:
+                self.owner.extend(before)
+
+
+def _is_not(one: Any, other: Any) -> bool:
+    return one is not other
+
+
+class Memory:
+    """What can be reached from some roots, as of now.
+
+    Args:
+        roots: values with the names that they are told by.
+
+    values: plain values, tensors [...] and arrays [...] by path, and the lengths of containers.
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+        self.values: dict[str, Any] = {}
+        self.holders: list[Holder] = []
+        self._seen: set[int] = set()
+        self._waiting = deque(roots)
+        self._held: list[Any] = []
+        self._visits = 0
+        while self._waiting and self._visits < MOST:
+            self._visits += 1
+            self._visit(*self._waiting.popleft())
+        del self._waiting
+
+    def restore(self) -> None:
+        """Put back what holders had; tensors keep what was written to them."""
+        for holder in self.holders:
+            holder.restore()
+
+    def changed(self, before: Memory, written: Writes | None = None) -> dict[str, Any]:
+        """What is another value than before or was written to, by path; `GONE` for what was there before alone.
+
+        Args:
+            written: what was written to, if somebody watched.
+        """
+        found = {}
+        for path, value in self.values.items():
+            then = before.values.get(path, GONE)
+            same = value is then or (isinstance(value, PLAIN) and type(value) is type(then) and value == then)
+            if not same:
+                found[path] = value
+            elif written is not None and isinstance(value, ARRAYS) and written.to(value):
+                found[path] = value.detach().clone() if isinstance(value, Tensor) else value.copy()
+        found.update(dict.fromkeys(before.values.keys() - self.values.keys(), GONE))
+        return found
+
+    def _note(self, path: str, value: Any) -> None:
+        name, number = path, 1
+        while name in self.values:  # another function has a variable of that name
+            number += 1
+            name = f"{path} ({number})"
+        self.values[name] = value
+
+    def _visit(self, path: str, value: Any) -> None:
+        if isinstance(value, (*PLAIN, *ARRAYS)):
+            self._note(path, value)
+            return
+        if id(value) in self._seen or isinstance(value, Generator):
+            return
+        self._seen.add(id(value))
+        self._held.append(value)
+        if isinstance(value, nn.Module):
+            self._open(path, _attributes(value, lambda name: name in TORCHS or name.startswith(THEIRS)))
+        elif isinstance(value, dict):
+            self._open_mapping(path, value)
+        elif isinstance(value, (list, deque, set)):
+            self._note(f"len({path})", len(value))
+            self._open(path, Entries(value), "[{}]".format)
+        elif isinstance(value, (tuple, frozenset)):
+            if len(value) <= WIDE:
+                self._waiting.extend((f"{path}[{index}]", part) for index, part in enumerate(value))
+        elif isinstance(value, (InstanceForward, Unbound)):
+            self._waiting.append((path, getattr(value, "previous", None)))
+        elif isinstance(value, functools.partial):
+            self._waiting.extend(((path, value.func), (path, value.args), (path, value.keywords)))
+        elif isinstance(value, types.MethodType):
+            self._waiting.extend(((path, value.__func__), (path, value.__self__)))
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):  # such as a list's `append`
+            if not isinstance(value.__self__, types.ModuleType):
+                self._waiting.append((path, value.__self__))
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._waiting.append((path, value.__func__))
+        elif isinstance(value, property):
+            self._waiting.extend((path, part) for part in (value.fget, value.fset) if part is not None)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(path, value)
+        elif isinstance(value, type):
+            if _home(value) not in KNOWN:
+                self._open(path, _of_class(value))
+        else:
+            self._visit_object(path, value)
+
+    def _visit_function(self, path: str, function: types.FunctionType) -> None:
+        if not is_theirs(function):
+            return
+        name = function.__code__.co_name
+        path = path or name
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                self._visit_cell(f"{variable} of {name}", cell)
+        self._waiting.append((path, function.__defaults__))
+        self._waiting.append((path, function.__kwdefaults__))
+        if function.__dict__:
+            self._open(name, _table(function.__dict__), ".{}".format)
+        if home_of(function).partition(".")[0] in KNOWN:
+            return  # a library's wrapper
+        names = _names(function.__code__)
+        own = function.__globals__
+        mine = [n for n in names if n in own and not (isinstance(own[n], types.ModuleType) and _is_known(own[n]))]
+        self._open("", _table(own, [n for n in mine if not isinstance(own[n], types.ModuleType)]), "{}".format)
+        for name in mine:
+            if isinstance(own[name], types.ModuleType):
+                self._open(name, _table(vars(own[name]), names), ".{}".format)
+
+    def _visit_cell(self, path: str, cell: types.CellType) -> None:
+        if id(cell) in self._seen:
+            return
+        self._seen.add(id(cell))
+
+        def write(_: Any, value: Any) -> None:
+            cell.cell_contents = value
+
+        holder = Holder(cell, lambda: {"": cell.cell_contents}, write, lambda _: None)
+        self._open(path, holder, "{}".format)
+
+    def _open_mapping(self, path: str, table: dict[Any, Any]) -> None:
+        self._note(f"len({path})", len(table))
+        if len(table) <= WIDE:
+            self._open(path, _table(table), lambda key: f"[{_key(key)}]")
+            return
+        length = len(table)
+        before = dict(itertools.islice(reversed(table.items()), WIDE))
+
+        def delete(key: Any) -> None:
+            if len(table) > length:
+                table.pop(key)
+
+        def read() -> Content:
+            late = itertools.islice(reversed(table.items()), WIDE + max(0, len(table) - length))
+            return dict(late)
+
+        holder = Holder(table, read, table.__setitem__, delete)
+        holder.content = before
+        self._open(path, holder, lambda key: f"[{_key(key)}]")
+
+    def _visit_object(self, path: str, value: Any) -> None:
+        known = type(value)
+        home = _home(known)
+        if home in KNOWN and not (home in sys.stdlib_module_names and known.__name__ in HOLDS):
+            return
+        if isinstance(getattr(value, "__dict__", None), dict):
+            self._open(path, _attributes(value, lambda name: name.startswith(THEIRS)))
+        slots = [n for base in known.__mro__ for n in _slots(base)]
+        if slots:
+
+            def read() -> Content:
+                return {n: getattr(value, n) for n in slots if hasattr(value, n)}
+
+            self._open(path, Holder(value, read, functools.partial(setattr, value), functools.partial(delattr, value)))
+        if home not in KNOWN:
+            self._waiting.extend((base.__name__, base) for base in known.__mro__ if _home(base) not in KNOWN)
+
+    def _open(self, path: str, holder: Holder, named: Callable[[Any], str] = ".{}".format) -> None:
+        self.holders.append(holder)
+        for key, value in holder.content.items():
+            self._waiting.append((f"{path}{named(key)}".removeprefix("."), value))
+
+
+class Writes(TorchDispatchMode):
+    """Within, what is written to tensors that a memory has found is noted, and what they were before is kept."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        found = [x for x in memory.values.values() if isinstance(x, Tensor)]
+        self._known = {_storage(x): x for x in found if _storage(x) is not None}
+        self._before: dict[Any, Any] = {}
+        self._arrays = [(x, x.copy()) for x in memory.values.values() if isinstance(x, np.ndarray) and x.size <= 2**20]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if self._known and schema is not None and schema.is_mutable:
+            for index, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._note(args[index] if index < len(args) else kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _note(self, given: Any) -> None:
+        for x in given if isinstance(given, (list, tuple)) else (given,):
+            place = _storage(x)
+            if place in self._known and place not in self._before:
+                self._before[place] = self._known[place].untyped_storage().clone()
+
+    def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
+        """True if a tensor or array [...] was written to."""
+        if isinstance(value, np.ndarray):
+            return any(x is value and x.tobytes() != before.tobytes() for x, before in self._arrays)
+        return _storage(value) in self._before
+
+    def restore(self) -> None:
+        """Put back the values of what was written to; other writes are noted anew."""
+        for place, before in self._before.items():
+            self._known[place].untyped_storage().copy_(before)
+        for x, values in self._arrays:
+            if x.flags.writeable and self.to(x):
+                x[...] = values
+        self._before = {}
+
+
+@contextlib.contextmanager
+def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
+    """Context manager after which nothing stays of what was put into what can be reached from roots, or written to it."""
+    before = Memory(roots)
+    writes = Writes(before)
+    try:
+        with writes:
+            yield before, writes
+    finally:
+        writes.restore()
+        before.restore()
+
+
+def _attributes(owner: Any, left_out: Callable[[str], bool]) -> Holder:
+    table = owner.__dict__
+
+    def read() -> Content:
+        return {name: value for name, value in table.items() if not left_out(str(name))}
+
+    return Holder(owner, read, table.__setitem__, table.__delitem__)
+
+
+def _table(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Holder:
+    """All entries of a dictionary, or those of these names alone."""
+    wanted = None if names is None else list(names)
+
+    def read() -> Content:
+        return dict(table) if wanted is None else {name: table[name] for name in wanted if name in table}
+
+    return Holder(table, read, table.__setitem__, table.__delitem__)
+
+
+def _of_class(owner: type) -> Holder:
+    """A class's own attributes and methods; special names are left out, but for a call's."""
+
+    def read() -> Content:
+        table = vars(owner).items()
+        return {name: value for name, value in table if not name.startswith("__") or name == "__call__"}
+
+    return Holder(owner, read, functools.partial(setattr, owner), functools.partial(delattr, owner))
+
+
+def _slots(base: type) -> list[str]:
+    own = vars(base).get("__slots__", ())
+    names = (own,) if isinstance(own, str) else own
+    return [name for name in names if not name.startswith("__")]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code and the functions inside of it use."""
+    codes = [code]
+    for one in codes:  # which grows
+        codes += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(dict.fromkeys(name for one in codes for name in one.co_names))
+
+
+def _key(key: Any) -> str:
+    return repr(key) if isinstance(key, (str, int, float, tuple)) else name_of(type(key)).rpartition(".")[2]
+
+
+def _home(known: type) -> str:
+    return str(known.__module__).partition(".")[0]
+
+
+def _is_known(module: types.ModuleType) -> bool:
+    return module.__name__.partition(".")[0] in KNOWN
+
+
+def _storage(x: Any) -> Any:
+    """What tells whether tensors [...] share memory; None of tensors that are none of torch's own."""
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.device.type == "meta":
+        return None
+    return x.untyped_storage()._cdata
