@@ -35,6 +35,7 @@ from streambp.head.seen import Seen
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import GradientSum, Parameters
+from streambp.tensors import check_tensors
 from streambp.torchs_own import torch_own
 
 ROWS = 4096
@@ -149,16 +150,18 @@ def token_log_probs(
         TokenLogProbs of shape [...]; ignored positions are 0 and get no gradient.
 
     Raises:
-        StreamBPError: shapes do not fit, a label lies outside the vocabulary, or a metric is unknown.
+        StreamBPError: an argument is no tensor, or of another shape or kind, a label lies outside the vocabulary, or a
+            metric is unknown.
     """
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown:
         raise StreamBPError(f"metrics names {unknown}; it may name {list(METRICS)}.")
-    if hidden_states.shape[:-1] != labels.shape or weight.shape[-1] != hidden_states.shape[-1]:
-        raise StreamBPError(
-            f"hidden_states {tuple(hidden_states.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do "
-            "not fit; they must be [..., h], [V, h] and [...]."
-        )
+    check_tensors(
+        hidden_states=(hidden_states, "... h", "floating"),
+        weight=(weight, "V h", "floating"),
+        labels=(labels, "...", "whole"),
+        bias=(bias, "V", "floating"),
+    )
     check_labels(labels, weight.shape[0], ignore_index)
     inputs = make_inputs(hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])

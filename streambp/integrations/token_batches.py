@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import operator
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch.utils.data import Sampler
 
 from streambp.errors import ConfigError
+from streambp.fields import shown
 
 
 class TokenBatchSampler(Sampler[list[int]]):
@@ -46,11 +49,14 @@ class TokenBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         window: int = 1024,
     ) -> None:
-        self.lengths = [int(length) for length in lengths]
+        self.lengths = _whole_numbers(lengths)
         self.tokens, self.num_replicas, self.rank, self.seed, self.window = tokens, num_replicas, rank, seed, window
         self.epoch = self._done = 0
-        if tokens < 1 or num_replicas < 1 or window < 1:
-            raise ConfigError(f"tokens={tokens}, num_replicas={num_replicas} and window={window} must be 1 or more.")
+        numbers = (tokens, num_replicas, window)
+        if not all(isinstance(number, int) and number >= 1 for number in numbers):
+            raise ConfigError(
+                f"tokens={tokens}, num_replicas={num_replicas} and window={window} must be whole numbers from 1."
+            )
         if rank is not None and not 0 <= rank < num_replicas:
             raise ConfigError(f"rank={rank} is not one of num_replicas={num_replicas}: 0 to {num_replicas - 1}.")
         if not self.lengths:
@@ -123,3 +129,20 @@ class TokenBatchSampler(Sampler[list[int]]):
             batches[batch].append(row)
             bisect.insort(rooms, (room - self.lengths[row], batch))
         return batches
+
+
+def _whole_numbers(lengths: Any) -> list[int]:
+    """The lengths of rows, out of a list, a column of a data set, an array or a tensor [rows].
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    found = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    try:
+        whole = [operator.index(length) for length in found]
+    except TypeError:
+        raise ConfigError(
+            f"lengths is {shown(lengths)}; it must be one whole number for each row, its tokens. Give "
+            "[len(ids) for ids in dataset['input_ids']], say."
+        ) from None
+    return whole

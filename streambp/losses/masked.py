@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streambp.errors import StreamBPError
+from streambp.tensors import Kind, check_tensors
 
 
-def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
-    """Raise StreamBPError unless every tensor that is given is shaped like log_probs [B, T]."""
-    if like.dim() != 2:
-        raise StreamBPError(f"log_probs has shape {tuple(like.shape)}; it must be [B, T].")
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != like.shape:
-            raise StreamBPError(f"{name} has shape {tuple(tensor.shape)}; it must be {list(like.shape)}, as log_probs is.")
+def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | None) -> None:
+    """Check the tensors of an objective: all are [B, T], and all but masks are floating.
+
+    Args:
+        like: of this name.
+
+    Raises:
+        StreamBPError: one is not.
+    """
+    floating: Kind = "floating"
+    given = {name: like, **tensors}
+    check_tensors(**{key: (x, "B T", "any" if key.endswith("mask") else floating) for key, x in given.items()})
 
 
 def within(mask: Tensor, values: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 from streambp.errors import StreamBPError
 from streambp.losses.masked import check_shapes, masked_mean, within
 
+EPS = 1e-8  # of `whiten`
+
 
 @dataclasses.dataclass(frozen=True)
 class PPOLoss:
@@ -96,7 +98,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
     Returns:
         advantages and returns (advantages + values), [B, T], 0 outside of the mask.
     """
-    check_shapes(rewards, values=values, mask=mask)
+    check_shapes(rewards, name="rewards", values=values, mask=mask)
     kept = mask.bool()
     values = within(mask, values.detach())
     rewards = within(mask, rewards)
@@ -111,12 +113,20 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
 
 
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Return values [B, T] at variance 1 and mean 0 (or their own mean) over the mask.
+    """Return (values - mean) / sqrt(variance + eps) of values [B, T] over the mask [B, T].
 
-    Values outside of the mask are 0.
+    Values outside of the mask are 0. eps is 1e-8, as in TRL: values that are all alike become 0, and
+    values that vary by less than 1e-4 keep a variance below 1.
+
+    Args:
+        shift_mean: the mean becomes 0; otherwise the values keep their mean.
+
+    Raises:
+        StreamBPError: shapes do not fit.
     """
+    check_shapes(values, name="values", mask=mask)
     values = within(mask, values)
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    whitened = (values - mean) * torch.rsqrt(variance + EPS)
     return within(mask, whitened if shift_mean else whitened + mean)

@@ -34,7 +34,14 @@ from streambp.admission.stacks import find_stacks
 from streambp.device import has_data
 from streambp.foreign import REGION, compiled_inside, is_compiled
 from streambp.known_names import ACCELERATE_HOOK, FUSED_MLP, GATED_MLP, MODULE_TABLES, ROTARY, ROTATED
-from streambp.model.fused_layers import TRIED, Fused, Replaced, WithRotation, globals_that_turn
+from streambp.model.fused_layers import (
+    TRIED,
+    Fused,
+    Replaced,
+    WithRotation,
+    compilers_marks,
+    globals_that_turn,
+)
 from streambp.source import with_globals
 
 BACKEND = "inductor"
@@ -207,7 +214,8 @@ def compile_regions(model: nn.Module) -> Fused:
             module.__dict__["forward"] = forward
             replaced.append(Replaced(module, "forward", None, forward, False))
     why = None if replaced else "no module of its layers is known to treat tokens alike"
-    return Fused(tuple(replaced), tuple(sorted(left)), why, compiler)
+    marks = tuple((change.module, compilers_marks(change.module)) for change in replaced)
+    return Fused(tuple(replaced), tuple(sorted(left)), why, compiler, marks)
 
 
 def no_compiler(device: str) -> str | None:

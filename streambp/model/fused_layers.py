@@ -47,6 +47,7 @@ from streambp.libraries import required
 from streambp.source import written, written_forward
 
 ABSENT = object()
+COMPILERS_MARKS = "_dynamo_"  # what their names begin with
 LEAVE_OUT = "Leave kernels out"
 TRIED = 64  # rows of as many features that a norm is tried on
 BY_CHANCE = 0.02  # of their bfloat16 values, that another order of addition may round otherwise
@@ -84,12 +85,14 @@ class Fused:
         left: classes of modules that keep their own forward because Liger's computes otherwise.
         why_own: why kernels="auto" or "compiled" leaves all modules of a model as they are.
         compiler: what compiles the modules' forwards; None: they are Liger's. [Note: compiled regions]
+        marks: what torch's compiler had noted on the tensors of these modules before, by their names.
     """
 
     replaced: tuple[Replaced, ...] = ()
     left: tuple[str, ...] = ()
     why_own: str | None = None
     compiler: Any = None
+    marks: tuple[tuple[nn.Module, dict[str, frozenset[str]]], ...] = ()
 
     def take_off(self) -> None:
         """Put back what was set, unless somebody has set it again since."""
@@ -101,6 +104,18 @@ class Fused:
                 own[change.name] = change.before
             else:
                 del own[change.name]
+        for module, before in self.marks:
+            for name, marks in compilers_marks(module).items():
+                for mark in marks - before.get(name, frozenset()):
+                    delattr(module.get_parameter(name), mark)
+
+
+def compilers_marks(module: nn.Module) -> dict[str, frozenset[str]]:
+    """What torch's compiler has noted on a module's parameters, as attributes of theirs."""
+    return {
+        name: frozenset(key for key in vars(parameter) if key.startswith(COMPILERS_MARKS))
+        for name, parameter in module.named_parameters()
+    }
 
 
 Attributes = dict[nn.Module, dict[str, Any]]  # of each module, its own

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 import streambp
 from streambp.errors import BackwardError
-from streambp.model import compiled_regions
+from streambp.model import compiled_regions, fused_layers
 from streambp.model.fused_layers import fused_modules
 from streambp.verify import compare
 from tests import zoo
@@ -288,3 +288,26 @@ def test_a_rotation_of_one_tensor_stays_the_models(family, float64_oracle):
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     assert relative_l2(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= BAR
     assert "rotation" not in str(streambp.describe(ours))
+
+
+def marks_after_unpatching():
+    """What torch's compiler has noted on a model's parameters and modules after `unpatch`, beside what was there before."""
+    model = small()
+    noted = model.model.layers[0].input_layernorm.weight
+    torch._dynamo.mark_static_address(noted)  # by the user
+    before = {name: set(vars(x)) for name, x in [*model.named_parameters(), *model.named_modules()]}
+    streambp.patch(model, CONFIG)
+    gradients(model, **make_batch("plain"))
+    some = any(set(vars(p)) - before[name] for name, p in model.named_parameters())
+    streambp.unpatch(model)
+    after = {name: set(vars(x)) for name, x in [*model.named_parameters(), *model.named_modules()]}
+    return some, {name: after[name] ^ before[name] for name in before if after[name] != before[name]}
+
+
+def test_unpatch_takes_off_what_the_compiler_has_noted():
+    assert marks_after_unpatching() == (True, {})
+
+
+def test_marks_that_stay_are_found(monkeypatch):
+    monkeypatch.setattr(fused_layers, "COMPILERS_MARKS", "no such name")
+    assert marks_after_unpatching()[1]

@@ -16,6 +16,7 @@ import streambp
 from examples.objectives import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, SMOOTHED, dpo_loss, grpo_loss, sft_loss
 from streambp.head import blocks, token_log_probs
 from streambp.losses import gae, ppo_loss, whiten
+from streambp.losses.ppo import EPS
 from tests.families import build
 from tests.oracle import assert_as_precise, relative_l2
 from tests.seeds import seeded
@@ -246,6 +247,16 @@ def test_ppo_clips_by_hand():
     torch.testing.assert_close(values.grad, torch.tensor([[-0.9, 0.0, -1.5, 0.0]], dtype=torch.float64) / 4 * 2)
     assert found.policy_clipped == 0.5
     assert found.value_clipped == 0.25
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-5, 1.0])
+def test_whiten_adds_its_eps_to_the_variance(spread):
+    values = 3.0 + spread * torch.randn(2, 5, generator=seeded(3), dtype=torch.float64)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    wanted = (values - values.mean()) / (values.var(correction=0) + EPS).sqrt()
+    torch.testing.assert_close(whiten(values, mask), wanted, rtol=1e-9, atol=1e-9)
+    assert "1e-8" in whiten.__doc__
+    assert EPS == 1e-8
 
 
 def test_whiten():

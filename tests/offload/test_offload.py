@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import streambp
+from streambp import offload
 from streambp.offload import arena, engines, manager_of, transfers
 from tests import zoo
 from tests.families import build, make_batch
@@ -166,6 +167,21 @@ def test_close_gives_the_memory_back():
     manager_of(model).close()
     assert manager_of(model).host_bytes == 0
     assert_same(step(model), expected)
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.1"])
+def test_manager_of_a_part(part):
+    """Of a model that was patched as a whole, its parts that stream have the same manager; others have none."""
+    model = offloaded()
+    assert manager_of(model.get_submodule(part)) is manager_of(model) is manager_of(torch.nn.Sequential(model))
+    with pytest.raises(streambp.StreamBPError, match="offload='cpu'"):
+        manager_of(model.lm_head)
+
+
+def test_a_manager_that_is_looked_for_on_the_whole_alone_is_not_found(monkeypatch):
+    monkeypatch.setattr(offload, "forwards", lambda module: ())
+    with pytest.raises(streambp.StreamBPError, match="offload='cpu'"):
+        test_manager_of_a_part("model")
 
 
 def test_manager_of_a_model_that_keeps_everything():
