@@ -1,4 +1,4 @@
-"""What a step costs before it is run: bytes by phase and by module, FLOPs, and what fits.
+"""Predict a training step: bytes by phase and by module, FLOPs, seconds, and the settings that fit.
 
 count -> profile, skeleton, step -> compose, tree -> survey -> estimate -> plan -> report
 """

@@ -1,4 +1,6 @@
-"""`patch` with chunk sizes and saves that the device's memory decides, where that is known (DESIGN.md section 6)."""
+"""`patch` with chunk sizes and saves chosen for the device's free memory, if known (DESIGN.md
+section 6).
+"""
 
 from __future__ import annotations
 
@@ -40,25 +42,32 @@ from streambp.rates import DEFAULT, DEVICES, Rates
 
 Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")
-WORK = 8  # how often a chunk's recomputation and its gradients have what a layer's weights take and give
-WIDE = 2.0  # float32 weights under autocast: no tensor takes more than twice what it takes in half precision
-HOST_SHARE = 0.5  # of a machine's free memory: it is not a step's alone, and running out of it raises no error
-FRESH = 0.2  # seconds; looking takes a third of a millisecond
-BESIDE = 4096  # tokens of the chunks that have room beside the layers that stay: fewer would be slow
-OPTIMIZER = 12  # bytes a trained parameter, of an optimizer that has not begun
-USABLE, LEFT = 0.95, 2**30  # the rest, or as many bytes, is left to fragmentation and other libraries
-REMEMBERED = 64  # states of a model, and lengths
+# a chunk's tensors in backward, as a multiple of the inputs and outputs of a layer's weights
+WORK = 8
+WIDE = 2.0  # float32 weights under autocast: a tensor takes at most twice its half-precision bytes
+# fraction of a machine's free memory for a step, because other processes use it too and exhausting
+# it raises no error
+HOST_SHARE = 0.5
+FRESH = 0.2  # seconds between reads of the host's memory; a read takes a third of a millisecond
+BESIDE = 4096  # tokens of a chunk beside the layers on the device; smaller chunks would be slow
+OPTIMIZER = 12  # bytes for each trained parameter, for an optimizer without state yet
+# usable fraction of the device, and bytes that stay free; for fragmentation and other libraries
+USABLE, LEFT = 0.95, 2**30
+REMEMBERED = 64  # maximal number of cached model states, and of cached lengths
 HALF = (torch.float16, torch.bfloat16)
-DECIDES = ("nbytes", "requires_grad", "dtype", "device")  # of a parameter, on what a step takes
+# attributes of a parameter that change a step's memory
+DECIDES = ("nbytes", "requires_grad", "dtype", "device")
 
 
 @dataclasses.dataclass(frozen=True)
 class StepNeed(Need):
-    """Bytes that a streamed step without saves takes, as counted.
+    """Counted bytes of a streamed step that saves nothing. Methods take token counts over all rows.
 
-    Args:
-        method: the model's streamed step. factor, casts: a step takes so many times as much as that, and bytes besides.
-        rows: that it was counted with; tokens are those of all rows.
+    Attributes:
+        method: the model's streamed step.
+        factor: multiplies the counted bytes.
+        casts: bytes added afterwards, for autocast's copies of weights.
+        rows: batch size of the count.
     """
 
     method: Method
@@ -70,8 +79,14 @@ class StepNeed(Need):
     )
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """Of so many tokens over all rows, in chunks of `chunk`; between both regimes of gradients by the part of them that
-        are there."""
+        """Return (last waiting layer, bytes) for each phase of a step.
+
+        Args:
+            tokens: tokens of all rows.
+            chunk: tokens of a chunk, over all rows.
+            present: fraction of the gradients that exist already; interpolates between a first and
+                an accumulating step.
+        """
         key = tokens, chunk, present
         if key in self._asked:
             return self._asked[key]
@@ -92,12 +107,12 @@ class StepNeed(Need):
         return found
 
     def at_work(self, chunk: int) -> float:
-        """What computing a chunk of so many tokens takes."""
+        """Return the bytes of computing a chunk of `chunk` tokens."""
         return self.factor * max(1, chunk // self.rows) * max(phase.law.chunk for phase in self.method.first)
 
 
 def waiting(phase: str) -> float:
-    """The last layer that waits for its backward in a phase; -1: none does."""
+    """Return the last layer whose backward is still to come in a phase; -1 for none."""
     kind, _, number = phase.rpartition(" ")
     if phase == EMBEDDING_BACKWARD:
         return -1.0
@@ -105,11 +120,16 @@ def waiting(phase: str) -> float:
 
 
 def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
-    """What a streamed step without saves takes, at most, of a model with these decoder layers: for CPUs, where nothing is
-    counted, and for models that cannot be counted.
+    """Return an upper bound for the bytes of a streamed step that saves nothing.
 
-    They are gradients (once they are there, those of the largest part that is computed at a time); inputs of all layers;
-    and at work what each weight of the largest layer takes and gives for each token of a chunk, WORK times.
+    Used on CPUs, where nothing is counted, and for models that cannot be counted. The bound is the
+    sum of three parts. Gradients: all of them, or in an accumulating step the largest set that is
+    computed at once. Inputs of all layers. For each token of a chunk, WORK times the inputs and
+    outputs of the largest layer's weights.
+
+    Args:
+        model: the patched model.
+        layers: its decoder layers.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
@@ -150,31 +170,38 @@ patch.__doc__ = patching.patch.__doc__
 
 
 class ModelStates:
-    """What is known of a model's steps, in each of its states, counted when it is first asked for. [Note: saves that fit]
+    """Figures of a model's steps for each state of the model, counted on first use.
+
+    [Note: saves that fit]
 
     Args:
-        model: that was given to `patch`. config: as it is streamed.
+        model: the patched model.
+        config: its settings.
     """
 
     def __init__(self, model: nn.Module, config: StreamConfig) -> None:
         self.model, self.config = model, config
         self._known: dict[tuple[Any, ...], Figures] = {}
-        decides = DECIDES if config.weights == "device" else DECIDES[:-1]  # others are counted as if they were there
+        # weights on another device count as if they were on this one
+        decides = DECIDES if config.weights == "device" else DECIDES[:-1]
         self._decides = [operator.attrgetter(name) for name in decides]
         self._last: tuple[Any, ...] = ()
 
     def __reduce__(self) -> Any:
-        """A copied or pickled model is counted anew."""
+        """Return a new object without counts for copies and pickles."""
         return ModelStates, (self.model, self.config)
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
-        """What is known of steps on a device as the model is now, and the part of its gradients that are there."""
+        """Return the figures for the model's present state, and the fraction of gradients that
+        exist.
+        """
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)
         look = [list(map(found, parameters)) for found in self._decides]
         sizes, trains = look[0], look[1]
         born = [p.is_leaf and p.grad is not None for p in itertools.compress(parameters, trains)]
-        if self._last[:3] != (device, cast, look):  # hashing so many values takes longer
+        # comparing is faster than hashing this many values
+        if self._last[:3] != (device, cast, look):
             key = device, cast, *map(tuple, look)
             if key not in self._known:
                 if len(self._known) == REMEMBERED:
@@ -185,9 +212,11 @@ class ModelStates:
         if not any(born):
             return known, 0.0
         of_trained = list(itertools.compress(sizes, trains))
-        return known, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)  # ZeRO-3 leaves nothing in place
+        # the sum is 0 under ZeRO-3, which partitions all parameters
+        return known, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> Figures:
+        """Count steps of the model in its present state."""
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
         installed: PatchState = self.model._streambp  # type: ignore[assignment]
@@ -210,9 +239,15 @@ class ModelStates:
         return Figures(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
-        """Bytes that a device has for the weights of layers beside a step of `rows` rows of `length` tokens without saves,
-        in chunks of BESIDE tokens where none are given; infinitely many where no limit is known, none where no step could
-        be counted. [Note: layers that stay]"""
+        """Return the bytes that a device has for layer weights beside a step that saves nothing.
+
+        Infinity if no limit is known; 0 if the step could not be counted. [Note: layers that stay]
+
+        Args:
+            device: the device of the step.
+            rows: batch size.
+            length: tokens of a row. Chunks have BESIDE tokens unless the config sets a chunk size.
+        """
         model, config = self.model, self.config
         free = free_memory(device)
         if free is None:
@@ -230,15 +265,24 @@ class ModelStates:
 
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:
-    """Of a step without saves, by tokens of all rows and those of a chunk; those of the last lengths are remembered."""
+    """Return a cached function (tokens, chunk tokens) -> seconds of a step that saves nothing.
+
+    Args:
+        method: the step.
+        rates: the device's rates.
+        rows: batch size of the count; the function takes tokens of all rows.
+    """
     return functools.lru_cache(REMEMBERED)(
         lambda tokens, chunk: seconds(method, tokens // rows, max(1, chunk // rows), rates).total
     )
 
 
 def in_a_thread(work: Callable[[], T]) -> T:
-    """What `work` returns, without what acts in the running thread: autocast, no_grad, modes, hooks on saved tensors.
-    Random numbers go on where they were."""
+    """Return `work()`, computed in a new thread and without the state of the running thread.
+
+    The new thread has no autocast, no_grad, dispatch modes or saved-tensor hooks. The default
+    random generator is restored.
+    """
     before = torch.default_generator.get_state()
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -248,13 +292,14 @@ def in_a_thread(work: Callable[[], T]) -> T:
 
 
 def rates_here(device: torch.device) -> Rates:
-    """Of a device by its name; of the one that is not known those of the default."""
+    """Return the rates of a device by its name; the default rates for an unknown device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
     found = [known for known in DEVICES if known.replace("RTX", "RTX ") in name or known in name]
     return DEVICES[max(found, key=len, default=DEFAULT)]
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
+    """Return the model without data, on "cuda" and with the installed kernels."""
     skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed", fewer=True)
     if cast is not None:
         skeleton.model.to(cast)
@@ -262,18 +307,22 @@ def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
 
 
 def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> StepNeed | str:
-    """What a step takes on a GPU; why it is not known, where it cannot be counted without data.
+    """Return the bytes of a step on a GPU, or the reason why the model cannot be counted without
+    data.
 
     Args:
-        cast: what autocast makes of float32 weights; None: it is off, or has nothing to cast.
+        model: the patched model.
+        config: its settings.
+        cast: dtype that autocast gives to float32 weights; None: autocast casts nothing.
     """
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
-    saves = tuple(dict.fromkeys(name.partition(LAST)[0] for name in config.named_saves))  # of all layers: at most that
+    # counted as if all layers saved them: an upper bound
+    saves = tuple(dict.fromkeys(name.partition(LAST)[0] for name in config.named_saves))
     fixed = dataclasses.replace(config, saves=saves, offload=offload, host_memory=None, weights="device")
     recipe = SurveyRecipe("streambp", fixed)
     try:
         method = survey(_skeleton(model, cast), [recipe], tree=False).methods[0]
-    except Exception as error:  # a count that fails must not keep a model from training
+    except Exception as error:  # a failed count must not prevent training
         return f"a step could not be counted: {type(error).__name__}: {error}"
     if cast is None:
         return StepNeed(method)
@@ -286,14 +335,17 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
 def _costs(
     model: nn.Module, config: StreamConfig, devices: Mapping[int, torch.device], cast: torch.dtype | None
 ) -> dict[int, LayerCost]:
-    """What each layer may save, by its index; {} where a model without data does not show it.
+    """Return each layer's costs of saving, by index; {} if a model without data does not show them.
 
     Args:
-        devices: of the layers. cast: as in `_law`; the residual stream stays in float32 then.
+        model: the patched model.
+        config: its settings.
+        devices: devices of the layers.
+        cast: as in `_law`; the residual stream then stays in float32.
     """
     try:
         found, _ = seen_costs(_skeleton(model, cast), config, devices)
-    except Exception:  # what layers may save is seen in their first step as well
+    except Exception:  # the layers' first step shows these costs as well
         return {}
     if cast is not None:
         for index, one in found.items():
@@ -302,8 +354,10 @@ def _costs(
 
 
 def free_memory(device: torch.device) -> float | None:
-    """Bytes that a step may take on a device beyond what is allocated now, by the driver; None where no limit is known, as
-    with allocators that do not tell."""
+    """Return the bytes that a step can allocate on a device, according to the driver.
+
+    None if no limit is known, for example because the allocator has no statistics.
+    """
     if not tells_memory(device):
         return None
     try:
@@ -315,10 +369,11 @@ def free_memory(device: torch.device) -> float | None:
 
 @dataclasses.dataclass
 class FreeMemory:
-    """Bytes that a step may take on a device; None where no limit is known.
+    """Bytes that a step can allocate on a device; None if no limit is known.
 
-    The driver is asked once, then torch's own count tells what went since, until `forget`. On a CPU half of the machine's
-    free memory, which is looked up every `FRESH` seconds: that reads files.
+    The driver is queried once. Afterwards torch's own statistics follow the changes, until
+    `forget`. On a CPU the value is half of the machine's free memory, read from files every `FRESH`
+    seconds.
     """
 
     _limits: dict[torch.device, float | None] = dataclasses.field(default_factory=dict)
@@ -326,7 +381,7 @@ class FreeMemory:
     _until: float = -math.inf
 
     def __call__(self, device: torch.device) -> float | None:
-        """Now, or on a CPU a moment ago."""
+        """Return the bytes that are free now, or were free a moment ago on a CPU."""
         if device not in self._limits:
             free = free_memory(device)
             self._limits[device] = None if free is None else free + _allocated(device)
@@ -342,17 +397,21 @@ class FreeMemory:
         return self._host
 
     def forget(self) -> None:
-        """Ask the driver when it is next wanted: others may have taken memory, or given some back."""
+        """Query the driver on the next call, because other processes may use more or less now."""
         self._limits.clear()
 
     def sees_others(self, device: torch.device) -> bool:
-        """Whether what other processes take of it meanwhile shows: then a lack of it is no sign of a wrong law."""
+        """True if the value includes later changes by other processes.
+
+        A shortage is then no evidence of a wrong law.
+        """
         return self._limits.get(device) is None
 
     def retries(self, device: torch.device) -> int:
-        """How often the allocator has given its cache back to the driver for want of memory."""
+        """Return how often the allocator has freed its cache because an allocation failed."""
         return allocator_count(device, "num_alloc_retries") if self._limits.get(device) is not None else 0
 
 
 def _allocated(device: torch.device) -> int:
+    """Return the bytes that torch's allocator has allocated on a device; 0 if unknown."""
     return counted_bytes(device, "allocated") if tells_memory(device) else 0

@@ -1,15 +1,17 @@
-"""What a step of several rows costs, as rows and as one packed row: without padding, and with a shared prompt once.
+"""Cost of a batch as padded rows, and as one packed row with a shared prompt.
 
-Both are steps of so many tokens whose queries read so many keys, so the profile of one row
-serves them. G rows are G times the longest one's tokens, and each query reads its own row. The packed row has P + sum(C_i)
-tokens, P that all rows begin with and C_i of each row alone. Its pairs are those of the prompt with itself, of each rest
-with the prompt, and of each rest with itself:
+Both are steps with a number of tokens and a number of keys for each query, so the profile of one
+row applies. G padded rows have G times the tokens of the longest row, and each query reads its own
+row. The packed row has P + sum(C_i) tokens: the shared prompt's P and each row's own C_i. Its
+query-key pairs are the prompt with itself, each remainder with the prompt, and each remainder with
+itself:
 
     P^2 / 2 + sum(P C_i + C_i^2 / 2)
 
-What grows with the square of the length grows with these pairs, what is read again for each chunk with the keys that a
-query reads on average. The head scores each row's own tokens in both. Chunks that end on branch ends, which layers with
-states need, are not counted.
+Costs that are quadratic in the length scale with these pairs. Costs of reading keys once for each
+chunk scale with the average number of keys that a query reads. The head scores each row's own
+tokens in both cases. Layers with states need chunk ends at branch ends; these additional chunks are
+not counted.
 """
 
 from __future__ import annotations
@@ -27,17 +29,21 @@ from streambp.planner.seconds import seconds_of
 from streambp.planner.work import Work
 from streambp.rates import DEFAULT, DEVICES, Rates
 
-COMPLETIONS = (1024, 4096, 16384)  # tokens, where nobody says how many
-HEAD = "head"  # what the names of the head's phases start with
-NEAR = 1.005  # steps are as fast if their seconds differ by less
+COMPLETIONS = (1024, 4096, 16384)  # default numbers of completion tokens
+HEAD = "head"  # prefix of the head's phase names
+NEAR = 1.005  # steps whose seconds differ by less count as equally fast
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A micro-batch: the tokens of each row, of which the first `prompt` are the same in all rows.
+    """A micro-batch of rows with a common prompt.
+
+    Attributes:
+        lengths: tokens of each row.
+        prompt: number of leading tokens that are equal in all rows.
 
     Raises:
-        ConfigError: there is no row, or one of no token behind the prompt.
+        ConfigError: there are no rows, or a row has no token behind the prompt.
     """
 
     lengths: tuple[int, ...]
@@ -52,32 +58,34 @@ class Batch:
 
     @classmethod
     def of_data(cls, lengths: Sequence[int], rows: int) -> Batch:
-        """`rows` of a data set, at equal steps through the sorted lengths of its rows; the longest is among them."""
+        """Return `rows` rows at equal steps through a data set's sorted lengths, the longest
+        included.
+        """
         found = sorted(lengths)
         return cls(tuple(found[-(-len(found) * row // rows) - 1] for row in range(1, rows + 1)))
 
     @classmethod
     def of_mean(cls, longest: int, mean: int, rows: int) -> Batch:
-        """One row of `longest` tokens, and others that are alike, `mean` tokens on average."""
+        """Return one row of `longest` tokens and equal others, with `mean` tokens on average."""
         rest = (rows * mean - longest) // (rows - 1)
         return cls((*(rest,) * (rows - 1), longest))
 
     @property
     def row(self) -> int:
-        """Tokens of the longest row, which all have with their padding."""
+        """Return the tokens of the longest row, which all rows have with padding."""
         return max(self.lengths)
 
     @property
     def scored(self) -> int:
-        """Tokens that are scored: those behind the prompt."""
+        """Return the number of scored tokens: all tokens behind the prompt."""
         return sum(self.lengths) - self.prompt * len(self.lengths)
 
     def tokens(self, packed: bool) -> int:
-        """Tokens that layers compute."""
+        """Return the number of tokens that layers compute."""
         return self.prompt + self.scored if packed else len(self.lengths) * self.row
 
     def reach(self, packed: bool) -> float:
-        """T of a causal row whose queries read as many keys on average."""
+        """Return the length of a causal row whose queries read equally many keys on average."""
         rests = sum(length**2 - self.prompt**2 for length in self.lengths)  # 2 P C + C^2
         return (self.prompt**2 + rests) / self.tokens(True) if packed else float(self.row)
 
@@ -90,10 +98,20 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """The fastest way to compute a batch that fits; of those that do not, the one that takes least.
+    """The fastest way to compute a batch that fits in memory; if none fits, the way with the lowest
+    peak.
 
-    chunk_size: positions per row of the batch, which is one if it is packed. peak: in bytes; resident:
-    what it would be with nothing saved and nothing on the host.
+    Attributes:
+        batch: the batch.
+        packed: True for one packed row.
+        tokens: tokens that layers compute.
+        fits: True if the step fits in memory.
+        method: name of the method.
+        chunk_size: positions of a chunk in each row; the packed batch has one row.
+        peak: bytes.
+        resident: bytes of the peak with nothing saved and nothing on the host.
+        flops: FLOPs of the step.
+        seconds: seconds of the step.
     """
 
     batch: Batch
@@ -111,13 +129,17 @@ class Way:
 def both_ways(
     profile: Profile, batch: Batch, memory: Memory, setting: Setting, rates: Rates = DEVICES[DEFAULT]
 ) -> tuple[Way, Way]:
-    """A batch as rows, and as one packed row.
+    """Return the best way for a batch as padded rows, and as one packed row.
 
     Args:
-        profile: of one row (batch_size 1).
+        profile: profile of one row (batch_size 1).
+        batch: the batch.
+        memory: limits of the GPU and the host.
+        setting: the training setting.
+        rates: the device's rates.
 
     Raises:
-        ConfigError: the profile is of several rows, or sequences are split over ranks, where rows are computed.
+        ConfigError: the profile has several rows, or sequences are sharded over ranks.
     """
     if profile.batch_size != 1 or setting.ranks != 1:
         raise ConfigError(
@@ -146,7 +168,14 @@ def both_ways(
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:
-    """Of a step of a batch in chunks of `chunk_size` positions per row, by kind of phase."""
+    """Return the work of a batch's step by kind of phase.
+
+    Args:
+        method: the counted step.
+        batch: the batch.
+        packed: True for one packed row.
+        chunk_size: positions of a chunk in each row.
+    """
     rows, tokens, reach = 1 if packed else len(batch.lengths), batch.tokens(packed), batch.reach(packed)
     length = tokens / rows
     found = {}
@@ -162,10 +191,13 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
 
 
 def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
-    """Both ways side by side, for each batch. "no host" is GiB with nothing saved and nothing on the host.
+    """Return a table of both ways for each batch.
+
+    The column "no host" is GiB with nothing saved and nothing on the host.
 
     Args:
-        plan: of the model. found: of batches that differ in the length of their rows.
+        plan: the model's plan.
+        found: both ways of each batch; the batches differ in row length.
     """
     rows: list[tuple[str, ...]] = [("rows of", "tokens", "GiB", "no host", "PFLOP", "seconds", "chunk")]
     methods = ["by"]

@@ -1,8 +1,8 @@
-"""From the phases of a few layers at a few lengths to those of the whole model at any length.
+"""Extend the phases of a few layers at a few lengths to the full model at any length.
 
-A phase's bytes are what was alive before it plus its own work. What a layer leaves behind, and its work, are the same for
-every layer of its kind; so the phases of all layers follow from those of the kept ones (DESIGN.md section 6: "affine in T
-and linear in layers").
+A phase's bytes are the live bytes before it plus its own work. Layers of one kind leave the same
+bytes behind and do the same work. The counted layers therefore determine the phases of all layers
+(DESIGN.md section 6: "affine in T and linear in layers").
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A phase of the whole model at one point. start: bytes alive, gradients: bytes in `.grad` when it begins. most: for
-    bytes of other ranks' keys, the most of all others. per_key: of those of the keys that are not in `peak`."""
+    """A phase of the full model at one point.
+
+    Attributes:
+        name: the phase's name.
+        start: live bytes at its start.
+        peak: bytes at its peak.
+        gradients: bytes in `.grad` at its start.
+        most: bytes of other ranks' keys -> the peak of all other bytes.
+        per_key: bytes for each of `profile.keys_held`, not included in `peak`.
+    """
 
     name: str
     start: float
@@ -32,8 +40,12 @@ class Counted:
 
 
 def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
-    """The phases of a step of all layers, from a step of the kept ones; bytes of the host, work by kind of phase, and links
-    (`splits.SplitCount`) of the whole step."""
+    """Return the phases of a step of all layers, from a step of the counted layers.
+
+    Returns:
+        the phases; host bytes; work by kind of phase; link bytes (`splits.SplitCount`) of the full
+            step.
+    """
     depth = len(reduced.kinds)
     forward = {span.layer: span for span in spans if span.name == "forward"}
     backward = {span.layer: span for span in spans if span.name == "backward"}
@@ -65,10 +77,11 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], floa
 
 
 def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced) -> tuple[Phase, ...]:
-    """Lines through the same phases counted at several points; of the layers of one kind, the first and the last. A phase
-    with two lines is as large as the larger.
+    """Fit lines through phases counted at several points; for each kind of layer, the first and
+    last.
 
-    In between, bytes go up or down evenly from one layer of a kind to the next, so these two bound the others.
+    Bytes rise or fall evenly between these two layers, so the two bound all others. A phase with
+    two lines has the larger of the two values.
     """
     fitted = []
     peaks, starts = (
@@ -77,7 +90,7 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     )
     for counted, peak, start in zip(phases[0], peaks, starts, strict=True):
         fitted.append(Phase(counted.name, peak._replace(keys=counted.per_key), counted.gradients))
-        if start.tokens > peak.tokens:  # where it begins is its peak in the end
+        if start.tokens > peak.tokens:  # for long sequences the start exceeds the peak
             fitted.append(Phase(counted.name, start, counted.gradients))
     ends: dict[int, tuple[int, int]] = {}
     for index, kind in enumerate(reduced.kinds):

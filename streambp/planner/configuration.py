@@ -1,8 +1,9 @@
-"""A model's configuration as the planner takes it: read, its numbers checked, its errors told with the field behind them.
+"""Read and check a model's configuration, with errors that name the responsible field.
 
-[Note: fields of an error] transformers checks the types of most fields and names them. What its models make of zero heads,
-say, is any error, from anywhere. The field is found by leaving fields out, one at a time: those without which the error is
-gone are named, or else those without which it is another one.
+[Note: fields of an error] transformers checks the types of most fields and names those fields.
+Other values, such as zero heads, raise arbitrary errors inside the models. The responsible field is
+found by a search that leaves out one field at a time. The message names the fields without which
+the error disappears, or else the fields without which the error changes.
 """
 
 from __future__ import annotations
@@ -21,27 +22,30 @@ from streambp.fields import shown
 from streambp.reporting import reason
 
 T = TypeVar("T")
-MOST = 2**40  # of any number that a configuration counts by
-MOST_PARTS = 2**20  # of "num_experts" and the like: some models make a module for each
-MOST_LAYERS = 2**11  # each is built
+MOST = 2**40  # maximum of any number in a configuration
+# maximum of "num_experts" and similar fields: some models create a module for each
+MOST_PARTS = 2**20
+MOST_LAYERS = 2**11  # maximal number of layers, each of which is built
 COUNTS = re.compile(r"(num|n)_")
 TRUST = "If you trust the Python code that comes with the model, pass --trust-remote-code."
-NAMED = 4  # fields in a message at most
+NAMED = 4  # maximal number of fields in a message
 
 
 def needs_trust(error: BaseException) -> bool:
-    """Whether transformers wants to be told that it may run a checkpoint's code."""
+    """True if transformers refused to run a checkpoint's code without permission."""
     return "trust_remote_code" in str(error)
 
 
 def read_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration behind an id, a folder or a config.json.
+    """Read the configuration from an id, a folder or a config.json.
 
     Args:
-        trust_remote_code: run the Python code that comes with it.
+        source: the id, folder, file, or a configuration.
+        trust_remote_code: run the Python code that comes with the model.
 
     Raises:
-        StreamBPError: there is none, transformers does not know its model_type, or a field cannot be; it is named.
+        StreamBPError: there is no configuration, transformers does not know its model_type, or a
+            field is invalid; the message names the field.
     """
     if isinstance(source, PreTrainedConfig):
         _check_numbers(source.to_dict(), type(source).__name__)
@@ -71,10 +75,10 @@ def read_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
 
 
 def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
-    """What `make` makes of a configuration.
+    """Return `make(config)`.
 
     Raises:
-        StreamBPError: it raises; the message has the field. [Note: fields of an error]
+        StreamBPError: `make` raised; the message names the field. [Note: fields of an error]
     """
     try:
         return make(config)
@@ -89,7 +93,10 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
 
 
 def _check_numbers(value: Any, name: str, field: str = "") -> None:
-    """The whole numbers in nested values, each by its field: "text_config.num_hidden_layers"."""
+    """Check the integers in nested values.
+
+    Errors name the field, such as "text_config.num_hidden_layers".
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         last = field.rpartition(".")[2]
         most = MOST_LAYERS if "layer" in last else MOST_PARTS if COUNTS.match(last) else MOST
@@ -107,10 +114,13 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
 
 
 def _fields_of(error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> str:
-    """The fields that an error depends on, for a message; "" if there are none, or too many. [Note: fields of an error]"""
+    """Return the fields that cause an error, as text for a message; "" for none or too many.
+
+    [Note: fields of an error]
+    """
     gone, other = [], []
     level = logging.root.manager.disable
-    logging.disable()  # each attempt would warn again
+    logging.disable()  # each attempt would repeat the warnings
     try:
         for field in fields:
             told = f"{field} is {shown(fields[field])}"

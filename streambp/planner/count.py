@@ -1,16 +1,19 @@
-"""Counts bytes of live storages and FLOPs of a step, on tensors with or without data.
+"""Count bytes of live storages and FLOPs of a step, on tensors with or without data.
 
-`LiveBytes` counts what operations allocate; it works on real tensors too, which is how its predictions are tested.
-`StepCount` adds what a step on tensors without data needs: an answer where the model looks at values, the memory that GPU
-kernels take inside of themselves, and the work of each operation.
+`LiveBytes` counts allocations of operations. It supports real tensors as well; tests of its
+predictions use them. `StepCount` adds the requirements of a step on tensors without data: answers
+to operations that read values, workspaces of GPU kernels, and the work of each operation.
 
-[Note: kernel workspaces] FlashAttention's backward allocates, and frees before it returns, dQ in float32 and one float32 a
-query and head; with grouped queries also dK and dV for every query head. cuDNN's does the same except for the latter.
-Memory-efficient attention's has dQ, dK and dV in float32; it is given a key head for each query head. A dispatch mode
-cannot see these, so their sizes are added here from the operators' arguments.
+[Note: kernel workspaces] FlashAttention's backward allocates, and frees before it returns, dQ in
+float32 and one float32 for each query and head. With grouped queries it also allocates dK and dV
+for every query head. cuDNN's backward allocates the same except for dK and dV. Memory-efficient
+attention allocates dQ, dK and dV in float32; it receives one key head for each query head. A
+dispatch mode cannot observe these allocations, so their sizes are computed here from the operators'
+arguments.
 
-[Note: one kernel] On tensors without data torch runs several operations where a GPU runs one kernel of Triton's, of a
-package's, or a copy. Their memory counts as it is; the bytes that they move are the kernel's.
+[Note: one kernel] On tensors without data torch runs several operations where a GPU runs a single
+kernel: Triton's, another package's, or a copy. Memory is counted for the operations and moved bytes
+for the kernel.
 """
 
 from __future__ import annotations
@@ -34,23 +37,31 @@ from streambp.planner.work import BACKWARDS, Work, aten, tensors, work_of, works
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations created while this mode was on and that are still alive;
-    their peak, and the largest of them."""
+    """Dispatch mode that counts live bytes of storages created while it is active.
+
+    Attributes:
+        live: bytes that are alive now.
+        peak: maximum of `live` since `reset_peak`.
+        largest: bytes of the largest storage.
+        tracked: number of storages so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
         self.largest = 0
-        self.tracked = 0  # storages so far
-        self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # storage -> its number, its bytes, what sees it go
+        self.tracked = 0
+        # storage -> its number, its bytes, a weak reference that reports its end
+        self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled during a count, and keeping dynamo out costs as much as an operation
+        # nothing is compiled during a count; disabling dynamo costs as much as an operation
+        return False
 
     def reset_peak(self) -> None:
-        """Let the peak start from the bytes that are alive now."""
+        """Set the peak to the bytes that are alive now."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,10 +76,11 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def alive(self, first: int, stop: int) -> int:
-        """Bytes that are still alive of the storages numbered [first, stop)."""
+        """Return the bytes still alive of the storages with numbers in [first, stop)."""
         return sum(size for number, size, _ in self._alive.values() if first <= number < stop)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
+        """Count a new storage until it is freed."""
         key, size = storage._cdata, storage.nbytes()
         self._alive[key] = (self.tracked, size, weakref.ref(storage, functools.partial(self._gone, key)))
         self.tracked += 1
@@ -79,28 +91,34 @@ class LiveBytes(TorchDispatchMode):
             self.largest = size
 
     def _gone(self, key: int, _: Any) -> None:
+        """Subtract a freed storage."""
         self.live -= self._alive.pop(key)[1]
 
 
 CHANGED_IN_PLACE = frozenset(getattr(aten, name).default for name in ("copy_", "zero_", "neg_", "index_put_")) | frozenset(
     getattr(getattr(aten, name), kind) for name in ("add_", "mul_", "div_", "sub_") for kind in ("Tensor", "Scalar")
 )
-CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # nothing is returned
+CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that return nothing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """What is known of an operation: how its results come about, and its work.
+    """Cached facts about an operation: its results and its work.
 
-    made: shape, stride and dtype of each output, or the output itself where it is no tensor; or IN_PLACE, or OUT.
-    several: the outputs are a tuple. attends: its kernel takes memory of its own.
+    Attributes:
+        made: for each output its shape, stride and dtype, or the output itself if it is no tensor;
+            or IN_PLACE, or OUT.
+        several: True if the outputs are a tuple.
+        work: the operation's work.
+        attends: True if the operation's kernel allocates a workspace.
+        routed: number of (token, expert) pairs, for an operation that selects experts.
     """
 
     made: Any
     several: bool
     work: Work
     attends: bool = False
-    routed: int = 0  # pairs of a token and an expert, where this picks experts
+    routed: int = 0
 
 
 VIEW = Known(None, False, Work(dispatches=1))
@@ -110,26 +128,30 @@ META = torch.device("meta")
 
 
 class Shapes:
-    """Results of operations on meta tensors, remembered by the shapes of their inputs: a step repeats the same few hundred
-    operations thousands of times, and most of a count's time is torch finding out their outputs' shapes.
+    """Cache of operation results on meta tensors, by the shapes of the inputs.
 
-    Only operations are remembered whose outputs are fresh tensors, their first argument changed in place, or their `out`.
+    A step repeats a few hundred operations thousands of times, and a count spends most of its time
+    on torch's inference of output shapes. Cached are operations that return new tensors, their
+    first argument after an in-place change, or their `out`.
 
     Args:
-        mode: of fake tensors; None: the tensors are on meta.
+        mode: mode of the fake tensors; None: the tensors are on meta.
     """
 
     IN_PLACE, OUT = "in place", "out"
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode
-        self.views: set[int] = set()  # ids of operations whose results are views of their arguments, by their schemas
+        # ids of operations that, by their schemas, return views of their arguments
+        self.views: set[int] = set()
         self._known: dict[Any, Known] = {}
         self._meta = mode is None
 
     def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Known | None, Any]:
-        """What is known of an operation, and the key to remember it by; None where it cannot be."""
-        key: list[Any] = [id(func)]  # hashed in C; torch keeps its operations
+        """Return the cached facts about an operation and their key; the key is None for uncacheable
+        arguments.
+        """
+        key: list[Any] = [id(func)]  # ids hash in C, and torch never frees its operations
         try:
             for value in args:
                 kind = type(value)
@@ -145,7 +167,7 @@ class Shapes:
             return None, None
 
     def make(self, known: Known) -> list[Any]:
-        """Fresh outputs."""
+        """Return new outputs."""
         made: list[Any] = []
         for one in known.made:
             if type(one) is not tuple:
@@ -161,15 +183,16 @@ class Shapes:
         return made
 
     def _known_kind(self, tensor: Any) -> bool:
+        """True if a tensor is of the kind that this cache supports."""
         if self.mode is None:
             return tensor.is_meta and type(tensor) in PLAIN
         return isinstance(tensor, FakeTensor) and tensor.constant is None
 
     def _part(self, value: Any) -> Any:
-        """What an argument says about the output's shape.
+        """Return the part of an argument that determines output shapes.
 
         Raises:
-            TypeError: a tensor of another kind.
+            TypeError: the argument is a tensor of another kind.
         """
         if isinstance(value, Tensor):
             if not self._known_kind(value):
@@ -177,16 +200,17 @@ class Shapes:
             return value.shape, value.stride(), value.dtype
         if isinstance(value, list | tuple):
             return tuple(map(self._part, value)) if any(isinstance(one, Tensor) for one in value) else tuple(value)
-        return type(value), "nan" if value != value else value  # nan would never be found again
+        # nan never equals itself, so its key would never match
+        return type(value), "nan" if value != value else value
 
     def remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-        """The work of an operation whose results were not known; from now on they are, where that is possible."""
+        """Return the work of an uncached operation, and cache the operation if possible."""
         schema = func._schema
         given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         view = any(x.untyped_storage()._cdata in given for x in tensors(result))
         written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         if view and not written:
-            # The schema of `_unsafe_view` says that it makes none.
+            # By its schema, `_unsafe_view` returns no view.
             if func is aten._unsafe_view.default or all(out.alias_info is not None for out in schema.returns):
                 self.views.add(id(func))
             return VIEW.work
@@ -203,7 +227,7 @@ class Shapes:
             elif func in CHANGED_LISTS:
                 self._known[key] = Known([None], False, work)
         elif any(out.alias_info is not None for out in schema.returns):
-            pass  # some of these are views
+            pass  # some outputs are views
         elif all(type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
             made = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in outputs]
             self._known[key] = Known(made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0)
@@ -211,7 +235,9 @@ class Shapes:
 
 
 class AllocatedBytes(contextlib.nullcontext[None]):
-    """The bytes of an accelerator's allocator beyond those at the start, in place of tracked storages."""
+    """Bytes of an accelerator's allocator relative to the start, with the interface of
+    `LiveBytes`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -220,46 +246,49 @@ class AllocatedBytes(contextlib.nullcontext[None]):
 
     @property
     def live(self) -> int:
-        """Bytes allocated now, less those at the start; freed ones count as negative."""
+        """Return the bytes allocated now minus those at the start."""
         return counted_bytes(self._device, "allocated") - self._start
 
     @property
     def peak(self) -> int:
-        """The most bytes that were allocated since `reset_peak`, less those at the start."""
+        """Return the peak of allocated bytes since `reset_peak`, minus the bytes at the start."""
         return counted_bytes(self._device, "peak") - self._start
 
     def reset_peak(self) -> None:
-        """Let the allocator's peak start from the bytes that are allocated now, for the whole process."""
+        """Reset the allocator's peak to the bytes allocated now, for the full process."""
         torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 class StepCount(LiveBytes):
-    """`LiveBytes` for a step without data; `work` adds up.
+    """`LiveBytes` for a step without data, which also sums up work.
 
     Args:
-        kernels: "flash" or "cudnn", whose workspaces are added to the peak; None: none are. [Note: kernel workspaces]
-        shapes: what is known about operations already.
+        kernels: "flash" or "cudnn": add the workspaces of these kernels to the peak; None: add
+            none. [Note: kernel workspaces]
+        shapes: a cache of operations, shared between counts.
     """
 
     def __init__(self, kernels: str | None, shapes: Shapes | None = None) -> None:
         super().__init__()
         self.kernels = kernels
         self.shapes = shapes or Shapes()
-        self.routed = self.experts = 0  # pairs of a token and an expert where experts were last picked; experts there
+        # (token, expert) pairs of the last expert selection, and the number of experts
+        self.routed = self.experts = 0
         self._done = Work()
-        self._times: dict[Known, int] = {}  # operations whose work is not yet in `_done`
+        # operation -> number of calls whose work is not yet in `_done`
+        self._times: dict[Known, int] = {}
         self._kernel_depth = 0  # [Note: one kernel]
 
     @property
     def work(self) -> Work:
-        """Of everything so far."""
+        """Return the work so far."""
         for known, times in self._times.items():
             self._done = self._done.plus(known.work, times)
         self._times.clear()
         return self._done
 
     def add(self, work: Work) -> None:
-        """Count work that no operation stands for."""
+        """Add work that no operation represents."""
         self._done = self._done.plus(work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -287,23 +316,25 @@ class StepCount(LiveBytes):
         return tuple(made) if known.several else made[0]
 
     def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
-        """Run an operation that is not known."""
+        """Run an uncached operation."""
         device = kwargs.get("device") if func is aten._to_copy.default and args[0].device.type == "meta" else None
-        to_data = device is not None and torch.device(device).type != "meta"  # a copy of values that do not exist
+        # True for a copy of values that do not exist
+        to_data = device is not None and torch.device(device).type != "meta"
         is_read = func is aten._local_scalar_dense.default and not has_data(args[0])
         if is_read or (to_data and args[0].dim() == 0):
-            # Conditions hold. In the models' forwards they ask whether a mask keeps every token, whether a batch is not
-            # packed, whether an index lies in its range.
+            # Conditions are true. In models' forwards, such conditions test that a mask keeps every
+            # token, that a batch is not packed, or that an index is in range.
             kind = kwargs.get("dtype") or args[0].dtype
             value = True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
             return value if is_read else torch.tensor(value, dtype=kind, device=device)
         if func in LOOKED_AT and not has_data(args[0]) and (to_data or func is not aten._to_copy.default):
-            if args[0].dtype == torch.bool and args[0].dim() == 1 and func is not aten._to_copy.default:  # a flag for each
+            # one flag for each expert
+            if args[0].dtype == torch.bool and args[0].dim() == 1 and func is not aten._to_copy.default:
                 self.experts = args[0].shape[0]
             found = answer(func, args[0], self.routed, self.experts)
             if isinstance(found, Tensor):
                 return found
-            if found is not None:  # a tensor without data that no operation could make
+            if found is not None:  # shape and dtype of a tensor without data
                 shape, dtype = found
                 (made,) = self.shapes.make(Known([(shape, (shape[1], 1), dtype)], False, VIEW.work))
                 self._track(made.untyped_storage())
@@ -318,12 +349,14 @@ class StepCount(LiveBytes):
         return result
 
     def _count(self, known: Known) -> None:
+        """Count one call of an operation."""
         if self._kernel_depth:
             self.add(known.work._replace(moved=0.0, dispatches=0.0))
         else:
             self._times[known] = self._times.get(known, 0) + 1
 
     def _workspace(self, func: Any, args: Any) -> None:
+        """Raise the peak by a kernel's workspace."""
         if self.kernels is not None:
             self.peak = max(self.peak, self.live + workspace(func, args, self.kernels))
 
@@ -332,19 +365,25 @@ Count = TypeVar("Count", bound=StepCount)
 
 
 def running_counts(kind: type[Count]) -> list[Count]:
-    """The counts of a kind that are running."""
+    """Return the active counts of a kind."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
 def add_flops(number: float, moved: float = 0.0) -> None:
-    """Add FLOPs of products that no operation stands for, and bytes moved, to the counts that are running."""
+    """Add FLOPs and moved bytes of products that no operation represents, to all active counts."""
     for count in running_counts(StepCount):
         count.add(Work(number, moved=moved))
 
 
 @contextlib.contextmanager
 def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[None]:
-    """Operations within stand for one kernel, which moves these bytes and is one dispatch. [Note: one kernel]"""
+    """Context manager in which operations count as one kernel and one dispatch. [Note: one kernel]
+
+    Args:
+        moved: bytes that the kernel moves.
+        out: bytes copied to the host.
+        back: bytes copied from the host.
+    """
     counts = running_counts(StepCount)
     for count in counts:
         count.add(Work(moved=moved, dispatches=1, out=out, back=back))
@@ -357,15 +396,18 @@ def one_kernel(moved: float, out: float = 0.0, back: float = 0.0) -> Iterator[No
 
 
 class Replayed(torch.autograd.Function):
-    """A kernel as two functions that allocate, in its order and for as long, what its passes do, and compute nothing."""
+    """Replay of a kernel by two functions that make the same allocations and compute nothing.
+
+    Order and lifetime of the allocations are those of the kernel's forward and backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
-        """What `forward` gives for `ctx` and args, tensors [...] among them."""
+        """Return `forward(ctx, *args)`; args include tensors [...]."""
         ctx.replay = backward
         return forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """What `backward` gives for `ctx` and grads [...]: gradients of args."""
+        """Return the gradients of args, from the replay's backward on grads [...]."""
         return None, None, *ctx.replay(ctx, *grads)

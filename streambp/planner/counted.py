@@ -1,9 +1,10 @@
-"""Counted profiles: from the skeleton, or from a file of an earlier plan of the same model.
+"""Counted profiles, computed from a skeleton or read from an earlier plan's file.
 
-[Note: cached profiles] A profile depends on the configuration, on the options of the count, and on code: this package's,
-and that of torch, transformers and peft by their versions, and which packages have kernels for mixers. All of it is in the
-file's name, as a digest, so a file is never stale; one that cannot be read is counted anew. Models that were built already
-are always counted: what they are made of is in no configuration.
+[Note: cached profiles] A profile depends on the configuration, on the options of the count, and on
+code. Code means this package's sources, the versions of torch, transformers and peft, and the set
+of installed kernel packages for mixers. A digest of all these is the file's name, so a file is
+never stale. An unreadable file is ignored. Models that are already built are always counted,
+because no configuration describes their modules.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ Said = Callable[[str, float], None]
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is counted, and for what; the arguments of `Skeleton` and of `survey`.
+    """Arguments of `Skeleton` and of `survey` for one count.
 
     Raises:
-        ConfigError: one of them has a value that it cannot have.
+        ConfigError: an argument has an invalid value.
     """
 
     source: Source
@@ -59,10 +60,10 @@ class Asked:
         check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20))
 
     def skeleton(self) -> Skeleton:
-        """The model without data.
+        """Return the model without data.
 
         Raises:
-            StreamBPError: the source is unknown, or options do not go with it.
+            StreamBPError: the source is unknown, or an option does not apply to it.
         """
         found = Skeleton(self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.kernels)
         found.own_adapters = self.kernels != "auto"
@@ -70,11 +71,13 @@ class Asked:
 
 
 def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, said: Said | None = None) -> Profile:
-    """The profile of a model under the recipes.
+    """Return the profile of a model under the recipes.
 
     Args:
-        cache: look for it in `folder()`, and leave it there. [Note: cached profiles]
-        said: is told of progress, in words and as a part from 0 to 1.
+        asked: the model and the options of the count.
+        recipes: methods to count.
+        cache: read the profile from `folder()`, and write it there. [Note: cached profiles]
+        said: progress callback with a text and a fraction from 0 to 1.
 
     Raises:
         StreamBPError: the model is unknown or cannot be counted.
@@ -101,9 +104,9 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
     if asked.device != "cpu" and any(recipe.name == STREAMED[0].name for recipe in recipes):
         profile = dataclasses.replace(profile, saves=counted_saves(asked.skeleton(), profile.layers))
     if file is not None:
-        with contextlib.suppress(OSError):  # a plan needs no file
+        with contextlib.suppress(OSError):  # the file is optional
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Whole or not at all, also where several plans write at once.
+            # Written atomically, because several plans may write at once.
             with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
                 made.write(json.dumps(to_json(profile)))
             Path(made.name).replace(file)
@@ -111,12 +114,12 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
 
 
 def folder() -> Path:
-    """Where profiles are kept: `streambp/plans` in the user's cache, which XDG_CACHE_HOME moves."""
+    """Return the cache folder: `streambp/plans` in XDG_CACHE_HOME or the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streambp" / "plans"
 
 
 def _source() -> str:
-    """Of this package's code."""
+    """Return a digest of this package's code."""
     found = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())

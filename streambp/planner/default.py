@@ -1,4 +1,7 @@
-"""What `patch` without settings does at a plan's length: the policy that a step asks, with counts in place of a device."""
+"""Behaviour of `patch` without settings at a plan's length.
+
+The policy is the one of a real step, with counted numbers instead of a device.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,13 @@ from streambp.rates import Rates
 class ByDefault:
     """A step under `StreamConfig()`.
 
-    way, saved: as in `StepRecord`. chunk_size: positions a row. fits: a step without saves does. peak: bytes on the device.
+    Attributes:
+        way: see `StepRecord`.
+        chunk_size: positions of a chunk in each row.
+        fits: True if a step that saves nothing fits.
+        saved: see `StepRecord`.
+        peak: bytes on the device.
+        seconds: seconds of the step.
     """
 
     way: str
@@ -33,18 +42,22 @@ class ByDefault:
 
 
 def by_default(profile: Profile, seq_len: int, usable: float, setting: Setting, rates: Rates) -> ByDefault | None:
-    """The choice of saves="auto" for the profile's rows of `seq_len` positions.
+    """Return the choice of saves="auto" for the profile's rows of `seq_len` positions.
 
     Args:
-        usable: bytes of the device that a program may take.
+        profile: the counted model.
+        seq_len: positions of a row.
+        usable: bytes of the device that a program can use.
+        setting: the training setting.
+        rates: the device's rates.
 
     Returns:
-        None where the choice goes by other rules, or is not known: shared sequences, ZeRO-3, layers that are not seen
-        without data.
+        None if other rules apply or the choice is unknown: sharded sequences, ZeRO-3, layers whose
+            costs a model without data does not show.
     """
     if profile.saves is None or setting.split or setting.zero >= 3:
         return None
-    setting = dataclasses.replace(setting, on_host=None)  # weights stay on the device unless a program asks otherwise
+    setting = dataclasses.replace(setting, on_host=None)  # by default weights stay on the device
     method, rows, kept = profile.method(METHODS[0].name), profile.batch_size, static(profile, setting)
     present = 1.0 if setting.accumulate else 0.0
     free = usable - kept.weights - kept.optimizer - present * kept.gradients
@@ -54,7 +67,7 @@ def by_default(profile: Profile, seq_len: int, usable: float, setting: Setting, 
     policy.begins(HERE)
     tokens, size = rows * seq_len, policy.size(rows, seq_len, HERE)
     if size >= seq_len and profile.saves["plain"]:  # [Note: micro-batches as unpatched]
-        heads = [0] * profile.layers  # fused kernels attend
+        heads = [0] * profile.layers  # fused attention kernels save no scores
         kept_plain = unpatched.kept_unpatched(policy, tokens, seq_len, HERE, heads, profile.saves["vocabulary"])
         plain = next((method for method in profile.methods if method.name == PLAIN.name), None)
         if kept_plain is not None and kept_plain.bytes <= unpatched.SHARE * kept_plain.room and plain is not None:

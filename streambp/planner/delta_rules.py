@@ -1,11 +1,14 @@
-"""What the kernels of delta rules and of short convolutions allocate, for counting on tensors without data.
+"""Allocations of the kernels for delta rules and short convolutions, for counts on tensors without
+data.
 
-Each function here allocates what its kernel's source does, in the same order and for as long, and computes nothing. Read:
-fla-core 0.6.0 (`ops/gated_delta_rule`, `ops/kda`, `ops/common`) and causal-conv1d 1.6.1 (`causal_conv1d_interface.py`,
-`cpp_functions.py`). fla works in blocks of BLOCK tokens; NB is their number. It copies inputs that are not contiguous.
+Each function here makes the allocations of its kernel's source, in the same order and with the same
+lifetime, and computes nothing. Sources: fla-core 0.6.0 (`ops/gated_delta_rule`, `ops/kda`,
+`ops/common`) and causal-conv1d 1.6.1 (`causal_conv1d_interface.py`, `cpp_functions.py`). fla works
+in blocks of BLOCK tokens; NB is the number of blocks. fla copies non-contiguous inputs.
 
-Shapes: q, k [B, T, H, K], v [B, T, H_v, V], beta [B, T, H_v], states [B, H_v, K, V] in float32. The decay g says which
-rule it is: [B, T, H_v], one for a head, is the gated delta rule; [B, T, H_v, K], one for a channel, is Kimi's (KDA).
+Shapes: q, k [B, T, H, K], v [B, T, H_v, V], beta [B, T, H_v], states [B, H_v, K, V] in float32. The
+decay g determines the rule: [B, T, H_v], one for each head, is the gated delta rule;
+[B, T, H_v, K], one for each channel, is Kimi's (KDA).
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ from torch import Tensor
 from streambp.planner.count import Replayed, add_flops
 
 BLOCK = 64
-SOLVED_BLOCK = 16  # KDA solves its triangular systems in blocks of as many, in float32
-INTRA_CHANNELS = 32  # at most as many at a time in KDA's backward within a block
+SOLVED_BLOCK = 16  # KDA solves triangular systems in blocks of this size, in float32
+INTRA_CHANNELS = 32  # maximal number of channels at a time in KDA's backward within a block
 WIDE = torch.float32
 
 
 def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Copies x [B, D, T] if neither its tokens nor its channels lie side by side."""
+    """Save x [B, D, T], copied unless its tokens or its channels are contiguous, and return y."""
     x = x if 1 in x.stride()[1:] else x.contiguous()
     ctx.save_for_backward(x, weight, bias)
     return torch.empty_like(x)
 
 
 def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
+    """Return gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
     x, weight, bias = ctx.saved_tensors
     grad = grad if 1 in grad.stride()[1:] else grad.contiguous()
     d_bias = None if bias is None else torch.empty_like(bias, dtype=WIDE)
@@ -46,7 +49,9 @@ causal_conv = functools.partial(Replayed.apply, _causal_conv, _causal_conv_backw
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, returns_end: bool, normalises: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Output [B, T, H_v, V] and end state, or None where it is not asked for."""
+    """Return the output [B, T, H_v, V] and the end state, or None instead of an unrequested end
+    state.
+    """
     out, end = chunk_delta_rule(q, k, v, g, beta, start, normalises)
     return out, end if returns_end else None
 
@@ -61,25 +66,30 @@ class Blocks:
         self._k = k
 
     def per_token(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[B, T, H_v, width]"""
+        """Return an empty tensor [B, T, H_v, width]."""
         return self._k.new_empty(self.rows, self.tokens, self.value_heads, width, dtype=dtype)
 
     def states(self) -> Tensor:
-        """[B, NB, H_v, K, V]: the state that each block starts from."""
+        """Return an empty tensor [B, NB, H_v, K, V]: the start state of each block."""
         return self._k.new_empty(self.rows, self.count, self.value_heads, self.keys, self.values)
 
     def state(self) -> Tensor:
-        """[B, H_v, K, V] in float32"""
+        """Return an empty tensor [B, H_v, K, V] in float32."""
         return self._k.new_empty(self.rows, self.value_heads, self.keys, self.values, dtype=WIDE)
 
     def over_heads(self, x: Tensor) -> Tensor:
-        """[B, T, H_v, K] summed to [B, T, H, K], where value heads share keys."""
+        """Return a sum of [B, T, H_v, K] to [B, T, H, K], for value heads that share keys."""
         if self.value_heads == self.heads:
             return x
         return x.new_empty(self.rows, self.tokens, self.heads, self.keys)
 
     def flops(self, between: int, within: int) -> None:
-        """Add products of a token with a state, and of a token with its block (of K or V columns)."""
+        """Add the FLOPs of products of each token with states and with its block.
+
+        Args:
+            between: number of products with a state.
+            within: number of products with a block, of K or V columns.
+        """
         pairs = 2 * between * self.keys * self.values + within * BLOCK * (self.keys + self.values)
         add_flops(self.rows * self.tokens * self.value_heads * pairs)
 
@@ -87,12 +97,16 @@ class Blocks:
 def _chunk_delta_rule(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
 ) -> tuple[Tensor, Tensor]:
-    """q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v], start [B, H_v, K, V] or
-    None."""
-    q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))  # copies of q and k last until the end
+    """Make the allocations of forward and return the output [B, T, H_v, V] and end state.
+
+    Shapes: q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v],
+    start [B, H_v, K, V] or None.
+    """
+    # copies of q and k live until the end
+    q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     q, k, q_length, k_length = q_in, k_in, None, None
     if normalises:
-        (q, q_length), (k, k_length) = (  # one number a row for backward
+        (q, q_length), (k, k_length) = (  # one number for each row is saved for backward
             (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE)) for x in (q_in, k_in)
         )
     sizes, by_channel = Blocks(k, v), g.dim() == 4
@@ -114,8 +128,11 @@ def _chunk_delta_rule(
 
 
 def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
-    """d_out [B, T, H_v, V] -> gradients of forward's tensors; that of the start state in float32, and that of g where
-    heads have one decay; in their dtypes otherwise."""
+    """Return gradients of forward's tensors for d_out [B, T, H_v, V].
+
+    The start state's gradient is in float32, and so is g's if each head has one decay. Other
+    gradients have their tensors' dtypes.
+    """
     q, _, k, _, v, decay, g, beta, _, _, start = ctx.saved_tensors
     sizes = Blocks(k, v)
     d_out = d_out.contiguous()
@@ -161,6 +178,6 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
     return dq.to(q), dk.to(k), dv, d_decay.to(g), d_beta.to(beta), d_start, None
 
 
-# fla's chunk_gated_delta_rule, or its chunk_kda where there is a decay for each channel: output [B, T, H_v, V], end
-# state [B, H_v, K, V]; normalises: q and k to unit length.
+# fla's chunk_gated_delta_rule, or its chunk_kda for one decay in each channel. Returns output
+# [B, T, H_v, V] and end state [B, H_v, K, V]. `normalises`: scale q and k to unit length.
 chunk_delta_rule = functools.partial(Replayed.apply, _chunk_delta_rule, _chunk_delta_rule_backward)

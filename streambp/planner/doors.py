@@ -1,4 +1,4 @@
-"""A plan's settings as each way into streambp takes them, to paste."""
+"""Render a plan's settings for each entry point of streambp, ready to paste."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
 def fields_of(choice: Choice) -> dict[str, Any]:
-    """`StreamConfig`'s fields that the choice sets, as JSON has them."""
+    """Return the `StreamConfig` fields that the choice sets, as JSON values."""
     fields: dict[str, Any] = {"chunk_size": choice.chunk_size, "saves": list(choice.saves)}
     fields |= {"offload": choice.offload} if choice.offload != "none" else {}
     fields |= {"gpu_memory": written(choice.gpu_memory)} if choice.gpu_memory is not None else {}
@@ -23,13 +23,13 @@ def fields_of(choice: Choice) -> dict[str, Any]:
 
 
 def python(choice: Choice) -> str:
-    """For `streambp.patch`, and every training loop."""
+    """Return Python code for `streambp.patch` and any training loop."""
     fields = fields_of(choice) | {"saves": choice.saves}
     return f"streambp.StreamConfig({', '.join(f'{name}={quoted(value)}' for name, value in fields.items())})"
 
 
 def doors(choice: Choice, setting: Setting) -> dict[str, str]:
-    """One line for each other way in, by its name."""
+    """Return one line for each other entry point, by name."""
     fields = fields_of(choice)
     flags = [f"--{name.replace('_', '-')}={','.join(v) if isinstance(v, list) else v}" for name, v in fields.items()]
     trl = ", ".join(f"stream_{name}={quoted(str(v) if name == 'chunk_size' else v)}" for name, v in fields.items())
@@ -49,12 +49,12 @@ def doors(choice: Choice, setting: Setting) -> dict[str, str]:
 
 
 def quoted(value: Any) -> str:
-    """As Python has it, with double quotes."""
+    """Return a value as a Python literal with double quotes."""
     return repr(value).replace("'", '"')
 
 
 def written(size: int) -> int | str:
-    """Bytes as a person writes them, rounded down: "8.2GiB", "640MiB", or a number below a MiB."""
+    """Return bytes as text, rounded down: "8.2GiB", "640MiB"; a number below a MiB."""
     for unit, name, digits in UNITS:
         if size >= unit:
             return f"{size * digits // unit / digits:g}{name}"

@@ -1,4 +1,4 @@
-"""`estimate`: what one step of a model costs, by method, phase and module."""
+"""`estimate`: cost of one training step by method, phase and module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ UNPATCHED = (PLAIN, CHECKPOINTING, CHECKPOINTING_HEAD)
 
 @dataclasses.dataclass(frozen=True)
 class MethodEstimate:
-    """One method's step: bytes and seconds on one rank, FLOPs over the ranks that share the sequence."""
+    """One method's step.
+
+    Attributes:
+        name: the method's name.
+        peak: bytes on one rank.
+        flops: FLOPs over the ranks that share the sequence.
+        seconds: seconds on one rank.
+    """
 
     name: str
     peak: Peak
@@ -35,9 +42,9 @@ class MethodEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What steps of `seq_len` positions a row cost, in chunks of `chunk_size` on each rank.
+    """Costs of steps of `seq_len` positions in each row, with chunks of `chunk_size` on each rank.
 
-    `profile` serves other lengths and settings (`profile.peak`).
+    `profile` is valid for other lengths and settings as well (`profile.peak`).
     """
 
     profile: Profile
@@ -47,16 +54,16 @@ class Estimate:
     methods: tuple[MethodEstimate, ...]
 
     def method(self, name: str) -> MethodEstimate:
-        """The estimate of the method by that name.
+        """Return the estimate of the method with this name.
 
         Raises:
-            ConfigError: it was not counted.
+            ConfigError: the method was not counted.
         """
         return named({method.name: method for method in self.methods}, name)
 
     @property
     def streamed(self) -> MethodEstimate:
-        """The streamed method's estimate."""
+        """Return the streamed method's estimate."""
         return next(method for method in self.methods if method.name.startswith("streambp"))
 
 
@@ -78,21 +85,31 @@ def estimate(
     rates: str | Rates = DEFAULT,
     kernels: Kernels = "auto",
 ) -> Estimate:
-    """Bytes, FLOPs and seconds of one training step, counted without weights and without a GPU (DESIGN.md section 6).
+    """Estimate bytes, FLOPs and seconds of one training step, without weights and without a GPU.
+
+    The step is counted (DESIGN.md section 6).
 
     Args:
-        model_or_config: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model.
-        seq_len: positions per row. batch_size: rows. Packed documents cost the same memory as one long one.
-        chunk_size, saves, offload: as in `StreamConfig`; "auto" is the rule that applies where no limit is known.
+        model_or_config: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or
+            a model.
+        seq_len: positions of a row. Packed documents cost the same memory as one long document.
+        batch_size: number of rows.
+        chunk_size, saves, offload: as in `StreamConfig`; "auto" is the rule for devices without a
+            known limit.
         setting: GPUs, ZeRO stage, optimizer and so on; `Setting()` if None.
-        lora: rank of adapters on every Linear of the layers; the rest is frozen. A PeftModel brings its own.
-        bits: 4 or 8 for a quantised frozen base. dtype: of the weights, where no model is given.
-        device: "cpu" counts the kernels that a CPU would run. attention: the kernels whose workspaces count on a GPU.
-        mixers: what recurrent and convolutional layers run: the "kernels" of fla, mamba_ssm and causal_conv1d, plain
-            "torch" as transformers has it, or the kernels that are "installed" here; None: kernels, and torch on a CPU.
-        rates: of the GPU, for seconds: a name in `rates.DEVICES`, a file of `--measure-device`, or `Rates`.
-        kernels: of norms, gated activations and rotary embeddings, as in `StreamConfig`; "auto": Liger's on a GPU if
-            liger-kernel is installed here.
+        lora: rank of adapters on every Linear of the layers; all other parameters are frozen. A
+            PeftModel has its own adapters.
+        bits: 4 or 8 for a quantised frozen base.
+        dtype: dtype of the weights, unless a model is passed.
+        device: "cpu" counts the kernels that a CPU would run.
+        attention: attention kernels on a GPU, whose workspaces are counted.
+        mixers: code of recurrent and convolutional layers: the "kernels" of fla, mamba_ssm and
+            causal_conv1d, plain "torch" as in transformers, or the kernels "installed" here; None:
+            kernels, and torch on a CPU.
+        rates: rates of the GPU, for seconds: a name in `rates.DEVICES`, a file of
+            `--measure-device`, or `Rates`.
+        kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
+            "auto": Liger's on a GPU if liger-kernel is installed here.
 
     Returns:
         Peaks of no checkpointing, checkpointing, checkpointing with a fused head, and streambp.
@@ -109,7 +126,7 @@ def estimate(
     chunk = plan_chunks(shard, batch_size, chunk_size).size
     recipes = (*UNPATCHED, streamed(saves, offload, setting.split))
     profile = survey(skeleton, recipes, batch_size, (shard, chunk), attention)
-    available(profile, setting)  # or raise
+    available(profile, setting)  # raises if the setting is not available
     methods = tuple(
         MethodEstimate(
             m.name, peak(profile, m, seq_len, chunk, setting), flops(m, seq_len, chunk, setting),
@@ -121,6 +138,6 @@ def estimate(
 
 
 def check_length(field: str, value: int) -> None:
-    """Raise ConfigError unless it is a positive whole number."""
+    """Raise ConfigError unless the value is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
         raise ConfigError(f"{field} is {shown(value)}; it must be a positive whole number.")

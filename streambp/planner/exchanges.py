@@ -1,9 +1,11 @@
-"""What ranks that share sequences send to each other in a step, and how long a step waits for it.
+"""Bytes that ranks with shared sequences exchange in a step, and the time that a step waits.
 
-Ulysses' all-to-alls are waited for. Between nodes a rank's part of them goes over its own adapter, inside
-a node over the links between GPUs, at the same time. Gathered keys enter a node once, over all its adapters. A group of
-heads is on its way while the one before is attended: the first of each pass is waited for, of the others what takes longer
-than attention. Sums of keys' gradients are waited for. What puts keys in order moves bytes on the device.
+A step waits for Ulysses' all-to-alls. Between nodes a rank's part uses the rank's own adapter;
+inside a node it uses the links between GPUs, at the same time. Gathered keys enter a node once,
+over all its adapters. A group of heads is in transfer during attention over the group before. A
+step waits for the first group of each pass, and for the excess of the other groups over the
+attention time. A step also waits for the sums of key gradients. Reordering keys moves bytes on the
+device.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from streambp.rates import Rates
 
 
 def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, float, int, float]:
-    """Bytes of a step's exchanges on a rank, its own part among them: all-to-alls or sums, which are waited for, and
-    gathers; the number of groups of heads in which keys are gathered; bytes that putting keys in order moves on the device.
+    """Return the bytes of a step's exchanges on a rank, including its own part.
+
+    Returns:
+        bytes of all-to-alls or sums, which the step waits for; bytes of gathers; number of groups
+            of heads for gathered keys; bytes that reordering keys moves on the device.
     """
     ranks = setting.ranks
     if split.by == ULYSSES:
@@ -31,7 +36,9 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
 
 
 def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
-    """Bytes that a rank sends to others in a step of `seq_len` positions a row, and receives as many."""
+    """Return the bytes that a rank sends in a step of `seq_len` positions a row; it receives
+    equally many.
+    """
     if method.split is None:
         return 0.0
     waited, gathered, _, _ = exchanged(method.split, seq_len, setting)
@@ -39,9 +46,13 @@ def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
 
 
 def exchange_seconds(method: Method, seq_len: int, setting: Setting | None, rates: Rates, attention: float) -> float:
-    """Seconds of a step that exchanges add.
+    """Return the seconds that exchanges add to a step.
 
     Args:
+        method: the step.
+        seq_len: positions of a row.
+        setting: the training setting; None: no exchanges.
+        rates: the device's rates.
         attention: seconds of a step's attention on one rank.
     """
     if method.split is None or setting is None:
@@ -55,5 +66,5 @@ def exchange_seconds(method: Method, seq_len: int, setting: Setting | None, rate
         return max(inside / rates.peers, outside / rates.network) + order
     rate = rates.peers if ranks <= rates.node else min(rates.peers, rates.node * rates.network)
     gathers, sums = (size * (ranks - 1) / ranks / rate for size in (gathered, waited))
-    others = 1 - 1 / groups  # of the groups
+    others = 1 - 1 / groups  # fraction of the groups behind the first
     return sums + gathers / groups + others * max(0.0, gathers - attention) + order

@@ -1,10 +1,12 @@
-"""Layers with fused kernels, Liger's or compiled: RMSNorm, gated activations and rotary embeddings, by memory and bytes.
+"""Layers with fused kernels, Liger's or compiled: RMSNorm, gated activations and rotary embeddings.
 
-Where a model is planned with them, its modules are replaced by ones that allocate and keep what the kernels do. A norm
-keeps its input and a number a row, an activation both of its inputs, rotary embeddings nothing. Liger's kernels write
-gradients over what they are given, and turn in place; compiled code gives new tensors. In passes over the tensor a norm
-reads and writes 2, and 3 in backward, an activation 3 and 5, rotary embeddings 2 and 2; a compiled norm 5 in backward, as
-the weight's gradient has a kernel of its own. `scripts/elementwise_bytes.py` counts them beside the kernels themselves.
+For a plan with fused kernels, the modules of the model without data are replaced by modules that
+allocate and save the same bytes as the kernels. A norm saves its input and one number for each row,
+an activation both of its inputs, rotary embeddings nothing. Liger's kernels write gradients over
+their inputs, and rotate in place; compiled code returns new tensors. Moved bytes in passes over the
+tensor, forward and backward: a norm 2 and 3, an activation 3 and 5, rotary embeddings 2 and 2. A
+compiled norm has 5 in backward, because a separate kernel computes the weight's gradient.
+`scripts/elementwise_bytes.py` compares these counts with the kernels themselves.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ Kernels = Literal["auto", "own", "liger", "compiled"]
 
 
 def fusion(kernels: Kernels, device: str) -> Fusion | None:
-    """What `StreamConfig.kernels` gives on a device of this type; None: the model's own code.
+    """Return the kernels that `StreamConfig.kernels` selects on this type of device.
+
+    None: the model's own code.
 
     Raises:
-        ConfigError: it is none of `Kernels`.
+        ConfigError: the value is none of `Kernels`.
     """
     if kernels == "auto":
         return "liger" if device != "cpu" and is_installed(LIGER) else None
@@ -42,7 +46,7 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
 
 
 def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
-    """Keeps x [..., h] and a float32 a row."""
+    """Save x [..., h] and one float32 for each row, and return y [..., h]."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.weight, ctx.by = weight, by
@@ -50,7 +54,9 @@ def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
 
 
 def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-    """grad [..., h] -> the gradient of x, Liger's written over it, and that of the weight [h]."""
+    """Return the gradients of x and of the weight [h] for grad [..., h]; Liger's overwrites
+    grad.
+    """
     (x, _) = ctx.saved_tensors
     d_weight = torch.empty_like(ctx.weight) if ctx.needs_input_grad[3] else None
     own = ctx.by == "compiled"
@@ -63,7 +69,7 @@ norm_kernel = functools.partial(Replayed.apply, _norm_kernel, _norm_kernel_backw
 
 
 def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
-    """Keeps gate and up, [..., m] each."""
+    """Save gate and up, [..., m] each, and return their gated product [..., m]."""
     with one_kernel(3 * gate.nbytes):
         ctx.save_for_backward(gate, up)
         ctx.by = by
@@ -71,7 +77,7 @@ def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
 
 
 def _gate_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """grad [..., m] -> the gradients of gate and up, Liger's written over them."""
+    """Return the gradients of gate and up for grad [..., m]; Liger's overwrites gate and up."""
     gate, up = ctx.saved_tensors
     with one_kernel(5 * gate.nbytes):
         if ctx.by == "compiled":
@@ -84,33 +90,40 @@ gate_kernel = functools.partial(Replayed.apply, _gate_kernel, _gate_kernel_backw
 
 
 def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
-    """Keeps nothing of q [B, H, T, D] and k [B, H_kv, T, D]."""
+    """Return q [B, H, T, D] and k [B, H_kv, T, D] after rotation, and save nothing."""
     ctx.moved, ctx.by = 2 * (q.nbytes + k.nbytes), by
     with one_kernel(ctx.moved):
         return (q.view_as(q), k.view_as(k)) if by == "liger" else (torch.empty_like(q), torch.empty_like(k))
 
 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
-    """dq [B, H, T, D], dk [B, H_kv, T, D], turned back; Liger's in place."""
+    """Return dq [B, H, T, D] and dk [B, H_kv, T, D] after the inverse rotation; Liger's in
+    place.
+    """
     with one_kernel(ctx.moved):
         return (dq, dk, None) if ctx.by == "liger" else (torch.empty_like(dq), torch.empty_like(dk), None)
 
 
-# q [B, H, T, D], k [B, H_kv, T, D] -> both, turned; Liger's in place.
+# q [B, H, T, D], k [B, H_kv, T, D] -> both, rotated; Liger's in place.
 rotary_kernel = functools.partial(Replayed.apply, _rotary_kernel, _rotary_kernel_backward)
 
 
 def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
-    """Replace the norms and gated MLPs of a model without data; how many there were.
+    """Replace the norms and gated MLPs of a model without data and return their number.
 
-    by: None: those alone that a program gave Liger's kernels itself. Its forwards may be bound to modules.
+    Args:
+        model: the model without data.
+        by: the kernels; None: replace only modules to which a program has given Liger's kernels.
+            Liger's forwards may be bound to modules.
     """
     fusion = by or "liger"
 
     def norm(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run a norm as one kernel."""
         return norm_kernel(hidden_states, self.weight, fusion)
 
     def mlp(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run a gated MLP with its activation as one kernel."""
         gate, up, down = (getattr(self, name) for name in GATED_MLP[:3])
         return down(gate_kernel(gate(hidden_states), up(hidden_states), fusion))
 
@@ -121,7 +134,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
         if by is None and not ligers:
             continue
         weights = [name for name, _ in module.named_parameters(recurse=False)]
-        takes_one = len(inspect.signature(kind.forward).parameters) == 2  # gated norms take a second tensor
+        # gated norms have a second tensor argument
+        takes_one = len(inspect.signature(kind.forward).parameters) == 2
         is_norm = kind.__name__.endswith(NORM) and weights == ["weight"] and takes_one
         if is_norm or all(hasattr(module, name) for name in GATED_MLP[: 3 if ligers else 4]):
             if ligers:
@@ -134,13 +148,19 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
 
 
 def is_ligers(function: Any) -> bool:
-    """Whether Liger's files define a function or method."""
+    """True if a function or method is defined in Liger's files."""
     return str(getattr(function, "__module__", "")).partition(".")[0] == LIGER
 
 
 def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractContextManager[None]:
-    """Within, functions of the model's files for rotary embeddings are kernels where tensors have no data; by None: Liger's
-    alone."""
+    """Context manager that replaces rotary functions of the model's files by kernels.
+
+    The replacement acts on tensors without data only.
+
+    Args:
+        model: the model without data.
+        by: the kernels; None: replace Liger's functions only.
+    """
     found = []
     for space in globals_of(model):
         function = space.get(ROTARY)
@@ -152,5 +172,5 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
 
 
 def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The kernel where the queries have no data, a modeling file's function elsewhere."""
+    """Run the kernel on queries without data, and the modeling file's function on others."""
     return function(q, k, *args, **kwargs) if has_data(q) else rotary_kernel(q, k, by)

@@ -1,4 +1,6 @@
-"""Kernels on tensors without data: our own launch nothing there and count their bytes; others of Triton's are refused."""
+"""Triton kernels on tensors without data: ours count their bytes and launch nothing; others are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ from streambp.planner.count import one_kernel
 
 @contextlib.contextmanager
 def launched_kernels() -> Iterator[None]:
-    """Within, steps count the head's two kernels and the merge by their bytes. [Note: one kernel]"""
+    """Context manager in which the head's two kernels and the merge are counted by their bytes.
+
+    [Note: one kernel]
+    """
 
     def launch(kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a kernel's function and count its bytes."""
         with one_kernel(moved(*args)):
             return kernel(*args, **kwargs)
 
@@ -43,10 +49,10 @@ def launched_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_launches() -> Iterator[None]:
-    """Within, a Triton kernel that is given tensors without data raises a `StreamBPError`.
+    """Context manager in which a Triton kernel on tensors without data raises a `StreamBPError`.
 
-    Triton would launch it with null pointers: on a GPU that is an illegal access, after which the process gets nothing from
-    its device any more.
+    Triton would launch the kernel with null pointers. On a GPU this is an illegal access, and the
+    process cannot use its device afterwards.
     """
     triton: Any = sys.modules.get("triton.runtime.jit")
     if triton is None:
@@ -55,6 +61,7 @@ def no_launches() -> Iterator[None]:
     launch = triton.JITFunction.run
 
     def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Launch a kernel unless a tensor has no data."""
         if any(isinstance(x, Tensor) and not has_data(x) for x in (*args, *kwargs.values())):
             name = getattr(kernel, "__name__", "a Triton kernel")
             raise StreamBPError(f"{name} cannot be launched on tensors without data, so a step with it cannot be counted.")

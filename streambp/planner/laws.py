@@ -1,16 +1,17 @@
-"""What a step asks of a device at any length: sums of a few features of T and C with counted coefficients.
+"""Costs of a step at any length: sums of a few features of T and C with counted coefficients.
 
-Features of T positions a row in N chunks of C (T, and no chunks, where the sequence is not cut):
+Features of T positions a row in N chunks of C (T and no chunks for an unchunked sequence):
 
-    1, T, C, N, T N, T C, T^2,    other ranks' keys as `profile.keys_held` has them,    and
+    1, T, C, N, T N, T C, T^2,    other ranks' keys (see `profile.keys_held`),    and
     E    blocks of keys that chunks attend to beyond one, over all chunks
     C E  queries times such blocks
 
-Each quantity has the features that it can have. Products: every token's, those that chunks but the last repeat, and scores
-that plain products compute. Attention: pairs, whose number is T^2 or, with windows, T and T C. Bytes that are moved: of
-tokens, those that chunks but the last repeat, of the weights' sums for each chunk, of the prefix's gradients for each
-chunk, and of queries' gradients for each block of keys. A sequence in one chunk does a little less (2 % of the bytes of an
-8B model).
+Each quantity uses the features that it can depend on. Products: tokens, the tokens that all chunks
+but the last recompute, and scores computed by plain products. Attention: query-key pairs, whose
+number is T^2 or, with windows, T and T C. Moved bytes: tokens, the tokens that all chunks but the
+last recompute, sums of weight gradients for each chunk, gradients of the prefix for each chunk, and
+gradients of queries for each block of keys. A sequence in one chunk costs a little less (2 % of the
+bytes of an 8B model).
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ import torch
 from streambp.planner.work import Work
 
 Point = tuple[int, int]  # T, C
-LOOKED_AT = 2048  # chunks; of more, the blocks are those of the average chunk
+# maximal number of chunks whose blocks are counted one by one; for more, the average is used
+LOOKED_AT = 2048
 
 
 class Law(NamedTuple):
-    """A number for each of 1, T, C, N, keys, T N, T C, T^2, E and C E: a quantity's coefficient, or a step's `Features`."""
+    """One number for each of 1, T, C, N, keys, T N, T C, T^2, E and C E.
+
+    The numbers are a quantity's coefficients, or a step's `Features`.
+    """
 
     one: float = 0.0
     tokens: float = 0.0
@@ -43,15 +48,15 @@ class Law(NamedTuple):
     queries_blocks: float = 0.0
 
     def at(self, step: Features, total: float = 0.0) -> float:
-        """`total` and the quantity in a step with these features."""
+        """Return `total` plus the sum of coefficient times feature."""
         for coefficient, feature in zip(self, step, strict=True):
             total += coefficient * feature
         return total
 
 
 Features = Law
-LAYERS = ("forward", "backward")  # the kinds of phases that run in chunks
-# The features of each quantity of `Work`, those that tell most apart first.
+LAYERS = ("forward", "backward")  # kinds of phases that run in chunks
+# The features of each quantity of `Work`, the most distinctive first.
 IN_CHUNKS: Mapping[str, tuple[str, ...]] = {
     "products": ("tokens", "chunk", "square", "chunks"),
     "forward": ("square", "tokens", "tokens_chunk", "one"),
@@ -69,9 +74,13 @@ AT_ONCE: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The work of all phases of a kind: "embedding", "forward" and "backward" of all layers, "head" and so on.
+    """The work of all phases of a kind: "embedding", "forward" and "backward" of all layers, "head"
+    and so on.
 
-    laws: for each field of `Work`. k_block: keys in a block.
+    Attributes:
+        name: the kind.
+        laws: one for each field of `Work`.
+        k_block: number of keys in a block.
     """
 
     name: str
@@ -79,15 +88,18 @@ class Part:
     k_block: int
 
     def at(self, step: Features) -> Work:
-        """Of a step with these features."""
+        """Return the work of a step with these features."""
         return Work(*(max(0.0, law.at(step)) for law in self.laws))
 
 
 def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -> Features:
-    """Of T = tokens in chunks of C = chunk; 0: the sequence is not cut.
+    """Return the features of a sequence.
 
     Args:
-        keys: other ranks'. k_block: keys in a block; 0: blocks are not asked for.
+        tokens: T.
+        chunk: C; 0: the sequence is not chunked.
+        keys: bytes of other ranks' keys.
+        k_block: number of keys in a block; 0: do not count blocks.
     """
     chunks = math.ceil(tokens / chunk) if chunk else 0
     blocks = 0.0
@@ -101,8 +113,11 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
 
 
 def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> list[Law]:
-    """The plane through each column of values [points, n]: constant, per T, per C and per chunk; without a slope in C where
-    all points share C = 0, and without one in the number of chunks where there are but three points."""
+    """Fit a plane through each column of values [points, n].
+
+    Its coefficients are the constant, per T, per C and per chunk. There is no slope in C if all
+    points have C = 0, and none per chunk for only three points.
+    """
     columns = min(4, len(points)) if any(c for _, c in points) else 2
     rows = torch.tensor([features(*point)[:columns] for point in points], dtype=torch.float64)
     found = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)).solution.mT.tolist()
@@ -110,14 +125,18 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
 
 
 def fit_work(name: str, points: Sequence[Point], found: Sequence[Work], k_block: int, own: int | None = None) -> Part:
-    """The laws through the work that was counted at several points; of as many features as there are points.
+    """Fit laws through the work counted at several points, with at most one feature for each point.
 
     Args:
-        own: so many of the points count for copies to the host; None: all.
+        name: the kind of phase.
+        points: (T, C) of each count.
+        found: the work of each count.
+        k_block: number of keys in a block.
+        own: number of leading points to use for copies to the host; None: all.
     """
     used = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)
     if name not in LAYERS:
-        both = ("tokens", "one")  # the head has blocks of its own
+        both = ("tokens", "one")  # the head has its own blocks
         used |= {"products": ("tokens",), "moved": both, "dispatches": both}
     steps = [features(*point, k_block=k_block) for point in points]
     laws = []
@@ -128,7 +147,7 @@ def fit_work(name: str, points: Sequence[Point], found: Sequence[Work], k_block:
         if chosen and any(values):
             table = torch.tensor([[getattr(step, one) for one in chosen] for step in steps], dtype=torch.float64)
             while number < len(points) and torch.linalg.matrix_rank(table[:number, : len(chosen)]) < len(chosen):
-                chosen.pop()  # points with as many chunks do not tell it from the others
+                chosen.pop()  # points with equal numbers of chunks do not determine this feature
             rows = table[:number, : len(chosen)]
             scale = rows.abs().amax(0).clamp_min(1e-9)
             wanted = torch.tensor(values[:number], dtype=torch.float64)[:, None]

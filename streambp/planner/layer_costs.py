@@ -1,4 +1,4 @@
-"""What each layer of a model may save for its backward, seen in a step of a model without data."""
+"""Costs of each layer's possible saves, observed in a step of a model without data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import StepCount
 from streambp.planner.skeleton import Skeleton
 
-SEEN = 1024  # tokens of the chunks in which layers are seen
-HERE = torch.device("cuda", 0)  # where a plan takes all layers to be
+SEEN = 1024  # tokens of a chunk in the observed step
+HERE = torch.device("cuda", 0)  # the device of all layers in a plan
 
 
 def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) -> tuple[dict[int, LayerCost], bool]:
-    """Of these layers, by index, in a step of two chunks; and whether all layers may run as if unpatched (`is_plain`).
-    Costs are {} where the model has several stacks of layers. The skeleton is used up."""
+    """Return costs of these layers by index, and True if all layers can run unpatched (`is_plain`).
+
+    The costs come from a step of two chunks, and are {} for a model with several stacks of layers.
+    The skeleton cannot be used again.
+    """
     if len(find_stacks(skeleton.model).stacks) > 1:
         return {}, False
     reduced = skeleton.reduce()
-    skeleton.model.eval()  # without dropout, whose numbers no tensor without data has
+    skeleton.model.eval()  # without dropout, because tensors without data have no random numbers
     patching.patch(skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"))
     sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
     known = Figures()
@@ -44,20 +47,22 @@ def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) 
 
 
 def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
-    """What `saves="auto"` chooses from, as JSON's types; None where that is not seen without data.
+    """Return the options of `saves="auto"` as JSON types; None if a model without data does not
+    show them.
 
     Args:
-        skeleton: of a model on an accelerator; it is used up. layers: of the model.
+        skeleton: skeleton of a model on an accelerator; it cannot be used again.
+        layers: number of layers of the model.
     """
     vocabulary = getattr(skeleton.causal_lm.config.get_text_config(), "vocab_size", 0)
     try:
         config = StreamConfig(kernels="own" if skeleton.own_adapters else "auto")
         costs, plain = seen_costs(skeleton, config, range(layers))
-    except Exception:  # a plan has its other rows then
+    except Exception:  # the plan then lacks this row only
         return None
     if len(costs) < layers:
         return None
-    kinds: list[dict[str, Any]] = []  # layers are of few kinds
+    kinds: list[dict[str, Any]] = []  # distinct kinds of layers, which are few
     numbers = []
     for index in range(layers):
         seen = costs[index]
@@ -70,7 +75,7 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
 
 
 def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:
-    """By layer, from what `counted_saves` gave."""
+    """Return costs by layer, from the result of `counted_saves`."""
     kinds = []
     for kind in saves["kinds"]:
         products = {name: Product(**product) for name, product in kind["cost"]["products"].items()}

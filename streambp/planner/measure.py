@@ -1,4 +1,4 @@
-"""A real step beside its prediction, phase by phase, and by default: what `streambp profile` prints."""
+"""Compare real steps with their predictions, for `streambp profile`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ from streambp.planner.survey import PLAIN, STREAMED, Counter, SurveyRecipe
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A phase's peak bytes beyond what was there before the step."""
+    """A phase's peak bytes, relative to the bytes before the step.
+
+    Attributes:
+        phase: the phase's name.
+        predicted: counted bytes.
+        measured: bytes of the real step.
+    """
 
     phase: str
     predicted: float
@@ -42,21 +48,26 @@ class Compared:
 def compare_step(
     model: nn.Module, ids: Tensor, config: StreamConfig, chunk_size: int, snapshot: Path | None = None
 ) -> list[Compared]:
-    """Run one streamed step of a model whose gradients are None, and predict it.
+    """Run one streamed step of a model whose gradients are None, and predict its bytes.
 
     Args:
-        ids: [B, T] tokens, also the labels. On an accelerator the allocator's bytes are measured, elsewhere those of live
-            storages.
-        snapshot: where to write torch's memory snapshot of the step (CUDA; open it at pytorch.org/memory_viz).
+        model: the model, unpatched.
+        ids: [B, T] tokens, also used as labels. Measured are the allocator's bytes on an
+            accelerator, and live storages elsewhere.
+        config: settings of the step.
+        chunk_size: tokens of a chunk.
+        snapshot: path for torch's memory snapshot of the step (CUDA; open it at
+            pytorch.org/memory_viz).
 
     Raises:
-        StreamBPError: the model does not stream, or a snapshot was asked for without CUDA.
+        StreamBPError: the model does not stream, or a snapshot was requested without CUDA.
     """
     device = ids.device
     if snapshot is not None and device.type != "cuda":
         raise StreamBPError("A memory snapshot needs a CUDA device; torch records only what CUDA allocates.")
     recipe = SurveyRecipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
-    target: Device = "cuda" if tells_memory(device) else "cpu"  # the law of the one serves other accelerators
+    # CUDA's counts apply to other accelerators
+    target: Device = "cuda" if tells_memory(device) else "cpu"
     skeleton = Skeleton(
         model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch", fewer=True
     )
@@ -69,7 +80,8 @@ def compare_step(
         uncount_host(model)
     given = {"input_ids": ids, "labels": ids, "use_cache": False}
     try:
-        model(**given).loss.backward()  # what happens once in a layer's life (probes, traces) is over
+        # a first step with the work that is done once for each layer (probes, traces)
+        model(**given).loss.backward()
         model.zero_grad(set_to_none=True)
         if snapshot is not None:
             torch.cuda.memory._record_memory_history()
@@ -87,14 +99,16 @@ def compare_step(
 
 
 def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault | None] | None:
-    """What `patch` without settings does, predicted and in a real step of a model whose gradients are None.
+    """Predict and run a step of `patch` without settings, for a model whose gradients are None.
 
     Args:
-        ids: [B, T] tokens, also the labels. A step before it lets layers be tried.
+        model: the model, unpatched.
+        ids: [B, T] tokens, also used as labels. A first step runs the layers' trials.
 
     Returns:
-        No real step where the device has no memory for one. None where nothing is counted ahead: on a device that does not
-        tell what it has free, or for a model that `by_default` has no row for.
+        The second entry is None if the device ran out of memory. The result is None without a
+            prediction: on a device that does not report free memory, or for a model that
+            `by_default` does not support.
     """
     device, setting = ids.device, Setting(optimizer=0)
     free = auto.free_memory(device)
@@ -126,7 +140,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
 
 
 def _step(model: nn.Module, ids: Tensor) -> StepRecord:
-    """What a step did that leaves no gradients."""
+    """Run a step, clear its gradients, and return its record."""
     try:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if is_accelerator(ids.device):
@@ -139,7 +153,7 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Keep the host memory of a patched CPU model's offloading out of a count of its storages."""
+    """Exclude host memory of a patched CPU model's offloading from a count of storages."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:

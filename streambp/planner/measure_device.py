@@ -1,7 +1,9 @@
-"""Rates of the device at hand, by seconds of the kernels that a step is made of: about three seconds and 2 GiB on a GPU.
+"""Measure a device's rates from the runtime of typical kernels: about three seconds and 2 GiB on a
+GPU.
 
-Kernels alone are faster than within a step, where they share power and heat: on an H200 products sustained 0.87 of their
-rate alone and attention 0.95. A GPU is heated for a second first, and what is measured is taken times these two.
+Kernels run faster alone than inside a step, where they share power and heat. On an H200, products
+sustained 0.87 of their rate alone and attention 0.95. A GPU is therefore heated for a second first,
+and measured rates are multiplied by these two factors.
 """
 
 from __future__ import annotations
@@ -25,15 +27,27 @@ from streambp.planner.count import StepCount
 from streambp.planner.work import pairs
 from streambp.rates import DISPATCH, Rates
 
-SAMPLE, MOST_RUNS = 0.005, 50  # seconds of one sample at least, and its runs at most
+SAMPLE, MOST_RUNS = 0.005, 50  # minimal seconds of a sample, and maximal number of runs in a sample
 SUSTAINED = {"products": 0.87, "attention": 0.95}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredSizes:
-    """What is measured: matrix products of [n, hidden] with [hidden, inner] and back, attention of `length` queries with
-    `heads` and `kv_heads` heads, norms of `tokens` tokens, copies of `copied` bytes; each `times` times, after `heat`
-    seconds."""
+    """Sizes of the measured kernels.
+
+    Attributes:
+        rows: n, for matrix products of [n, hidden] with [hidden, inner] and back.
+        hidden: columns of the products' input.
+        inner: columns of the products' intermediate.
+        length: queries of the attention.
+        heads: query heads of the attention.
+        kv_heads: key and value heads of the attention.
+        head_size: columns of a head.
+        tokens: tokens of the norms.
+        copied: bytes of the copies.
+        times: number of samples.
+        heat: seconds of heating before the first sample.
+    """
 
     rows: tuple[int, ...]
     hidden: int
@@ -53,11 +67,11 @@ CPU = MeasuredSizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
 
 
 def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
-    """The rates of the current accelerator, or of this machine's CPU.
+    """Return the rates of the current accelerator, or of this machine's CPU.
 
     Args:
-        kind: its type, such as "cuda" or "cpu".
-        sizes: None: those that say most about training steps there.
+        kind: device type, such as "cuda" or "cpu".
+        sizes: None: the sizes most relevant for training steps on this type.
     """
     device = torch.device(kind)
     gpu = is_accelerator(device)
@@ -67,7 +81,8 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
     dtype = torch.bfloat16 if gpu else torch.float32
     clock = functools.partial(seconds_of_run, device=device, times=sizes.times)
     with torch.no_grad():
-        # Products with many rows and few, to the inner size and back; the first heats the device.
+        # Products with many rows and with few rows, to the inner size and back. The first ones heat
+        # the device.
         weight = torch.randn(sizes.hidden, sizes.inner, device=device, dtype=dtype)  # [h, m]
         flops = taken = 0.0
         heated = time.perf_counter()
@@ -85,13 +100,15 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         weight = torch.ones(sizes.hidden, device=device, dtype=dtype)
         with StepCount(None) as count:
             _norm(x.to("meta"), weight.to("meta"))
-        bandwidth = count.work.moved / clock(lambda: _norm(x, weight))  # by what the planner counts. [Note: bytes moved]
-        # Copies both ways at once.
+        # bytes as the planner counts them. [Note: bytes moved]
+        bandwidth = count.work.moved / clock(lambda: _norm(x, weight))
+        # Copies in both directions at the same time.
         there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
         host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=gpu) for _ in range(2)]
         streams = [torch.Stream(device) if gpu else contextlib.nullcontext() for _ in range(2)]
 
         def copies() -> None:
+            """Start both copies."""
             for stream, target, source in zip(streams, (host[0], back), (there, host[1]), strict=True):
                 with stream:
                     target.copy_(source, non_blocking=True)
@@ -105,8 +122,11 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
 
 
 def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Seconds of one run of work on a device, the first of which is not counted: the median of `times` samples, of as many
-    runs each as hide what a launch and a wait cost the host, which are a part of a small product's time."""
+    """Return the seconds of one run on a device: the median of `times` samples.
+
+    A sample has enough runs to hide the host's cost of a launch and a synchronization. This cost is
+    a part of a small product's time. The first run is not counted.
+    """
     run()
     samples, runs = list[float](), 1
     for _ in range(1 + times):
@@ -116,13 +136,13 @@ def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) 
             run()
         wait(device)
         samples.append(max((time.perf_counter() - start) / runs, 1e-9))
-        if len(samples) == 1:  # it says how many runs the others have
+        if len(samples) == 1:  # the first sample determines the number of runs in later samples
             runs = min(MOST_RUNS, math.ceil(SAMPLE / samples[0]))
     return statistics.median(samples[1:])
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done everything."""
+    """Synchronize with the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -130,7 +150,9 @@ def wait(device: torch.device) -> None:
 def _attention(
     clock: Callable[..., float], sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """FLOP/s forward and backward of a causal block, in the kernel that streamed attention takes here."""
+    """Return FLOP/s forward and backward of a causal block, in the kernel for streamed attention
+    here.
+    """
     shape = (sizes.length, sizes.head_size)
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
     k, v = (torch.randn(1, sizes.kv_heads, *shape, device=device, dtype=dtype) for _ in range(2))  # [B, H_kv, T, D]
@@ -145,6 +167,6 @@ def _attention(
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm in plain torch."""
+    """Compute RMSNorm in plain torch."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)

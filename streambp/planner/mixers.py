@@ -1,12 +1,13 @@
-"""Kernels of token mixers, by the memory they take, in place of what a model would run on tensors without data.
+"""Replace functions of token mixers by the allocations of their kernels, on tensors without data.
 
-transformers' recurrent and convolutional layers call functions that are globals of their modeling module, or attributes of
-the layers: a package's kernel where that is installed, transformers' own plain torch otherwise. The latter takes other
-memory, and loops over blocks of tokens in Python. For the time of a count they are functions that allocate what the
-kernels do (`delta_rules`, `state_spaces`). They are known by their parameters, not by a model's name.
+transformers' recurrent and convolutional layers call globals of their modeling module, or
+attributes of the layers. These functions are kernels of an installed package, or else transformers'
+own plain torch. Plain torch allocates differently and loops over blocks of tokens in Python. During
+a count, replacements make the kernels' allocations (`delta_rules`, `state_spaces`). The functions
+are recognized by their parameters, not by a model's name.
 
-Before transformers 5.15 most plain torch is no function, but stands in the layers' own code. There it is what is counted,
-and `assumed` says so; such layers run whole.
+Before transformers 5.15 most plain torch code is inside the layers' own methods and not a function.
+The count then uses that code, and `assumed` reports it; such layers run unchunked.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
 class MixerKernel:
     """A function for which a package has a kernel.
 
-    Args:
-        parameters: by which the function is known; absent: that it must not have.
-        package: the kernel's. allocate: takes the function's arguments of these names and gives what the kernel returns.
-        asks_for_end: the argument without which the kernel returns the first of two results.
+    Attributes:
+        parameters: parameters by which the function is recognized.
+        package: the kernel's package.
+        allocate: replacement that makes the kernel's allocations.
+        arguments: names of the function's arguments that `allocate` takes, in order.
+        asks_for_end: name of the argument that requests the second of two results; "": there is no
+            such argument.
+        absent: parameters that the function must not have.
     """
 
     parameters: frozenset[str]
@@ -88,8 +93,10 @@ KERNELS = (
 
 
 def stand_in(function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> Any:
-    """What the function's kernel allocates, where the first argument has no data; the function itself elsewhere, so that a
-    model that trains meanwhile is not disturbed."""
+    """Make the kernel's allocations if the first argument has no data; otherwise call the function.
+
+    A model that trains at the same time is therefore not affected.
+    """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -100,14 +107,15 @@ def stand_in(function: Any, kernel: MixerKernel, signature: inspect.Signature, /
 
 
 def _plain(function: Any) -> Callable[..., Any]:
-    """The function; with the `kernels` package it is a module, whose forward has the signature."""
+    """Return the function, or the forward of a module from the `kernels` package."""
     found: Callable[..., Any] = function.forward if isinstance(function, nn.Module) else function
     return found
 
 
 def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]:
-    """The globals of the model's code and the modules' attributes that have kernels: the namespace, the name there, the
-    kernel."""
+    """Return (namespace, name, kernel) for the model's globals and module attributes with
+    kernels.
+    """
     found = []
     for space in (*globals_of(model), *(vars(module) for module in model.modules())):
         for name, value in space.items():
@@ -124,7 +132,7 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
 
 
 def globals_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The globals of the modules' code, torch's own left out."""
+    """Return the globals of the modules' code, without torch's own."""
     spaces: dict[int, dict[str, Any]] = {}
     for module_type in {type(module) for module in model.modules()}:
         space = getattr(inspect.unwrap(module_type.forward), "__globals__", {})
@@ -134,7 +142,7 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def out_of_reach(model: nn.Module) -> list[str]:
-    """The packages whose kernels the model would call, and for which nothing can stand in."""
+    """Return packages whose kernels the model calls and for which there is no replacement."""
     known = {kernel.package for _, _, kernel in mixers_of(model)}
     imported = {package for space in globals_of(model) for name, package in KERNEL_IMPORTS.items() if name in space}
     return sorted(imported - known)
@@ -142,7 +150,7 @@ def out_of_reach(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Within, these names of namespaces stand for something else; afterwards nothing has changed."""
+    """Context manager that replaces these names in their namespaces, then restores them."""
     before = [(space, name, space[name]) for space, name, _ in found]
     try:
         for space, name, stand_in in found:
@@ -154,7 +162,7 @@ def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
 
 
 def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
-    """Within, the model's mixers allocate what kernels do on tensors without data."""
+    """Context manager in which mixers make their kernels' allocations on tensors without data."""
     found = []
     for space, name, kernel in mixers_of(model):
         if is_counted(kernel.package, mixers):
@@ -165,21 +173,21 @@ def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextM
 
 
 def is_counted(package: str, mixers: Mixers) -> bool:
-    """Whether the kernels of this package stand in for the model's functions."""
+    """True if the kernels of this package replace the model's functions in a count."""
     return mixers == "kernels" or (mixers == "installed" and is_installed(package))
 
 
 def is_installed(package: str) -> bool:
-    """Whether it can be imported, which is what transformers goes by."""
+    """True if the package can be imported, the condition that transformers uses."""
     try:
         importlib.import_module(package)
-    except Exception:  # a kernel that was built for another torch fails in many ways
+    except Exception:  # kernels built for another torch fail in many ways
         return False
     return True
 
 
 def assumed(model: nn.Module, mixers: Mixers) -> str:
-    """What a count of this model takes for granted about its mixers, in words; "" where it has none."""
+    """Return a description of the count's assumptions about mixers; "" if the model has none."""
     packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
     stand = [package for package in packages if is_counted(package, mixers)]
     plain = [*(package for package in packages if package not in stand), *out_of_reach(model)]

@@ -1,7 +1,8 @@
-"""A plan as one HTML file that computes itself anew in the browser for other lengths, memory and settings.
+"""Write a plan as one HTML file that computes plans for other lengths, memory and settings in the
+browser.
 
-The file carries the counted profiles as JSON, and `plan.js`: what `profile.py` and `plan.py` compute once more, to the bit.
-It refers to nothing outside of itself, and its policy forbids the browser to try.
+The file contains the counted profiles as JSON, and `plan.js`, a bitwise equal implementation of
+`profile.py` and `plan.py`. It contains no external references, and its content policy forbids them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from streambp.planner.plan import CHUNK_TOKENS, LONGEST, SLOWER, Plan
 from streambp.planner.profile import Profile, to_json
 from streambp.rates import DEVICES, USUAL
 
-START = 65_536  # tokens, where nothing fits and no length was asked for
+START = 65_536  # tokens at the start, if nothing fits and no length was requested
 PLACES = {
     "/*STYLE*/": ("page.css",),
     "/*PLAN*/": ("host_weights.js", "plan.js"),
     "/*PAGE*/": ("elements.js", "controls.js", "doors.js", "results.js", "chart.js", "frontier.js", "page.js"),
 }
 DATA = "/*DATA*/"
-FOR_READERS = re.compile(r"^ *(?://.*\n|/\*.*\*/\n|\n)?", re.MULTILINE)  # not read by browsers
+# comments and empty lines, which browsers ignore
+FOR_READERS = re.compile(r"^ *(?://.*\n|/\*.*\*/\n|\n)?", re.MULTILINE)
 
 
 def page(
@@ -33,17 +35,19 @@ def page(
     training: str = "every parameter",
     unfused: Mapping[str, Profile] | None = None,
 ) -> str:
-    """The whole file.
+    """Return the content of the file.
 
     Args:
-        plan: what the controls show at first.
-        name: of the model, for the heading.
-        others: the same model trained in other ways, by what the page calls them. training: what it calls the plan's.
-        unfused: each of these without fused layers, where the plan has them; none: the page has no switch.
+        plan: initial state of the controls.
+        name: the model's name, for the heading.
+        others: profiles of the same model with other trainings, by the page's labels.
+        training: label of the plan's own training.
+        unfused: the same profiles without fused layers, if the plan has fused layers; empty: the
+            page has no switch.
     """
     memory, setting = plan.memory, plan.setting
     profiles = {training: plan.profile, **(others or {})}
-    embedded, without = (  # what `saves` has is not read by the page's own planner
+    embedded, without = (  # the page's own planner does not read `saves`
         {label: to_json(dataclasses.replace(profile, saves=None)) for label, profile in some.items()}
         for some in (profiles, unfused or {})
     )

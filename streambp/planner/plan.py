@@ -1,4 +1,7 @@
-"""`plan`: what fits, and how fast it is. From a model, a length and memory to chunk size, saves and offload."""
+"""`plan`: the fastest settings that fit, from a model, a length and memory.
+
+The settings are chunk size, saves and offload.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,21 @@ from streambp.planner.survey import SPLIT, STREAMED
 from streambp.rates import DEFAULT, DEVICES, Rates, rates_of
 from streambp.sharded.gathered import SHARE
 
-CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))  # over all rows of the batch, the largest first
+# tokens of a chunk over all rows of the batch, largest first
+CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))
 LONGEST = 2**30
-SLOWER = 0.02  # than the fastest choice, for less memory
+SLOWER = 0.02  # allowed slowdown of the choice with less memory, relative to the fastest
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that each rank may use on its device and on the host; None: no limit. reserve: the part of the device that
-    the CUDA context, fragmentation and other libraries take."""
+    """Memory limits of each rank.
+
+    Attributes:
+        gpu: bytes of the device.
+        host: bytes of host memory; None: no limit.
+        reserve: fraction of the device for the CUDA context, fragmentation and other libraries.
+    """
 
     gpu: int
     host: int | None = None
@@ -49,17 +58,30 @@ class Memory:
 
     @property
     def usable(self) -> float:
-        """Bytes of the device without the reserve."""
+        """Return the bytes of the device without the reserve."""
         return self.gpu * (1 - self.reserve)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A method with its chunk size at one length. seconds: of its step. gpu_memory: what is left over for keys and values
-    that would wait on the host otherwise; None: they stay on the device anyway. link: bytes that a rank sends to those that
-    share its sequences, and receives. chunk_size, peak and link are of each rank, seq_len and flops of whole sequences.
-    on_host: layers whose weights live on the host. hidden_from: positions a row from which their copies take no time; None:
-    they always do."""
+    """A method with its chunk size at one length.
+
+    Attributes:
+        method: the method's name.
+        saves: as in `StreamConfig`.
+        offload: as in `StreamConfig`.
+        chunk_size: tokens of a chunk on each rank.
+        seq_len: positions of a full sequence.
+        peak: bytes on each rank.
+        flops: FLOPs for full sequences.
+        seconds: seconds of the step.
+        gpu_memory: bytes left for keys and values that would otherwise be in host memory; None:
+            keys and values stay on the device in any case.
+        link: bytes that a rank sends to, and receives from, the ranks that share its sequences.
+        on_host: layers with weights in host memory.
+        hidden_from: positions of a row from which copies of these weights take no extra time; None:
+            the copies always do.
+    """
 
     method: str
     saves: tuple[str, ...]
@@ -76,7 +98,7 @@ class Choice:
 
     @property
     def config(self) -> StreamConfig:
-        """For `streambp.patch`."""
+        """Return the config for `streambp.patch`."""
         weights = "device" if self.on_host is None else "cpu" if self.on_host.layers == self.on_host.of else "auto"
         where = {"offload": self.offload, "gpu_memory": self.gpu_memory, "weights": weights}
         return StreamConfig(self.chunk_size, self.saves, **where)  # type: ignore[arg-type]
@@ -84,7 +106,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Longest:
-    """How long a sequence a method can take, and what stops it there: a phase on the GPU, or "host memory"."""
+    """The longest sequence of a method.
+
+    Attributes:
+        method: the method's name.
+        seq_len: positions.
+        binds: the limit: a phase on the GPU, or "host memory".
+    """
 
     method: str
     seq_len: int
@@ -93,7 +121,16 @@ class Longest:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A method at the plan's length, with the fastest chunk size that fits, or the smallest if none does. peak: bytes."""
+    """A method at the plan's length, with its fastest chunk size that fits, else the smallest one.
+
+    Attributes:
+        method: the method's name.
+        chunk_size: tokens of a chunk.
+        fits: True if the step fits.
+        peak: bytes.
+        seconds: seconds of the step.
+        tokens_per_second: tokens over all ranks.
+    """
 
     method: str
     chunk_size: int
@@ -105,7 +142,12 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """Something to change, and the longest sequence then."""
+    """A change of the setting, and the longest sequence after the change.
+
+    Attributes:
+        change: description.
+        seq_len: positions.
+    """
 
     change: str
     seq_len: int
@@ -113,10 +155,21 @@ class Lever:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """choice: the fastest method that fits `seq_len`; None if none does. safest: the one with least memory, of those that
-    are at most `SLOWER` slower. binds: what limits `longest`, the longest sequence of any streamed method. levers: changes
-    that would allow a longer one, least trouble first. times: every method's, on the device with these rates. by_default:
-    what `patch` without settings does; None where it goes by other rules.
+    """Result of `plan`.
+
+    Attributes:
+        profile: the counted model.
+        setting: the training setting.
+        memory: limits of each rank.
+        seq_len: positions of a row.
+        choice: the fastest method that fits `seq_len`; None if none fits.
+        binds: the limit of the longest sequence over all streamed methods.
+        levers: changes that would allow a longer sequence, the simplest first.
+        longest: the longest sequence of each method.
+        times: every method at `seq_len`, on a device with these rates.
+        rates: rates of the device.
+        by_default: step of `patch` without settings; None if other rules apply.
+        safest: the choice with the least memory, at most `SLOWER` slower than the fastest.
     """
 
     profile: Profile
@@ -134,7 +187,7 @@ class Plan:
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
-        """The two streamed methods that are the fastest after the choice, of those that fit."""
+        """Return the two fastest streamed methods behind the choice, of those that fit."""
         chosen = None if self.choice is None else self.choice.method
         others = [
             one for one in self.times if one.fits and one.method != chosen and self.profile.method(one.method).chunked
@@ -163,22 +216,28 @@ def plan(
     said: Said | None = None,
     every_split: bool = False,
 ) -> Plan:
-    """How to train a model on sequences of `seq_len` positions a row, or on the longest that fit ("max").
+    """Plan training on sequences of `seq_len` positions in each row, or the longest that fit
+    ("max").
 
     Args:
-        seq_len: of whole sequences, where ranks share them (`setting.ulysses`, `setting.context_parallel`).
-        gpu_memory: bytes of each GPU, as a number or "80GiB"; `reserve` is the part of it that is left alone.
+        seq_len: positions of a full sequence, also if ranks share it (`setting.ulysses`,
+            `setting.context_parallel`).
+        gpu_memory: bytes of each GPU, as a number or "80GiB".
+        reserve: fraction of the GPU memory that stays free.
         host_memory: bytes of host memory for all ranks together; None: no limit.
-        model_or_config, batch_size, lora, bits, dtype, device, attention, mixers, kernels: as in `estimate`.
+        model_or_config, batch_size, lora, bits, dtype, device, attention, mixers, kernels: as in
+            `estimate`.
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
-        rates: of the GPU, for seconds: a name in `rates.DEVICES`, a file of `--measure-device`, or `Rates`.
-        cache: keep what is counted for the next plan of this model, and take it from there (`planner.counted`).
-        said: is told of progress, in words and as a part from 0 to 1.
-        every_split: count every way in which ranks share sequences, for a page that plans anew.
+        rates: rates of the GPU, for seconds: a name in `rates.DEVICES`, a file of
+            `--measure-device`, or `Rates`.
+        cache: store the counted profile for later plans of this model, and reuse a stored one
+            (`planner.counted`).
+        said: progress callback with a text and a fraction from 0 to 1.
+        every_split: count every kind of sequence sharding, for a page with controls.
 
     Raises:
-        StreamBPError: the model or the device is unknown, the model does not stream, or not over so many ranks, or an
-            argument is out of range.
+        StreamBPError: the model or the device is unknown, the model does not stream, or not over
+            this number of ranks, or an argument is out of range.
     """
     known, setting = rates_of(rates), setting or Setting()
     asked = Asked(model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention)
@@ -201,11 +260,14 @@ def plan(
 def plan_profile(
     profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates = DEVICES[DEFAULT]
 ) -> Plan:
-    """`plan` for a model that has been counted. With weights="auto" they are on the device if a step fits so; else those of
-    as few of the first layers as it takes are on the host.
+    """Plan for a counted model.
+
+    With weights="auto", weights stay on the device if a step fits. Otherwise the weights of the
+    smallest possible number of first layers move to host memory.
 
     Raises:
-        ConfigError, UnsupportedModelError: ranks cannot share its sequences as the setting says.
+        ConfigError, UnsupportedModelError: ranks cannot share the model's sequences as the setting
+            requests.
     """
     moved = with_weights_on_host(profile, setting)
     resident = dataclasses.replace(setting, on_host=None)
@@ -219,11 +281,15 @@ def plan_profile(
 
 
 def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
-    """The setting with all layers' frozen weights on the host, and those that train where a setting wants all weights
-    there; None where there are none, or several GPUs."""
+    """Return the setting with all layers' frozen weights in host memory.
+
+    Trained weights move as well if the setting requests host memory for all weights. None if there
+    are no such weights, or several GPUs.
+    """
     sizes, trained = profile.frozen, 0
     if setting.weights == "cpu" and profile.trained:
-        sizes, trained = tuple(map(max, sizes, profile.trained)), sum(profile.trained)  # of a layer one of the two is 0
+        # one of the two is 0 for each layer
+        sizes, trained = tuple(map(max, sizes, profile.trained)), sum(profile.trained)
     if setting.gpus > 1 or not any(sizes):
         return None
     born = sum(group.trainable_bytes for group in profile.groups)
@@ -232,6 +298,7 @@ def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
 
 
 def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates) -> Plan:
+    """Plan for a counted model with a fixed place of its weights."""
     methods = available(profile, setting)
     table = tuple(longest(profile, method, memory, setting) for method in methods)
     best = max((row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len)
@@ -267,18 +334,23 @@ def choose(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> Choice | None:
-    """The fastest method and chunk size that fit; of those that are as fast to half a percent, the one that moves least to
-    the host, with the largest chunk."""
+    """Return the fastest method and chunk size that fit.
+
+    Of choices within half a percent, it is the one that moves the least to the host, with the
+    largest chunk.
+    """
     return _fastest([one for one in options(profile, methods, seq_len, memory, setting, rates) if fits(one.peak, memory)])
 
 
 def _fastest(found: Sequence[Choice]) -> Choice | None:
-    fastest = min((c.seconds.total for c in found), default=0.0) or math.inf  # a made-up step may take no time
+    """Return the fastest choice; ties go to fewer host bytes, then to larger chunks."""
+    # a synthetic step may take no time
+    fastest = min((c.seconds.total for c in found), default=0.0) or math.inf
     return min(found, key=lambda c: (round(c.seconds.total / fastest, 2), c.peak.host, -c.chunk_size), default=None)
 
 
 def _safest(found: Sequence[Choice]) -> Choice | None:
-    """Of those that are nearly as fast as the fastest, the one that leaves most of the device free."""
+    """Return the choice with the lowest peak among those nearly as fast as the fastest."""
     bar = (1 + SLOWER) * min((c.seconds.total for c in found), default=0.0)
     return min((c for c in found if c.seconds.total <= bar), key=lambda c: (c.peak.total, c.seconds.total), default=None)
 
@@ -286,7 +358,10 @@ def _safest(found: Sequence[Choice]) -> Choice | None:
 def options(
     profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting, rates: Rates
 ) -> Iterator[Choice]:
-    """Every method with every chunk size, or with one chunk where it is not cut, whether it fits or not."""
+    """Generate every method with every chunk size, with or without enough memory.
+
+    Methods that are not chunked have a single option.
+    """
     setting = with_room(profile, memory, setting)
     for method in methods:
         sizes = chunk_sizes(profile.batch_size) if method.chunked else (seq_len,)
@@ -305,19 +380,24 @@ def options(
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
-    """The setting with what a rank gives to gathered keys: its part of the memory that is free when a step begins."""
+    """Return the setting with a rank's bytes for gathered keys, a share of the memory free at step
+    start.
+    """
     kept = static(profile, setting)
     free = memory.usable - kept.weights - kept.optimizer - (kept.gradients if setting.accumulate else 0.0)
     return dataclasses.replace(setting, room=max(0.0, free) / SHARE)
 
 
 def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:
-    """The longest sequence that fits with the smallest chunks, or with any where something is kept for each."""
+    """Return the longest sequence that fits with the smallest chunks.
+
+    Methods with bytes for each chunk are tried with every chunk size.
+    """
     setting, ranks, sizes = with_room(profile, memory, setting), setting.ranks, chunk_sizes(profile.batch_size)
     found = []
     for size in sizes if method.counts_chunks else sizes[-1:]:
         low, high = 0, LONGEST // ranks
-        while low < high:  # every phase grows with the length
+        while low < high:  # valid because every phase grows with the length
             middle = (low + high + 1) // 2
             fitting = fits(peak(profile, method, ranks * middle, size, setting), memory)
             low, high = (middle, high) if fitting else (low, middle - 1)
@@ -328,17 +408,17 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
 
 
 def fits(at: Peak, memory: Memory) -> bool:
-    """Whether a peak is within the device's usable bytes and the host's."""
+    """True if a peak is within the usable bytes of the device and of the host."""
     return at.total <= memory.usable and (memory.host is None or at.host <= memory.host)
 
 
 def chunk_sizes(batch_size: int) -> tuple[int, ...]:
-    """Positions per row to choose a chunk size from, the largest first."""
+    """Return candidate chunk sizes in positions of each row, the largest first."""
     return tuple(dict.fromkeys(in_one_pass(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS))
 
 
 def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
-    """Changes outside of streambp's own choices, each with the longest sequence that it allows."""
+    """Generate changes outside of streambp's own settings, each with its longest sequence."""
     options: list[tuple[str, Setting, Memory]] = []
     if setting.optimizer and not setting.optimizer_on_host:
         options.append(("optimizer state on the host", dataclasses.replace(setting, optimizer_on_host=True), memory))
@@ -350,7 +430,8 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
     if setting.gpus > 1 and setting.zero < 3:
         options.append((f"ZeRO-3 over the {setting.gpus} GPUs", dataclasses.replace(setting, zero=3), memory))
     more = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3, on_host=None)
-    halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)  # they share the machine
+    # the GPUs share the machine
+    halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)
     if setting.split:
         twice = {FIELDS[setting.split]: 2 * setting.ranks, "gpus": 2 * setting.gpus}
         wider = dataclasses.replace(setting, **twice)  # type: ignore[arg-type]

@@ -1,20 +1,30 @@
-"""At which lengths and chunk sizes steps are counted, so that lines through them hold anywhere."""
+"""Lengths and chunk sizes at which steps are counted, so that fitted lines hold everywhere."""
 
 from __future__ import annotations
 
 from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.planner.laws import Point
 
-CHUNKS = (4096, 8192)  # chunk sizes at which streamed steps are counted for lines that serve any length
-TILED_CHUNKS = (1024, 2048)  # where attention is plain matrix products: their tiles are small, and there are many
+CHUNKS = (4096, 8192)  # chunk sizes for streamed steps, whose lines hold for any length
+# chunk sizes for attention by plain matrix products, whose tiles are small and many
+TILED_CHUNKS = (1024, 2048)
 
 
 def points_for(at: Point | None, chunked: bool, fused: bool, states: bool, tiles: bool) -> tuple[Point, ...]:
-    """Where to count: lengths beyond the attention kernels' block, or up to `at` if that is shorter.
+    """Return the points to count: lengths beyond the attention kernels' block, or at most `at`.
 
-    As few chunks as tell the lines apart: a first one, inner ones and a last. Tiles of keys from the host are several in
-    flight, and plain products have small tiles: both take more. States are kept for each chunk: a third chunk size tells
-    that number from the chunk size, and there are so many chunks that what is on its way to the host is one layer's.
+    The number of chunks is the smallest that determines the lines: a first, some inner and a last
+    chunk. Two cases need more. Several tiles of keys from the host are in transfer at a time, and
+    plain products have small tiles. States are saved for each chunk, so a third chunk size
+    separates the number of chunks from the chunk size. The chunks are then so many that only one
+    layer's states are in transfer to the host.
+
+    Args:
+        at: a length and chunk size where the lines must fit best; None: any length.
+        chunked: True for streamed steps.
+        fused: True if a fused kernel attends.
+        states: True for layers with states.
+        tiles: True if tiles of keys come from the host.
     """
     small, large = CHUNKS if fused else TILED_CHUNKS
     k_block = K_BLOCK if fused else MATH.tiling.k_block or 0

@@ -1,14 +1,17 @@
-"""What a model's steps cost, as data, and the arithmetic that turns it into bytes for a sequence length.
+"""Costs of a model's steps as data, and the arithmetic from a sequence length to bytes.
 
-A `Profile` holds numbers and names only, so `json.dumps(dataclasses.asdict(profile))` is all that is needed to compute
-every peak elsewhere (a web page, say). `peak` is that computation: for each phase of a step
+A `Profile` contains numbers and names only. `json.dumps(dataclasses.asdict(profile))` therefore
+suffices to compute every peak elsewhere, for example in a web page. `peak` is this computation.
+Each phase of a step has
 
     static + one + tokens * T + chunk * C + chunks * N + keys * K + gradients * (share - 1)
 
-with the coefficients of its law (`laws.py`), and the largest wins. T and C are positions per row of the batch on one rank,
-N the number of chunks, K other ranks' keys (`keys_held`), `gradients` what is in `.grad` when the phase begins, `share` the
-part of them that this rank keeps (DESIGN.md section 6). Lines are counted at lengths of tens of thousands of tokens; below
-that they are an upper bound: attention kernels' outputs stop growing at their block size.
+bytes, with the coefficients of its law (`laws.py`); the peak is the largest phase. T and C are
+positions in each row of the batch on one rank, N the number of chunks, K other ranks' keys
+(`keys_held`). `gradients` are the bytes in `.grad` at the start of the phase, and `share` is the
+fraction of them on this rank (DESIGN.md section 6). Lines are counted at lengths of tens of
+thousands of tokens. For shorter sequences they are an upper bound, because outputs of attention
+kernels are at most as large as their block.
 """
 
 from __future__ import annotations
@@ -27,13 +30,19 @@ from streambp.sharded.gathered import GatheredShards
 from streambp.sharded.shards import Shards, heads_error
 
 ULYSSES, CONTEXT_PARALLEL = Shards.by, GatheredShards.by
-FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # of `Setting`
+FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # fields of `Setting`
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Bytes on the device beyond weights and optimizer. gradients: bytes in `.grad` at its beginning that the step has put
-    there; they are part of `law.one`. `law.chunks` is what layers with states keep for each chunk."""
+    """Bytes of a phase on the device beyond weights and optimizer.
+
+    Attributes:
+        name: the phase's name.
+        law: bytes at any length; `law.chunks` are bytes that layers with states save for each
+            chunk.
+        gradients: bytes that the step has added to `.grad` before the phase; included in `law.one`.
+    """
 
     name: str
     law: Law
@@ -41,8 +50,13 @@ class Phase:
 
 
 class Heads(NamedTuple):
-    """Of a layer's attention: of queries, of keys and values, and the bytes that a gathered key/value head takes for each
-    token of whole sequences."""
+    """Numbers of heads in a layer's attention.
+
+    Attributes:
+        queries: query heads.
+        keys: key and value heads.
+        size: bytes of a gathered key/value head for each token of full sequences.
+    """
 
     queries: int
     keys: int
@@ -51,12 +65,19 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a method's ranks share a sequence: by Ulysses or context parallelism, and the bytes of a step's exchanges.
+    """Kind of sequence sharding of a method, and the bytes of a step's exchanges.
 
-    heads: all that occur. traded, traded_keys: bytes of all-to-alls for a token of the shard, of keys (with no more ranks
-    than kv heads) and of the rest. gathered, summed: bytes of keys that are gathered and of gradients that are added up for
-    a token of the whole sequence; gathered_at_once: where one group has all heads. moved: bytes that putting keys in order
-    moves, for a token of the shard with Ulysses, of the whole sequence otherwise.
+    Attributes:
+        by: Ulysses or context parallelism.
+        heads: all numbers of heads in the model.
+        traded: bytes of all-to-alls for each token of the shard, without keys.
+        traded_keys: bytes of all-to-alls of keys for each token of the shard, with at most as many
+            ranks as kv heads.
+        gathered: bytes of gathered keys for each token of the full sequence.
+        gathered_at_once: the same if one group has all heads.
+        summed: bytes of summed gradients for each token of the full sequence.
+        moved: bytes moved by reordering keys, for each token of the shard (Ulysses) or of the full
+            sequence.
     """
 
     by: str
@@ -69,18 +90,27 @@ class Split:
     moved: float = 0.0
 
     def repeats(self, ranks: int) -> float:
-        """How many times the bytes of keys grow where Ulysses has more ranks than kv heads."""
+        """Return the factor on the bytes of keys for Ulysses with more ranks than kv heads."""
         return max(1.0, max((ranks / heads.keys for heads in self.heads), default=1.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to run a step. chunked: the sequence is cut into chunks of C (otherwise C plays no part). prefix_on_host: the
-    keys and values of the layer at work are streamed from the host (`StreamConfig.gpu_memory`).
+    """A way to run a step.
 
-    first: phases of a step whose gradients are None at its start; accumulating: of one that adds to gradients.
-    host: bytes of host memory. work: of a step, by kind of phase. split: how ranks share a sequence, if they do; T and C
-    are then those of a rank's shard, but in `work`, which is all ranks', T is the sequence's.
+    Attributes:
+        name: the method's name.
+        saves: as in `StreamConfig`.
+        offload: as in `StreamConfig`.
+        prefix_on_host: True if a layer's keys and values are streamed from the host
+            (`StreamConfig.gpu_memory`).
+        chunked: True if the sequence is cut into chunks of C; otherwise C has no effect.
+        first: phases of a step whose gradients are None at its start.
+        accumulating: phases of a step that adds to gradients.
+        host: bytes of host memory.
+        work: work of a step by kind of phase, over all ranks, with T for the full sequence.
+        split: kind of sequence sharding, or None; T and C are then those of one rank's shard,
+            except in `work`.
     """
 
     name: str
@@ -96,13 +126,21 @@ class Method:
 
     @property
     def counts_chunks(self) -> bool:
-        """Whether fewer and larger chunks can take less memory."""
+        """True if fewer and larger chunks can take less memory."""
         return any(law.chunks > 0 for law in (self.host, *(phase.law for phase in (*self.first, *self.accumulating))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that are replicated alike: "dense" or "expert". Bytes as stored; gradients in the parameters' dtypes."""
+    """Parameters with the same replication: "dense" or "expert".
+
+    Attributes:
+        name: "dense" or "expert".
+        parameters: number of parameters.
+        bytes: bytes as stored.
+        trainable: number of trainable parameters.
+        trainable_bytes: bytes of trainable parameters, and of their gradients.
+    """
 
     name: str
     parameters: int
@@ -113,7 +151,16 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A module: parameters of one of `count` alike, and the bytes a token that its forward leaves for backward."""
+    """A module in the module tree.
+
+    Attributes:
+        name: the module's name.
+        kind: class name.
+        count: number of equal modules.
+        parameters: parameters of one of them.
+        activation: bytes a token that one module's forward saves for backward.
+        children: its modules.
+    """
 
     name: str
     kind: str
@@ -125,11 +172,25 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A model with a batch of `batch_size` rows. unsharded: bytes that ZeRO-3 has gathered at a time. left_out: unpatched
-    methods whose steps could not be counted, and why. mixers: what recurrent and convolutional layers are taken to run.
-    saves: what saves="auto" chooses from (`layer_costs.counted_saves`).
-    frozen, trained: bytes of host memory that each layer's frozen weights would take there, or those of a layer that trains
-    as a whole; decoded: as `OnHost`'s."""
+    """Costs of a model with a batch of `batch_size` rows.
+
+    Attributes:
+        model: class name.
+        dtype: dtype of the weights.
+        layers: number of layers.
+        batch_size: number of rows.
+        groups: parameters by replication.
+        unsharded: bytes that ZeRO-3 gathers at a time.
+        methods: the counted methods.
+        tree: the module tree.
+        left_out: unpatched methods that could not be counted, with reasons.
+        mixers: assumed code of recurrent and convolutional layers.
+        saves: options of saves="auto" (`layer_costs.counted_saves`).
+        frozen: for each layer the bytes of its frozen weights in host memory.
+        decoded: see `OnHost`.
+        trained: for each layer the bytes in host memory of its weights, if all of the layer is
+            trained.
+    """
 
     model: str
     dtype: str
@@ -147,10 +208,10 @@ class Profile:
     trained: tuple[int, ...] = ()
 
     def method(self, name: str) -> Method:
-        """The method by that name.
+        """Return the method with this name.
 
         Raises:
-            ConfigError: it was not counted.
+            ConfigError: the method was not counted.
         """
         return named({method.name: method for method in self.methods}, name)
 
@@ -159,7 +220,7 @@ Entry = TypeVar("Entry")
 
 
 def named(methods: Mapping[str, Entry], name: str) -> Entry:
-    """The method by that name.
+    """Return the method with this name.
 
     Raises:
         ConfigError: there is none.
@@ -174,17 +235,23 @@ class Setting:
     """The conditions of a step.
 
     Args:
-        gpus: ranks, and replicas of each parameter among them (expert parallelism divides the experts' replicas).
-        zero: 0 for DDP or one GPU; ZeRO's stage otherwise. optimizer: bytes a trainable parameter; 12 is Adam with a
-            float32 copy of the weights, 0 leaves it out.
-        gradient_bytes: of a gradient's element; None: as the parameter.
-        ulysses, context_parallel: ranks that share one sequence; one of them at most is more than 1.
-        optimizer_on_host: its state waits in host memory (ZeRO-Offload and the like).
-        accumulate: the step adds to gradients that exist; False: it starts from None.
-        room: bytes that a rank gives to gathered keys and their gradients; a plan takes the part of the memory that a
-            step would. One key/value head is gathered in any case.
-        weights: as `StreamConfig`'s, of streamed steps on one GPU; "auto" leaves them on the device where a step fits so.
-        on_host: those that are on the host; a plan takes as many as its step needs.
+        gpus: number of ranks, and of replicas of each parameter (expert parallelism divides the
+            experts' replicas).
+        zero: 0 for DDP or one GPU; ZeRO's stage otherwise.
+        optimizer: bytes for each trainable parameter; 12 is Adam with a float32 copy of the
+            weights, 0 is no optimizer.
+        gradient_bytes: bytes of a gradient's element; None: as the parameter.
+        ulysses, context_parallel: number of ranks that share one sequence; at most one of the two
+            exceeds 1.
+        expert_parallel: number of ranks that share the experts.
+        optimizer_on_host: True if optimizer state is in host memory (ZeRO-Offload and the like).
+        accumulate: True if the step adds to existing gradients; False: gradients are None at its
+            start.
+        room: bytes of a rank for gathered keys and their gradients; `plan` computes it like a step.
+            At least one key/value head is gathered.
+        weights: as in `StreamConfig`, for streamed steps on one GPU; "auto" keeps weights on the
+            device if a step fits.
+        on_host: layers with weights in host memory; `plan` selects as many as a step needs.
     """
 
     gpus: int = 1
@@ -215,18 +282,29 @@ class Setting:
 
     @property
     def ranks(self) -> int:
-        """That share one sequence."""
+        """Return the number of ranks that share one sequence."""
         return self.ulysses * self.context_parallel
 
     @property
     def split(self) -> str:
-        """How they share it; "" if there is one."""
+        """Return the kind of sequence sharding; "" for one rank."""
         return ULYSSES if self.ulysses > 1 else CONTEXT_PARALLEL if self.context_parallel > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank at a moment: `total` = weights + optimizer + gradients + activations. Of a step it is the worst."""
+    """Bytes on one rank: `total` = weights + optimizer + gradients + activations.
+
+    Attributes:
+        total: bytes on the device in the worst phase.
+        phase: name of the worst phase.
+        weights: bytes of weights.
+        optimizer: bytes of optimizer state.
+        gradients: bytes of gradients.
+        activations: all other bytes.
+        host: bytes of host memory.
+        phases: total of each phase.
+    """
 
     total: float
     phase: str
@@ -235,12 +313,15 @@ class Peak:
     gradients: float
     activations: float
     host: float
-    phases: Mapping[str, float]  # total by phase
+    phases: Mapping[str, float]
 
 
 def static(profile: Profile, setting: Setting) -> Peak:
-    """What a step finds and leaves, with all gradients: 2 + gradient + 12 / R bytes a parameter in bf16, R the replicas
-    that share its optimizer state."""
+    """Return the bytes before and after a step, with all gradients.
+
+    2 + gradient + 12 / R bytes for each parameter in bf16, with R replicas that share the optimizer
+    state.
+    """
     weights = gradients = optimizer = 0.0
     for group in profile.groups:
         expert = setting.expert_parallel if group.name == "expert" else 1
@@ -261,7 +342,15 @@ def static(profile: Profile, setting: Setting) -> Peak:
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
-    """The largest phase of a step of `seq_len` positions a row in chunks of `chunk_size`."""
+    """Return the largest phase of a step.
+
+    Args:
+        profile: the counted model.
+        method: the method.
+        seq_len: positions of a row.
+        chunk_size: positions of a chunk.
+        setting: the training setting.
+    """
     setting = setting if method.chunked else dataclasses.replace(setting, on_host=None)
     kept = static(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)
@@ -286,12 +375,21 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
 
 
 def work(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> dict[str, Work]:
-    """Of a step of `seq_len` positions a row in chunks of `chunk_size`, by kind of phase, over all ranks that share the
-    sequence; `dispatches` are one rank's."""
+    """Return the work of a step by kind of phase, over all ranks that share the sequence.
+
+    `dispatches` are those of one rank.
+
+    Args:
+        method: the method.
+        seq_len: positions of a row.
+        chunk_size: positions of a chunk.
+        setting: the training setting; None: one rank.
+    """
     ranks = 1 if setting is None else setting.ranks
     whole = chunk_size if method.split is not None else chunk_size * ranks
     chunk = min(whole, seq_len) if method.chunked else 0
-    step = features(seq_len, chunk, k_block=method.work[0].k_block if method.work else 0)  # which all parts share
+    # all parts have the same k_block
+    step = features(seq_len, chunk, k_block=method.work[0].k_block if method.work else 0)
     found = {part.name: part.at(step) for part in method.work}
     if method.split is None:
         return found
@@ -299,8 +397,12 @@ def work(method: Method, seq_len: int, chunk_size: int, setting: Setting | None 
 
 
 def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
-    """What bytes of other ranks' keys go by, for a shard of so many tokens: with Ulysses tokens, as often as keys are
-    repeated; under context parallelism tokens of whole sequences times the heads of a group. [Note: bytes of keys]"""
+    """Return the quantity that determines bytes of other ranks' keys, for a shard of `tokens`
+    tokens.
+
+    Ulysses: tokens times the repetitions of keys. Context parallelism: tokens of full sequences
+    times the heads of a group. [Note: bytes of keys]
+    """
     if split is None:
         return 0.0
     if split.by == ULYSSES:
@@ -312,10 +414,13 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
 
 
 def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
-    """The methods that this setting's ranks can run; those that are not streamed are taken to share tokens evenly.
+    """Return the methods that this setting's ranks can run.
+
+    Methods without streaming are assumed to share tokens evenly.
 
     Raises:
-        ConfigError: none was counted with sequences split in this way. UnsupportedModelError: ranks cannot share the heads.
+        ConfigError: no method was counted with this kind of sequence sharding.
+        UnsupportedModelError: the ranks cannot share the heads.
     """
     ranks, repeated = setting.ranks, False
     found = [method for method in profile.methods if (method.split.by if method.split else "") == setting.split]
@@ -325,7 +430,8 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
                 if number % ranks and (number == heads.queries or ranks % number):
                     raise heads_error(number, ranks)
             repeated |= heads.keys < ranks
-    found = [method for method in found if not (repeated and "kv" in method.saves)]  # repeated keys are not worth it
+    # repeated keys are not worth saving
+    found = [method for method in found if not (repeated and "kv" in method.saves)]
     if not any(method.chunked for method in found):
         how = setting.split or "whole sequences on each rank"
         why = f" ({'; '.join(profile.left_out)})" if profile.left_out else ""
@@ -334,7 +440,7 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
 
 
 def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> float:
-    """Of a step, over all ranks that share the sequence."""
+    """Return the FLOPs of a step over all ranks that share the sequence."""
     total = 0.0
     for part in work(method, seq_len, chunk_size, setting).values():
         total += part.products + part.forward + part.backward
@@ -342,14 +448,15 @@ def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """`profile` as JSON's types; `from_json` is the inverse."""
+    """Return `profile` as JSON types; the inverse of `from_json`."""
     return dataclasses.asdict(profile)
 
 
 def from_json(data: Mapping[str, Any]) -> Profile:
-    """The `Profile` that `to_json` gave as `data`, also after a way through JSON text."""
+    """Return the `Profile` from the result of `to_json`, also after conversion to and from text."""
 
     def node(value: Mapping[str, Any]) -> Node:
+        """Return the node from a dict."""
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
     methods = []

@@ -1,4 +1,4 @@
-"""Where a plan does not fit: options of `streambp plan` with which it does. Each one was planned before it is named."""
+"""Options of `streambp plan` that make a plan fit. Each option is planned before it is proposed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import Literal, NamedTuple
 from streambp.planner.plan import Memory, Plan, plan_profile
 from streambp.planner.profile import Profile, Setting, static
 
-# Of the adapters and the frozen weights that are proposed.
+# Rank of proposed adapters, and bits of proposed frozen weights.
 RANK = 16
 BITS: Literal[4] = 4
 MOST_GPUS = 1024
 
 
 class Training(NamedTuple):
-    """The parameters that are trained: adapters of rank `lora` (None: all), beside frozen weights of so many bits."""
+    """The trained parameters.
+
+    Attributes:
+        lora: rank of the adapters; None: all parameters are trained.
+        bits: bits of the frozen weights.
+    """
 
     lora: int | None = None
     bits: Literal[4, 8, 16] = 16
@@ -28,12 +33,12 @@ class Training(NamedTuple):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """For the command line."""
+        """Return the command-line options."""
         given = ("--full",) if self.lora is None else ("--lora", str(self.lora))
         return (*given, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
 
     def smaller(self) -> Iterator[Training]:
-        """Trainings that keep less on the device, the nearest first."""
+        """Generate trainings with less memory on the device, the closest first."""
         rank = self.lora or RANK
         if self.lora is None:
             yield Training(rank)
@@ -43,7 +48,13 @@ class Training(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A change, the options that make it, and the plan with them, which fits."""
+    """A change that makes the plan fit.
+
+    Attributes:
+        change: description.
+        options: command-line options.
+        plan: the plan with these options.
+    """
 
     change: str
     options: tuple[str, ...]
@@ -53,14 +64,19 @@ class Remedy:
 def remedies(
     found: Plan, seq_len: int | Literal["max"], training: Training, count: Callable[[Training], Profile]
 ) -> Iterator[Remedy]:
-    """What makes a plan fit that does not: on the same GPUs, with more of them, or with fewer tokens; at most one of each,
-    and on the same GPUs another one with weights on the host.
+    """Generate changes that make a plan fit: on the same GPUs, on more GPUs, or with fewer tokens.
+
+    Each kind occurs at most once. A second change on the same GPUs follows if the first one puts
+    weights in host memory.
 
     Args:
-        seq_len: the length that was asked for. count: profiles of the model by training; only those that are needed.
+        found: the plan that does not fit.
+        seq_len: the requested length.
+        training: the requested training.
+        count: returns the model's profile for a training; called only if necessary.
     """
     same, wider, given = list[tuple[Training, Setting]](), list[tuple[Setting, Memory]](), found.setting
-    for how in (training, *training.smaller()):  # the least change of the training first
+    for how in (training, *training.smaller()):  # the smallest change of the training first
         if how != training:
             same.append((how, given))
         if given.optimizer and not given.optimizer_on_host:
@@ -68,7 +84,7 @@ def remedies(
         if given.weights == "device":
             same.append((how, dataclasses.replace(given, weights="auto")))
     gpus = given.gpus if given.gpus > 1 and given.zero < 3 else 2 * given.gpus
-    while gpus <= MOST_GPUS:  # each has a smaller part of the machine's memory
+    while gpus <= MOST_GPUS:  # more GPUs leave less host memory to each
         host = None if found.memory.host is None else found.memory.host * given.gpus // gpus
         for on_host in dict.fromkeys((given.optimizer_on_host, True)):
             more = dataclasses.replace(given, gpus=gpus, zero=3, optimizer_on_host=on_host)
@@ -103,7 +119,9 @@ def remedies(
 
 
 def too_large(plan: Plan) -> str | None:
-    """Weights, gradients and optimizer state by share, where they alone take more than the device has; None otherwise."""
+    """Return the bytes of weights, gradients and optimizer state as text if they exceed the device;
+    else None.
+    """
     kept = static(plan.profile, plan.setting)
     shares = {"weights": kept.weights, "gradients": kept.gradients, "optimizer state": kept.optimizer}
     if kept.total <= plan.memory.usable:
@@ -113,7 +131,7 @@ def too_large(plan: Plan) -> str | None:
 
 
 def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:
-    """A command line with these options in place of those that it gives for the same."""
+    """Return a command line with these options in place of its options for the same settings."""
     names = {option for option in options if option.startswith("--")}
     names |= {"--lora", "--full"} if names & {"--lora", "--full"} else set()
     kept, values = [], iter(given)

@@ -1,4 +1,4 @@
-"""Plans and comparisons as text."""
+"""Format plans and comparisons as text."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from streambp.planner.seconds import throughput
 GIB = 2**30
 BAR = 40
 BY_DEFAULT = 'streambp.patch(model) alone (saves="auto")'
-AT_ONCE = ("attn_out", "kv", GRAPH)  # what is saved beside outputs of Linears
+AT_ONCE = ("attn_out", "kv", GRAPH)  # saved tensors other than outputs of Linears
 CODE = "StreamConfig("
-LONG = 120  # of a paragraph where there is no terminal
-NARROW = 60  # columns of a terminal; narrower ones get lines of this width
-PANES = (5, 4, 3, 2)  # columns of the methods' table that a terminal has room for, without what stops them
-# What the methods' names say.
+LONG = 120  # columns of a paragraph without a terminal
+NARROW = 60  # minimal number of columns; narrower terminals get lines of this width
+# numbers of table columns to try for narrow terminals, without the column of limits
+PANES = (5, 4, 3, 2)
+# Explanation of the methods' names.
 NAMES = (
     "plain: unpatched. checkpointing: gradient checkpointing. saves: tensors that backward need not recompute. offload: "
     "layer inputs and saves wait in host memory. keys on the host: keys and values too."
@@ -37,10 +38,13 @@ NAMES = (
 
 
 def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> str:
-    """The whole plan: what was asked, what to do, what runs out first, methods, phases; and the modules, if asked for.
+    """Return the full plan as text: request, choice, limits, methods, phases, and optionally
+    modules.
 
     Args:
-        width: columns of the terminal; None: lines as long as they are.
+        plan: the plan.
+        modules: True to add the modules.
+        width: columns of the terminal; None: do not wrap lines.
     """
     width = None if width is None else max(width, NARROW)
     host = "no limit" if plan.memory.host is None else f"{plan.memory.host / GIB:.1f} GiB"
@@ -50,7 +54,7 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
     lines.append("")
     lines = folded([*lines, *_choice(plan)], width)
     if not any(row.seq_len for row in plan.longest):
-        return "\n".join(lines)  # rows of zeros would say nothing more
+        return "\n".join(lines)  # rows of zeros would be useless
     if plan.choice is not None:
         lines += ["", "The same settings elsewhere:"]
         lines += [f"  {door:<10}{text}" for door, text in doors(plan.choice, plan.setting).items()]
@@ -74,7 +78,8 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
         lines += ["", *folded([title], width)]
         peak, long = plan.choice.peak, BAR if width is None else min(BAR, width - 40)
         wide = max(len(phase_text(name)) for name in peak.phases)
-        for name, total in peak.phases.items():  # the limit is marked; beyond it the bar goes on in another shade
+        # the limit is marked, and bytes beyond the limit have another shade
+        for name, total in peak.phases.items():
             length = min(round(long * total / plan.memory.usable), 2 * long)
             bar = "█" * min(length, long)
             lines.append(f"{phase_text(name):<{wide}}  {total / GIB:>8.1f}  {bar:<{long}}│{'▒' * (length - long)}")
@@ -85,7 +90,7 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
 
 
 def headline(profile: Profile, setting: Setting) -> str:
-    """One line: the model, its parameters and how many are trained, its dtype, and the setting."""
+    """Return one line with model, parameters, trained parameters, dtype, and setting."""
     parameters = sum(group.parameters for group in profile.groups)
     trained = sum(group.trainable for group in profile.groups)
     share = "all of them trained" if trained == parameters else f"{_count(trained)} trained"
@@ -101,6 +106,7 @@ def headline(profile: Profile, setting: Setting) -> str:
 
 
 def _choice(plan: Plan) -> list[str]:
+    """Return lines about the choice, the default step and the limits."""
     if plan.choice is None:
         because = too_large(plan)
         lines = [
@@ -128,7 +134,7 @@ def _choice(plan: Plan) -> list[str]:
 
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
-    """What `streambp.patch(model)` alone does beside a real step of it, line by line."""
+    """Return a table of `streambp.patch(model)` alone, predicted and measured."""
     both = (predicted,) if measured is None else (predicted, measured)
     cells: list[tuple[str, ...]] = [("", "predicted", "measured"), ("step", *(one.way for one in both))]
     cells.append(("chunk_size", *(f"{one.chunk_size:,}" for one in both)))
@@ -143,7 +149,7 @@ def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
 
 
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
-    """Other plans that fit, each with the command that prints it."""
+    """Return lines with other plans that fit, each with the command that prints the plan."""
     lines = [] if not others else ["", "Commands that fit:" if plan.choice is None else "Beside it:"]
     for other, command in zip(others, commands, strict=True):
         choice = other.plan.choice
@@ -159,7 +165,7 @@ def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]
 
 
 def _chosen(plan: Plan, choice: Choice) -> list[str]:
-    """The choice's settings, bytes and seconds, what is on the host and at other ranks, and what comes close to it."""
+    """Return lines with the choice's settings, bytes, seconds, and close alternatives."""
     peak, spent, on_host, safest = choice.peak, choice.seconds, choice.on_host, plan.safest
     lines = [
         f"{choice.seq_len:,} tokens: {python(choice)}",
@@ -194,25 +200,26 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
         )
     following = [f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)" for one in plan.next_fastest]
     lines += [f"  next in speed: {', '.join(following)}"] if following else []
-    if safest is not None and safest.peak.total <= 0.95 * peak.total:  # memory can be had for next to no time
+    # less memory costs almost no time
+    if safest is not None and safest.peak.total <= 0.95 * peak.total:
         took = duration(safest.seconds.total)
         lines.append(f"  safest, {safest.peak.total / GIB:.1f} GiB in {took}: {python(safest)}")
     return lines
 
 
 def duration(seconds: float) -> str:
-    """In seconds, with three digits below a hundred."""
+    """Return seconds as text, with three digits below a hundred."""
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
 def phase_text(name: str) -> str:
-    """A phase in words: "backward 35" is that of a layer."""
+    """Return a phase in words, such as "backward of layer 35" for "backward 35"."""
     kind, _, layer = name.partition(" ")
     return f"{kind} of layer {layer}" if layer.isdecimal() else name
 
 
 def folded(lines: Sequence[str], width: int | None) -> list[str]:
-    """Lines that are longer than a terminal's, wrapped under themselves; those with code to copy stay whole."""
+    """Wrap lines longer than the terminal, with indentation; lines with code stay unwrapped."""
     found: list[str] = []
     for line in lines:
         if width is None or len(line) <= width or CODE in line:
@@ -224,7 +231,7 @@ def folded(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def tree_lines(node: Node, depth: int = 0) -> list[str]:
-    """One line for each module, the number of alike ones in front of its class."""
+    """Return one line for each module, with the number of equal modules before the class."""
     times = f"{node.count} x " if node.count > 1 else ""
     name = f"({node.name}) " if node.name else ""
     label = f"{'  ' * depth}{name}{times}{node.kind}"
@@ -236,7 +243,7 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of cells, the first column flush left."""
+    """Align rows of cells in columns; the first column is flush left."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     return [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
@@ -246,9 +253,13 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 @contextlib.contextmanager
 def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None]]:
-    """Yields what draws a bar on a terminal, and nothing elsewhere, while something is counted; wipes it in the end."""
+    """Context manager that yields a function to draw a progress bar, and clears the bar at the end.
+
+    The function does nothing unless the stream is a terminal.
+    """
 
     def said(what: str, done: float) -> None:
+        """Draw the bar with a text."""
         if stream.isatty():
             full = round(BAR * done)
             stream.write(f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % {doing} {what}")
@@ -263,7 +274,7 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
 
 
 def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) -> str:
-    """Predicted beside measured, phase by phase, and the peaks."""
+    """Return a table of predicted and measured bytes, phase by phase, and their peaks."""
     lines = [f"One step of {seq_len:,} tokens in chunks of {chunk_size:,}; MiB beyond what was there before it", ""]
     predicted, measured = max(row.predicted for row in rows), max(row.measured for row in rows)
     cells = [("phase", "predicted", "measured", "difference")]
@@ -274,6 +285,7 @@ def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) ->
 
 
 def _count(number: int) -> str:
+    """Return a number with the suffix B, M or k."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.2f}{letter}"
@@ -281,9 +293,13 @@ def _count(number: int) -> str:
 
 
 def as_json(result: Any) -> str:
-    """Of a dataclass, or of dicts and lists of such. JSON has no NaN or infinity: they become null."""
+    """Return a dataclass, or nested dicts and lists, as JSON text.
+
+    NaN and infinity become null, because JSON has neither.
+    """
 
     def finite(value: Any) -> Any:
+        """Return a value as JSON types, with null for numbers that are not finite."""
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return finite(dataclasses.asdict(value))
         if isinstance(value, dict):

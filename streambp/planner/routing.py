@@ -1,13 +1,15 @@
-"""What forwards of experts that look at their routing see without data: every expert gets an equal share of the tokens.
+"""Answers to experts' reads of their routing on tensors without data: each expert gets an equal
+share.
 
-Some families (dbrx, jetmoe, longcat_flash) do not multiply experts together, but ask which of them were picked and by which
-tokens, and compute one after the other. They ask in two ways:
+Some families (dbrx, jetmoe, longcat_flash) do not multiply all experts together. They read which
+experts were selected and by which tokens, and compute the experts in turn. The reads are of two
+kinds:
 
-    nonzero    of a flag for each expert: all of them were picked. Of an expert's row of a one-hot matrix: its share of the
-               pairs of a token and an expert
-    to a list  the number of tokens of each expert: their shares
+    nonzero    on a flag for each expert: all experts were selected. On an expert's row of a
+               one-hot matrix: its share of the (token, expert) pairs
+    to a list  of the number of tokens of each expert: their shares
 
-Shares are whole; the first experts get what is left over.
+Shares are integers; the first experts get the remainder.
 """
 
 from __future__ import annotations
@@ -24,11 +26,16 @@ LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
 
 
 def answer(func: Any, asked: Tensor, rows: int, experts: int) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
-    """What an operation on a tensor [...] without data gives: one with data, or the shape and dtype of one without; None
-    where it does not look at a routing.
+    """Return the result of an operation on a tensor [...] without data; None if it reads no
+    routing.
+
+    The result is a tensor with data, or the shape and dtype of a tensor without data.
 
     Args:
-        rows: pairs of a token and an expert in the routing that was seen last; experts: how many there are.
+        func: the operation.
+        asked: its argument.
+        rows: number of (token, expert) pairs in the last routing.
+        experts: number of experts.
     """
     if func is aten._to_copy.default:
         if asked.dim() != 1 or not rows or asked.is_floating_point() or asked.dtype == torch.bool:

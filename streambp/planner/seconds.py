@@ -1,11 +1,12 @@
 """Seconds of a step, from its work and a device's rates.
 
-    seconds = products + attention forward + attention backward + bytes moved + what copies, the host and exchanges add
+    seconds = products + attention forward + attention backward + bytes moved
+              + extra time for copies, the host and exchanges
 
-Four rates, fitted on measured steps. Nothing overlaps but copies and the host, which are waited for where they take longer
-than the kernels. Forward and backward alone: no optimizer, no communication of parameters and gradients between GPUs, and
-not the first step, which pins host memory (about 0.5 s a GiB) and compiles kernels. Exchanges of ranks that share a
-sequence are in `planner/exchanges.py`.
+Four rates, fitted to measured steps. Only copies and the host overlap with kernels; a step waits if
+they take longer. Forward and backward alone: no optimizer, no communication of parameters and
+gradients between GPUs. The first step is excluded, because it pins host memory (about 0.5 s a GiB)
+and compiles kernels. Exchanges of ranks that share a sequence are in `planner/exchanges.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ from streambp.rates import Rates
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Of a step on one rank: total = products + attention + elementwise + waiting + exchange; phases: the total by kind of
-    phase, without exchange."""
+    """Seconds of a step on one rank.
+
+    Attributes:
+        total: products + attention + elementwise + waiting + exchange.
+        products: matrix products.
+        attention: attention kernels.
+        elementwise: all other kernels.
+        waiting: waits for copies and for the host.
+        phases: the total by kind of phase, without exchange.
+        exchange: exchanges between ranks.
+    """
 
     total: float
     products: float
@@ -35,9 +45,13 @@ class Seconds:
 
 
 def seconds(method: Method, seq_len: int, chunk_size: int, rates: Rates, setting: Setting | None = None) -> Seconds:
-    """Of a step of `seq_len` positions a row in chunks of `chunk_size`.
+    """Return the seconds of a step.
 
     Args:
+        method: the method.
+        seq_len: positions of a row.
+        chunk_size: positions of a chunk.
+        rates: the device's rates.
         setting: its ranks share the work evenly; None: one rank.
     """
     ranks = 1 if setting is None else setting.ranks
@@ -48,7 +62,7 @@ def seconds(method: Method, seq_len: int, chunk_size: int, rates: Rates, setting
 
 
 def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Seconds:
-    """Of work by kind of phase, which `ranks` share evenly."""
+    """Return the seconds of work by kind of phase, shared evenly by `ranks`."""
     products = attention = elementwise = waiting = total = 0.0
     phases: dict[str, float] = {}
     for name, part in step.items():
@@ -65,7 +79,7 @@ def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Second
 
 
 def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, float]:
-    """Seconds of matrix products, of attention and of all other kernels."""
+    """Return the seconds of matrix products, of attention and of all other kernels."""
     return (
         part.products / ranks / rates.products,
         part.forward / ranks / rates.forward + part.backward / ranks / rates.backward,
@@ -74,10 +88,14 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
 
 
 def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) -> int | None:
-    """The fewest positions a row from which copies of weights from the host cost nothing; None: they do at any
-    length that is heard of."""
+    """Return the minimal positions of a row at which copies of weights from the host take no extra
+    time.
+
+    None if the copies take extra time at any realistic length.
+    """
 
     def is_hidden(seq_len: int) -> bool:
+        """True if copies take no extra time at this length."""
         step = with_copies(work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host)
         parts = [part for name, part in step.items() if name.endswith(MOVED)]
         return all(
@@ -94,5 +112,5 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
 
 
 def throughput(found: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
-    """Tokens a second over all ranks."""
+    """Return tokens per second over all ranks."""
     return seq_len * batch_size * (setting.gpus / setting.ranks) / found.total

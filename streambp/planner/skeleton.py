@@ -1,7 +1,8 @@
-"""Models without data: from an id, a configuration or a model, with LoRA, quantised bases, and fewer layers.
+"""Models without data: from an id, a configuration or a model, with LoRA, quantised bases, and
+fewer layers.
 
-A skeleton lives on `meta` to stand for a GPU. To stand for a CPU it is made of fake CPU tensors, so that kernels are chosen
-as on a CPU. Nothing is downloaded but a configuration, nothing is allocated.
+A skeleton for a GPU has tensors on `meta`. A skeleton for a CPU has fake CPU tensors, so that
+kernels are chosen as on a CPU. Only a configuration is downloaded, and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -50,20 +51,23 @@ class Skeleton:
     """A causal language model whose tensors have no data.
 
     Args:
-        source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model (left as it is).
-        dtype: of the weights, if the source is not a model.
-        lora: rank of adapters on every Linear of the layers (peft's "all-linear"); everything else is frozen then.
+        source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model
+            (not changed).
+        dtype: dtype of the weights, unless the source is a model.
+        lora: rank of adapters on every Linear of the layers (peft's "all-linear"); all other
+            parameters are frozen.
         bits: 4 or 8 for a quantised, frozen base; 16 for none.
-        device: what it stands for.
-        mixers: what recurrent and convolutional layers are taken to run: "kernels" of their packages, transformers' plain
-            "torch", or kernels where they are "installed" here; None: kernels on a GPU, torch on a CPU.
-        kernels: of norms, gated activations and rotary embeddings, as in `StreamConfig`; "auto": Liger's on a GPU if
-            liger-kernel is installed here.
-        fewer: of a model, copy only the layers that stand for the others; parameters of the skeleton are those of these
-            layers then.
+        device: the device to count for.
+        mixers: code of recurrent and convolutional layers: "kernels" of their packages,
+            transformers' plain "torch", or the kernels "installed" here; None: kernels on a GPU,
+            torch on a CPU.
+        kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
+            "auto": Liger's on a GPU if liger-kernel is installed here.
+        fewer: copy only the representative layers of a model; the skeleton's parameters are then
+            those of these layers.
 
     Raises:
-        StreamBPError: the source is unknown, or `lora` or `bits` do not go with it.
+        StreamBPError: the source is unknown, or `lora` or `bits` do not apply to it.
     """
 
     def __init__(
@@ -100,11 +104,12 @@ class Skeleton:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within, new tensors have no data.
+        """Context manager in which new tensors have no data.
 
-        transformers takes fake tensors for a trace and would build the masks that a real step goes without. What an
-        operation refuses is not logged: some is only tried (`trials.py`), and a handler that keeps the record
-        keeps the traceback, whose tensors would be counted as alive.
+        transformers treats fake tensors as a trace and would build masks that a real step does not
+        have; this is disabled. Refused operations are not logged: some only occur in trials
+        (`trials.py`). A log handler would store the record and its traceback, whose tensors would
+        count as alive.
         """
         if self.mode is None:
             with torch.device("meta"), mock.patch.object(torch, "autocast", _autocast), no_launches():
@@ -114,7 +119,7 @@ class Skeleton:
             with (
                 self.mode,
                 no_launches(),
-                # A mock would remember its arguments, and their bytes would count.
+                # A mock would store its arguments, and their bytes would count.
                 replaced([masking_utils], "is_tracing", [lambda *_: False]),
                 mock.patch.object(log, "disabled", True),
             ):
@@ -122,8 +127,10 @@ class Skeleton:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """As `active`; within, the model's mixers allocate what they are taken to run. What its modules keep does not stay:
-        their classes, and what functions close over, are those of the model that was copied."""
+        """Context manager like `active`, in which mixers also make their kernels' allocations.
+
+        Values that modules keep are restored: classes and closures are shared with the copied model.
+        """
         with (
             self.active(),
             leaving_no_trace(self.model),
@@ -134,10 +141,10 @@ class Skeleton:
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The causal language model inside of adapters and other wrappers.
+        """Return the causal language model inside adapters and other wrappers.
 
         Raises:
-            StreamBPError: there is none with a language-model head.
+            StreamBPError: no module has a language-model head.
         """
         for module in self.model.modules():
             if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
@@ -148,25 +155,29 @@ class Skeleton:
         )
 
     def on_host(self) -> dict[str, Any]:
-        """What the layers' weights would take of the host and, decoded, of the device, by the names of `Profile`; nothing
-        for weights of 8 bits, which do not live there."""
+        """Return the bytes of layer weights in host memory and after decoding, by `Profile`'s field
+        names.
+
+        Empty for 8-bit weights, which cannot be in host memory.
+        """
         layers = [layer for stack in find_stacks(self.model).stacks for layer in stack.layers]
         frozen, trained = bytes_on_host(self.model, layers)
-        decoded = []  # two bytes for each weight, but those of the largest, which a product builds by itself
+        # two bytes for each weight except the largest, which its product decodes itself
+        decoded = []
         for layer in layers:
             sizes = [2 * parameters_of(part.weight) for part in layer.modules() if isinstance(part, QuantisedLinear)]
             decoded.append(sum(sizes) - max(sizes, default=0))
         return {} if self.bits == 8 else {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
     def reduce(self) -> Reduced:
-        """Take layers out that are like others, if they are there."""
+        """Remove layers that are equal to others, unless already removed."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)
         return self._reduced
 
     def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
-        """The same modules with empty tensors."""
+        """Return the same modules with empty tensors."""
         memo: dict[int, Any] = {}
         if fewer:
             self._reduced = reduced_layers(model)
@@ -183,11 +194,12 @@ class Skeleton:
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
         for table in (getattr(module, name) for module in model.modules() for name in MODULE_HOOKS):
-            memo.update({id(hook): hook for hook in table.values()})  # not what it holds
+            # share hooks instead of copying their contents
+            memo.update({id(hook): hook for hook in table.values()})
         copied = unpatch(copy.deepcopy(model, memo))
         for wrapper in [f for module in copied.modules() for f in forwards(module) if isinstance(f, InstanceForward)]:
-            wrapper.remove()  # of the forward that is running
-        # A program's hooks are not to see tensors without data; that there are some counts.
+            wrapper.remove()  # wrappers of a forward in progress
+        # A program's hooks must not receive tensors without data, but their existence matters.
         for table in (getattr(module, name) for module in copied.modules() for name in MODULE_HOOKS):
             table.update({key: hook if drops_masks(hook) else lambda *_, **__: None for key, hook in table.items()})
         if self._reduced is not None:
@@ -196,20 +208,28 @@ class Skeleton:
 
 
 def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **kwargs: Any) -> Any:
-    """torch.autocast, which knows no device "meta"; peft asks it for a tensor's device to switch it off."""
+    """Call torch.autocast, with "cpu" for the unsupported device "meta".
+
+    peft passes a tensor's device to switch autocast off.
+    """
     return _autocast("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Return the model with LoRA adapters of this rank."""
     with required("peft"):
         from peft import LoraConfig, get_peft_model
     with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft's calls of transformers are no news to who plans
+        # warnings about peft's own calls are useless for a plan
+        warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
 
 
 def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """As `nn.Module._apply`, with new parameters: torch swaps fake ones in place, which their weak references forbid."""
+    """Apply `fn` like `nn.Module._apply`, but create new parameters.
+
+    torch would swap fake tensors in place, which their weak references forbid.
+    """
     for each in module.modules() if recurse else (module,):
         for name, parameter in each._parameters.items():
             if parameter is not None:
@@ -219,10 +239,13 @@ def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
 
 
 class QuantisedLinear(nn.Module):
-    """A frozen Linear stored in few bits: each product builds the weight in the input's dtype and throws it away.
+    """A frozen Linear stored in few bits: each product builds the weight in the input's dtype and
+    frees it.
 
     Args:
-        bytes_per_parameter: 0.5 plus one float32 for 64 values (4 bits), or 1 plus a float32 a row (8 bits).
+        linear: the original module.
+        bytes_per_parameter: 0.5 plus one float32 for 64 values (4 bits), or 1 plus one float32 for
+            each row (8 bits).
     """
 
     def __init__(self, linear: nn.Linear, bytes_per_parameter: float) -> None:
@@ -235,32 +258,35 @@ class QuantisedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out] in x's dtype."""
+        """Return x [..., in] @ weight + bias, [..., out] in x's dtype."""
         result: Tensor = dequantised(x, self.out_features)
         return result if self.bias is None else result + self.bias
 
 
 def parameters_of(parameter: Tensor) -> int:
-    """The model's parameters in this tensor [...], however few bytes store them."""
+    """Return the number of model parameters in this tensor [...], also if it stores them in fewer
+    bytes.
+    """
     return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
-    """x [..., in] -> [..., width]; only the number of x's columns is kept for backward."""
+    """Return [..., width] for x [..., in]; only the number of x's columns is saved for backward."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
 
 def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """grad [..., out] -> gradient of x [..., in]; the weight is frozen and gets none."""
+    """Return the gradient of x [..., in] for grad [..., out]; the frozen weight gets none."""
     return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
 
 
-# x [..., in] -> [..., out] through a weight [out, in] that exists only meanwhile, here and in backward.
+# x [..., in] -> [..., out] through a temporary weight [out, in], here and in backward.
 dequantised = functools.partial(Replayed.apply, _dequantised, _dequantised_backward)
 
 
 def _quantise(model: nn.Module, bits: int) -> None:
+    """Replace the layers' frozen Linears by `QuantisedLinear`."""
     sizes = {4: 0.5 + 4 / 64, 8: 1.0}
     quantised = 0
     for stack in find_stacks(model).stacks:
@@ -279,9 +305,13 @@ def _quantise(model: nn.Module, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """Which layers of the longest stack are kept, by their index in the full model, and the kind of every layer there.
+    """The representative layers of the longest stack, and the kind of every layer.
 
-    backbone, layers: names of the module that runs the stack, and of its list of them.
+    Attributes:
+        kept: indices of the representative layers in the full model.
+        kinds: the kind of every layer.
+        backbone: name of the module that runs the stack.
+        layers: name of its list of layers.
     """
 
     kept: tuple[int, ...]
@@ -290,20 +320,25 @@ class Reduced:
     layers: str
 
     def stand_in(self, index: int) -> int:
-        """The place among the kept layers of the one that stands for layer `index`."""
+        """Return the position, among the representatives, of the layer that represents layer
+        `index`.
+        """
         if index in self.kept:
             return self.kept.index(index)
         inner = [place for place, kept in enumerate(self.kept) if 0 < kept < len(self.kinds) - 1]
         return next(place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index])
 
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The layers of the full model that are not kept; one that is there several times may be kept elsewhere."""
+        """Return the layers of the full model that are not representatives.
+
+        A layer that occurs several times may be a representative elsewhere.
+        """
         layers = getattr(model.get_submodule(self.backbone), self.layers)
         kept = {id(layers[index]) for index in self.kept}
         return (layer for layer in layers if id(layer) not in kept)
 
     def apply(self, model: nn.Module) -> None:
-        """Take the others out of the full model, or of its copy."""
+        """Remove all layers but the representatives from the full model, or from its copy."""
         if len(self.kept) == len(self.kinds):
             return
         backbone: Any = model.get_submodule(self.backbone)
@@ -321,10 +356,12 @@ class Reduced:
 
 
 def reduced_layers(model: nn.Module) -> Reduced:
-    """Layers that stand for all: the first, the last, and one in between. Where there are several kinds, or states, the
-    first INNER of each: what happens once, in backward of the first of a kind, is not each layer's.
+    """Select representative layers: the first, the last, and one between them.
 
-    Layers that read another's keys and values (`num_kv_shared_layers`) depend on all of them: then all are kept.
+    For several kinds of layers, or layers with states, the first INNER layers of each kind are
+    selected. Some work happens once, in backward of the first layer of a kind, and not in each
+    layer. Layers that read another layer's keys and values (`num_kv_shared_layers`) depend on all
+    layers; then all are selected.
     """
     stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
     depth = len(stack.layers)
@@ -333,7 +370,7 @@ def reduced_layers(model: nn.Module) -> Reduced:
              and bare_layers(child) == stack.layers]  # fmt: skip
     fields = values_by_layer(stack.backbone, depth)[0]
     signatures = []
-    for index, layer in enumerate(stack.layers):  # the same for layers that compute alike
+    for index, layer in enumerate(stack.layers):  # equal for layers with equal computation
         parts: list[Any] = [repr(layer), *(values[index] for values in fields.values())]
         parts += [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in layer.parameters()]
         parts += [
@@ -354,9 +391,12 @@ def reduced_layers(model: nn.Module) -> Reduced:
 
 
 def values_by_layer(backbone: Any, depth: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Lists of one value a layer, by their names: of the config, of the backbone's own, and of the config's properties.
-    Some compute the layers' kinds from their number. Names that every configuration has say nothing of layers, and may
-    warn."""
+    """Return lists with one value a layer: of the config, of the backbone, and of the config's
+    properties.
+
+    Some properties compute the layers' kinds from their number. Attributes of every configuration
+    are skipped: they do not depend on layers, and reading them may warn.
+    """
     config = backbone.config
     kind = type(config)
     names = [name for name in dir(kind) if name not in vars(PreTrainedConfig)]

@@ -1,10 +1,12 @@
-"""Steps of which every rank has a shard of the tokens, counted on one rank: exchanges give tensors without data.
+"""Count steps with sharded tokens on one rank: exchanges return tensors without data.
 
-[Note: bytes of keys] The number of ranks P changes what a rank holds of a shard of t tokens in one way: through keys and
-values, and their gradients, of other ranks' tokens. Under context parallelism these are a group of kv heads of T = P t
-tokens; under Ulysses as many as unsplit, or P / H_kv times that with more ranks than kv heads. So a count tells their
-storages from all others, at each of the few amounts of them that are alive the most of the others. Each such pair is a line
-of its phase, `Phase.per_key` bytes for each of `profile.keys_held`.
+[Note: bytes of keys] The number of ranks P changes a rank's bytes for a shard of t tokens in one
+way only. It changes the bytes of keys, values, and their gradients of other ranks' tokens. Under
+context parallelism these are a group of kv heads of T = P t tokens. Under Ulysses they are the same
+as without sharding, or P / H_kv times that for more ranks than kv heads. A count therefore
+separates their storages from all others. For each of the few amounts of key bytes, it records the
+maximum of all other bytes. Each such pair is a line of its phase, with `Phase.per_key` bytes for
+each of `profile.keys_held`.
 """
 
 from __future__ import annotations
@@ -32,15 +34,17 @@ from streambp.sharded.gathered import GatheredShards
 from streambp.sharded.shards import Keys, Shards
 
 TRADED, TRADED_KEYS, GATHERED, SUMMED, MOVED = range(5)
-SMALL = 256  # bytes; smaller tensors are indices, not keys
+SMALL = 256  # bytes; smaller tensors are indices and no keys
 
 
 class SplitCount(StepCount):
-    """A count that tells the bytes of other ranks' keys from all others. [Note: bytes of keys]
+    """A count that separates bytes of other ranks' keys from all others. [Note: bytes of keys]
 
-    links: bytes of what exchanges gave so far: traded queries and outputs, traded keys, gathered keys, and summed
-    gradients of keys (as sent); and bytes that putting keys in order moves, which are not in `work`.
-    most: for each number of keys' bytes that were alive, the most of the others.
+    Attributes:
+        links: bytes of exchanges so far: queries and outputs, keys of Ulysses, gathered keys,
+            summed gradients of keys (as sent), and keys moved by reordering. The last are not in
+            `work`.
+        most: bytes of live keys -> maximum of all other live bytes.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -48,11 +52,11 @@ class SplitCount(StepCount):
         self.links = [0.0] * 5
         self.most: dict[int, int] = {0: 0}
         self._keys = 0
-        self._sizes: dict[int, int] = {}  # of storages of keys
+        self._sizes: dict[int, int] = {}  # sizes of storages of keys
         self._marking = 0
 
     def reset_peak(self) -> None:
-        """Also `most`."""
+        """Reset the peak and `most`."""
         super().reset_peak()
         self.most = {self._keys: self.live - self._keys}
 
@@ -81,12 +85,13 @@ class SplitCount(StepCount):
         self.peak = max(before, self.peak)
 
     def _note(self, live: int) -> None:
+        """Update `most` for these live bytes."""
         self.most[self._keys] = max(self.most.get(self._keys, 0), live - self._keys)
 
 
 @contextlib.contextmanager
 def _keys_allocated() -> Iterator[None]:
-    """What is allocated within, or by a function with this as its decorator, are keys."""
+    """Context manager and decorator in which allocations count as keys."""
     counts = running_counts(SplitCount)
     for count in counts:
         count._marking += 1
@@ -98,7 +103,7 @@ def _keys_allocated() -> Iterator[None]:
 
 
 def _exchange(shards: Shards, parts: Tensor) -> Tensor:
-    """Stands for an all-to-all of parts [P, ...]."""
+    """Replace an all-to-all of parts [P, ...]."""
     sent = parts.contiguous()
     for count in running_counts(SplitCount):
         count.links[TRADED_KEYS if count._marking else TRADED] += sent.nbytes
@@ -107,14 +112,16 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 
 
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
-    """Stands for a gather, or for a sum over ranks."""
+    """Return a replacement of a gather, or of a sum over ranks."""
 
     def run(received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> SimpleNamespace:
+        """Count the bytes of the collective."""
         storage = received.untyped_storage()
         for count in running_counts(SplitCount):
             if names == GATHER:
                 count.links[GATHERED] += received.nbytes
-                if storage._cdata in count._alive and storage._cdata not in count._sizes:  # keys from now on
+                # counts as keys from now on
+                if storage._cdata in count._alive and storage._cdata not in count._sizes:
                     count._sizes[storage._cdata] = storage.nbytes()
                     count._keys += storage.nbytes()
             else:
@@ -126,11 +133,16 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
 
 @contextlib.contextmanager
 def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None) -> Iterator[None]:
-    """Within, streamed models take their batch for the first rank's shard, of `length` tokens a row; keys are gathered one
-    kv head at a time.
+    """Context manager in which streamed models treat their batch as the first rank's shard.
+
+    Keys are gathered one kv head at a time.
 
     Args:
-        seen: is told the heads of every layer that attends.
+        by: kind of sequence sharding.
+        ranks: number of ranks.
+        rows: number of rows in the batch.
+        length: tokens of a row in the shard.
+        seen: set to which the heads of every attending layer are added.
     """
     kind: type[Shards] = Shards if by == ULYSSES else GatheredShards
     shards = kind(None, ranks, length, Spans.causal(rows, ranks * length), room=1)
@@ -138,15 +150,17 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
     own = _keys_allocated()(kind.own_gradient)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
+        """Record the heads of the layer and start its keys."""
         if seen is not None:
             k, v = parts
             seen.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
         return start(self, parts, heads)
 
     def own_gradient(self: Any, *given: Any) -> list[Tensor]:
+        """Return own gradients, which do not count as keys."""
         found = own(self, *given)
         for count in running_counts(SplitCount):
-            for x in tensors(found):  # no keys: they belong to this rank's tokens
+            for x in tensors(found):  # no keys, because they belong to this rank's tokens
                 count._keys -= count._sizes.pop(x.untyped_storage()._cdata, 0)
         return found
 
@@ -173,7 +187,16 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
 def split_of(
     by: str, heads: Sequence[Heads], links: Sequence[float], ranks: int, tokens: int, saves: Sequence[str]
 ) -> Split:
-    """From the bytes of a step's exchanges, that were counted on `ranks` with shards of so many tokens."""
+    """Return the `Split` from the bytes of a step's exchanges.
+
+    Args:
+        by: kind of sequence sharding.
+        heads: heads of all layers.
+        links: see `SplitCount`.
+        ranks: number of ranks in the count.
+        tokens: tokens of a shard in the count.
+        saves: saved tensors.
+    """
     whole = ranks * tokens
     repeats = Split(by, tuple(heads)).repeats(ranks)
     gathers = links[GATHERED] / whole
@@ -187,10 +210,13 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """The same phases at several points, each as often as there are amounts of keys that make a difference.
+    """Return the phases at several points, repeated for each relevant amount of keys.
 
     Args:
-        lengths: of the shards at each point.
+        phases: phases at each point.
+        split: kind of sequence sharding.
+        lengths: tokens of the shards at each point.
+        ranks: number of ranks in the count.
     """
     setting = Setting(gpus=ranks, ulysses=ranks if split.by == ULYSSES else 1)
     setting = setting if split.by == ULYSSES else dataclasses.replace(setting, context_parallel=ranks)

@@ -1,12 +1,13 @@
-"""What the kernels of state-space models allocate, for counting on tensors without data.
+"""Allocations of the kernels of state-space models, for counts on tensors without data.
 
-Each function here allocates what its kernel's source does, in the same order and for as long; only the products with
-weights are run, which the fused forms hold too. Read: mamba_ssm 2.3.2.post1 (`ops/selective_scan_interface.py` and
-`csrc/selective_scan` for Mamba 1; `ops/triton/ssd_*.py` and `layernorm_gated.py` for Mamba 2), without its deterministic
-mode.
+Each function here makes the allocations of its kernel's source, in the same order and with the same
+lifetime. Only products with weights are computed, which the fused forms contain as well. Sources:
+mamba_ssm 2.3.2.post1 (`ops/selective_scan_interface.py` and `csrc/selective_scan` for Mamba 1;
+`ops/triton/ssd_*.py` and `layernorm_gated.py` for Mamba 2), without its deterministic mode.
 
-Mamba 1: u, dt, z [B, D, T], A [D, N], B, C [B, N, T], state [B, D, N]. Mamba 2: x [B, T, H, P], dt [B, T, H], B, C
-[B, T, G, N], state [B, H, P, N], in blocks of Q tokens, NB of them. Running states are float32.
+Mamba 1: u, dt, z [B, D, T], A [D, N], B, C [B, N, T], state [B, D, N]. Mamba 2: x [B, T, H, P], dt
+[B, T, H], B, C [B, T, G, N], state [B, H, P, N], in NB blocks of Q tokens. Running states are
+float32.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from torch import Tensor
 
 from streambp.planner.count import Replayed, add_flops
 
-SCAN_BLOCK = 2048  # tokens for which Mamba 1's scan keeps one state
-PROCESSORS = 132  # of the GPU: over how many Mamba 2's backward spreads the heads of a group (an H100's and H200's)
-ROWS = 32  # of a block, for which Mamba 2's backward holds sums of their own
-STATE_TILE = 64  # numbers of a state, likewise
+SCAN_BLOCK = 2048  # tokens for each saved state of Mamba 1's scan
+# multiprocessors of the GPU (an H100's and H200's), over which Mamba 2's backward distributes the
+# heads of a group
+PROCESSORS = 132
+ROWS = 32  # rows of a block with separate sums in Mamba 2's backward
+STATE_TILE = 64  # elements of a state with separate sums in Mamba 2's backward
 WIDE = torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:
+    """Return x [...] with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -36,7 +40,10 @@ def _selective_scan(
     ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None."""
+    """Return y [B, D, T] and the end state.
+
+    Shapes: u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None.
+    """
     u, dt, b, c = (_rows(x) for x in (u, dt, b, c))
     z = None if z is None else _rows(z)
     gated = None if z is None else torch.empty_like(z)
@@ -47,7 +54,7 @@ def _selective_scan(
 
 
 def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """grad [B, D, T] -> gradients of forward's tensors; those of b and c in float32."""
+    """Return gradients of forward's tensors for grad [B, D, T]; those of b and c in float32."""
     u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
     grad = _rows(grad)
     dz = None if z is None else torch.empty_like(z)
@@ -61,6 +68,7 @@ selective_scan = functools.partial(Replayed.apply, _selective_scan, _selective_s
 
 
 def _like(x: Tensor | None) -> Tensor | None:
+    """Return an empty tensor like x, or None."""
     return None if x is None else torch.empty_like(x)
 
 
@@ -68,7 +76,11 @@ def _fused_mamba(
     ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
     out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """xz [B, 2 D, T], x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be None."""
+    """Return [B, T, h] for xz [B, 2 D, T].
+
+    Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be
+    None.
+    """
     xz = _rows(xz)
     x = xz[:, : xz.shape[1] // 2]
     convolved = torch.empty_like(x)
@@ -86,7 +98,10 @@ def _fused_mamba(
 
 
 def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-    """dt [D, B T] out of [B T, R + 2 N]; its norm takes a copy before, one itself and one behind."""
+    """Return dt [D, B T] from `small` [B T, R + 2 N].
+
+    A norm of dt allocates three tensors: a copy of its input, its output, a copy of its output.
+    """
     dt = dt_proj @ small[:, : dt_proj.shape[1]].mT
     for _ in range(3 * has_norm):
         dt = torch.empty_like(dt)
@@ -94,7 +109,7 @@ def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
 
 
 def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """grad [B, T, h] -> gradients of forward's tensors; that of conv in float32."""
+    """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
     conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = ctx.saved_tensors
     grad = _rows(grad)
     x = xz[:, : xz.shape[1] // 2]
@@ -117,14 +132,26 @@ def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return d_xz, d_conv, biases[0], d_x_proj, d_dt_proj, d_out, biases[1], d_a, _like(d), biases[2], None
 
 
-# mamba_ssm's mamba_inner_fn: xz [B, 2 D, T] -> [B, T, h]; B and C depend on the input. Their norms' copies are left
-# out: they have N columns where the rest has D. norm: weight of dt's, None without one; its gradient is left out.
+# mamba_ssm's mamba_inner_fn: xz [B, 2 D, T] -> [B, T, h]; B and C depend on the input. Copies of
+# their norms are not counted, because they have N columns and all other tensors D. `norm` is the
+# weight of dt's norm, or None; its gradient is not counted.
 fused_mamba = functools.partial(Replayed.apply, _fused_mamba, _fused_mamba_backward)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of one call of Mamba 2's scan, and empty tensors of its usual shapes, like `like`."""
+    """Sizes of one call of Mamba 2's scan, and empty tensors of its usual shapes.
+
+    Attributes:
+        like: tensor with the dtype and device of the call.
+        block: Q, tokens of a block.
+        rows: B.
+        tokens: T.
+        heads: H.
+        width: P, columns of a head.
+        groups: G.
+        size: N, size of a state.
+    """
 
     like: Tensor
     block: int
@@ -137,34 +164,38 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
-        """NB, the number of blocks of Q tokens."""
+        """Return NB, the number of blocks of Q tokens."""
         return -(-self.tokens // self.block)
 
     def states(self, dtype: torch.dtype) -> Tensor:
-        """[B, NB, H, P, N]"""
+        """Return an empty tensor [B, NB, H, P, N]."""
         return self.like.new_empty(self.rows, self.blocks, self.heads, self.width, self.size, dtype=dtype)
 
     def steps(self, parts: int = 1) -> Tensor:
-        """[B, H, NB, parts, Q] in float32"""
+        """Return an empty tensor [B, H, NB, parts, Q] in float32."""
         return self.like.new_empty(self.rows, self.heads, self.blocks, parts, self.block, dtype=WIDE)
 
     def scores(self, splits: int = 1) -> Tensor:
-        """[B, NB, splits, G, Q, Q] in float32"""
+        """Return an empty tensor [B, NB, splits, G, Q, Q] in float32."""
         return self.like.new_empty(self.rows, self.blocks, splits, self.groups, self.block, self.block, dtype=WIDE)
 
     def inputs(self, splits: int = 1) -> Tensor:
-        """Of the size of B or C: [B, T, splits, G, N] in float32"""
+        """Return an empty tensor [B, T, splits, G, N] in float32, of the size of B or C."""
         return self.like.new_empty(self.rows, self.tokens, splits, self.groups, self.size, dtype=WIDE)
 
     def flops(self, times: int) -> None:
-        """Add the products of forward, so many times: scores, states of blocks, and output from both."""
+        """Add `times` times the products of forward: scores, states of blocks, and output from
+        both.
+        """
         scores = 2 * self.groups * self.block * self.size
         mixed = 2 * self.heads * self.width * (self.block + 2 * self.size)
         add_flops(times * self.rows * self.tokens * (scores + mixed))
 
 
 def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [B, T, H, P], end state [B, H, P, N] and the decay that is kept for backward [B, H, NB, 1, Q]."""
+    """Return output [B, T, H, P], end state [B, H, P, N] and the decay saved for backward
+    [B, H, NB, 1, Q].
+    """
     decay, steps = sizes.steps(), sizes.steps()
     own = sizes.states(WIDE)
     starts = sizes.states(x.dtype)
@@ -178,13 +209,21 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tuple[Tensor | None, ...]:
-    """Gradients of x, dt, B, C and the start state; given: the caller has memory for the first four."""
+    """Return gradients of x, dt, B, C and the start state.
+
+    Args:
+        sizes: sizes of the call.
+        dt: [B, T, H].
+        has_start: True if the start state needs a gradient.
+        given: True if the caller has allocated the first four gradients, which are then None.
+    """
     like, ratio = sizes.like, sizes.heads // sizes.groups
     per_program = max(min(-(-sizes.rows * sizes.blocks * sizes.heads // PROCESSORS), ratio), 1)
-    splits = -(-ratio // per_program)  # over so many programs the heads of a group are spread
+    splits = -(-ratio // per_program)  # number of programs for the heads of a group
     db, dc = (None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.groups, sizes.size) for _ in range(2))
     d_dt = None if given else torch.empty_like(dt)
-    alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]  # dt once more, decay, steps, scores
+    # another dt, decay, steps, scores
+    alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]
     own = sizes.states(WIDE)
     starts = sizes.states(WIDE)
     del own
@@ -198,7 +237,7 @@ def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tu
     dx = None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)
     alive.append(sizes.steps())  # the gradient of the steps
     del d_skip
-    for _ in range(2):  # B's and C's, with the decay's
+    for _ in range(2):  # gradients of B and C, with the decay's
         alive.append(sizes.steps())
         parts = sizes.inputs(splits)
         alive.append(sizes.inputs())
@@ -206,11 +245,12 @@ def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tu
     parts = sizes.scores(splits)
     d_scores = sizes.scores()
     del parts
-    alive.append(sizes.steps())  # the decay's sum from behind
+    alive.append(sizes.steps())  # the decay's reverse sum
     parts = sizes.steps(-(-sizes.block // ROWS))
     alive.append(sizes.steps())
     del parts, d_scores, halves, alive
-    sizes.flops(4)  # states and scores again, and two products for each of forward's
+    # states and scores are recomputed, and each product of forward has two in backward
+    sizes.flops(4)
     return dx, d_dt, db, dc, d_start
 
 
@@ -218,7 +258,11 @@ def _mamba2_scan(
     ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
     start: Tensor | None, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d and dt_bias [H] or None."""
+    """Return out [B, T, H, P] and the end state.
+
+    Shapes: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d
+    and dt_bias [H] or None.
+    """
     x, b, c = _rows(x), _rows(b), _rows(c)
     sizes = Sizes(x, block, *x.shape, *b.shape[2:])
     out, end, decay = _scan_forward(sizes, x)
@@ -228,7 +272,7 @@ def _mamba2_scan(
 
 
 def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """grad [B, T, H, P] -> gradients of forward's tensors, in x's dtype or their own."""
+    """Return gradients of forward's tensors for grad [B, T, H, P], in x's dtype or their own."""
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
     sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
@@ -245,7 +289,11 @@ def _fused_mamba2(
     ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
     norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
 ) -> Tensor:  # fmt: skip
-    """conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases may be None."""
+    """Return [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H].
+
+    Shapes: conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases
+    may be None.
+    """
     ctx.sizes = width, groups, block
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
     convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])  # [B, T, H P + 2 G N]
@@ -261,6 +309,7 @@ def _fused_mamba2(
 
 
 def _mamba2_sizes(zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int) -> Sizes:
+    """Return the sizes of a fused call."""
     heads = d.shape[0]
     rows, tokens = zxbcdt.shape[:2]
     size = (conv.shape[0] - heads * width) // groups // 2
@@ -268,7 +317,7 @@ def _mamba2_sizes(zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: i
 
 
 def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """grad [B, T, h] -> gradients of forward's tensors; that of conv in float32."""
+    """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
     again, convolved = torch.empty_like(out), zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
@@ -283,6 +332,6 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *gradients, _like(norm), d_proj, d_proj_bias, None, None, None
 
 
-# mamba_ssm's mamba_split_conv1d_scan_combined: zxbcdt [B, T, 2 H P + 2 G N + H] -> [B, T, h], with norm and projection,
-# whose weights are norm, proj and proj_bias. width, groups, block: P, G, Q.
+# mamba_ssm's mamba_split_conv1d_scan_combined: zxbcdt [B, T, 2 H P + 2 G N + H] -> [B, T, h], with
+# norm and projection, whose weights are norm, proj and proj_bias. width, groups, block: P, G, Q.
 fused_mamba2 = functools.partial(Replayed.apply, _fused_mamba2, _fused_mamba2_backward)

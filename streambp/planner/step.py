@@ -1,6 +1,7 @@
-"""One training step, cut into phases: what is alive when each begins and ends, and its peak.
+"""Run one training step and record each phase: live bytes at its start and end, and its peak.
 
-Runs on skeletons to predict and on real models to measure: the phases are told apart by the same hooks.
+The step runs on skeletons to predict and on real models to measure; the same hooks separate the
+phases.
 """
 
 from __future__ import annotations
@@ -25,14 +26,24 @@ from streambp.planner.work import Work, aten
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
 FUSED = "streambp_fused"
-TILE = (2048, 32768)  # of logits in `counted_head`
+TILE = (2048, 32768)  # rows and columns of a tile of logits in `counted_head`
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A phase of a step. layer: its place among the layers, or None. Bytes, beyond what was there before the step:
+    """A phase of a step, in bytes relative to those before the step.
 
-    start, end: alive then; peak: at most; host: on the host at the end; gradients: of parameters, in `.grad`, at the end.
+    Attributes:
+        name: the phase's name.
+        layer: index among the layers, or None.
+        start: live bytes at the start.
+        peak: maximal live bytes.
+        end: live bytes at the end.
+        host: host bytes at the end.
+        gradients: bytes of parameters' `.grad` at the end.
+        work: work of the phase.
+        most: see `splits.SplitCount`.
+        links: see `splits.SplitCount`.
     """
 
     name: str
@@ -43,12 +54,12 @@ class Span:
     host: int
     gradients: int
     work: Work
-    most: Mapping[float, float] = dataclasses.field(default_factory=dict)  # as in `splits.SplitCount`, as are links
+    most: Mapping[float, float] = dataclasses.field(default_factory=dict)
     links: tuple[float, ...] = ()
 
 
 class Phases:
-    """Cuts a count into spans; `enter` begins one and ends the last."""
+    """Splits a count into spans; `enter` ends the current span and begins another."""
 
     def __init__(self, count: LiveBytes | AllocatedBytes, parameters: list[nn.Parameter], host: Callable[[], int]) -> None:
         self.spans: list[Span] = []
@@ -60,7 +71,7 @@ class Phases:
         self.backward = False
 
     def enter(self, name: str | None, layer: int | None = None) -> None:
-        """None ends the step."""
+        """End the current span and begin one with this name; None ends the step."""
         count = self._count
         work, links = getattr(count, "work", Work()), tuple(getattr(count, "links", ()))
         if self._current is not None:
@@ -81,16 +92,19 @@ def run_step(
     count: LiveBytes | AllocatedBytes,
     host: Callable[[], int] = lambda: 0,
 ) -> list[Span]:
-    """Forward and backward of one batch [B, T]; the spans, in order.
+    """Run forward and backward of one batch [B, T] and return its spans in order.
 
     Args:
-        model: whose gradients are None, or are added to. layers: the decoder layers it runs, in order.
-        loss: runs the forward; gives a tensor of one number. count: counts; entered here. host: bytes on the host at the
-            moment.
+        model: the model; its gradients are None, or are added to.
+        layers: its decoder layers, in order.
+        loss: runs the forward and returns a scalar tensor.
+        count: the count, entered here.
+        host: returns the present host bytes.
     """
     phases = Phases(count, list(model.parameters()), host)
 
     def before(place: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a layer's forward."""
         if phases.backward:
             return  # a recomputation
         if place == 0:
@@ -100,6 +114,7 @@ def run_step(
         phases.enter("forward", place)
 
     def after(place: int, module: nn.Module, args: Any, output: Any) -> None:
+        """Begin the next phase after a layer's forward, and register its backward."""
         if phases.backward:
             return
         hidden_states = output[0] if isinstance(output, tuple) else output
@@ -129,7 +144,10 @@ def run_step(
 
 @contextlib.contextmanager
 def fused_attention(model: nn.Module) -> Iterator[None]:
-    """Within, the model attends with FlashAttention's operator: on meta, sdpa would count a [T, T] matrix."""
+    """Context manager in which the model attends with FlashAttention's operator.
+
+    Without it, sdpa on meta would count a [T, T] matrix.
+    """
     AttentionInterface.register(FUSED, _flash)
     with replaced(attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED)):
         yield
@@ -145,10 +163,12 @@ def _flash(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function for counting: the memory and FLOPs of causal FlashAttention with the layer's window,
-    which softcap costs nothing."""
+    """Attend with the memory and FLOPs of causal FlashAttention in the layer's window.
+
+    This is an attention function for transformers. Softcap costs nothing here.
+    """
     size = value.shape[-1]
-    wide = max(size, query.shape[-1])  # the kernel has one head size
+    wide = max(size, query.shape[-1])  # the kernel supports a single head size
     query, key, value = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
     if sliding_window is None or sliding_window >= key.shape[2]:
         out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
@@ -161,24 +181,26 @@ def _flash(
 
 
 def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden [N, h], weight [V, h] -> a number in float32; each tile of logits is let go at once."""
+    """Return a float32 scalar for hidden [N, h] and weight [V, h]; each tile of logits is freed at
+    once.
+    """
     for rows in hidden.split(TILE[0]):
         for columns in weight.split(TILE[1]):
-            add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads it
+            add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads the tile
     statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
     ctx.save_for_backward(hidden, weight, statistics[0])
     return statistics[1].sum()
 
 
 def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden [N, h] and, if it is trained, of weight [V, h], in their dtypes."""
+    """Return gradients of hidden [N, h] and, if trained, of weight [V, h], in their dtypes."""
     hidden, weight, _ = ctx.saved_tensors
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
     d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[3] else None
     for rows in hidden.split(TILE[0]):
         for columns in weight.split(TILE[1]):
             tile = rows @ columns.mT  # [rows, columns]
-            add_flops(0, 2 * tile.nbytes)  # one kernel writes the gradient over it
+            add_flops(0, 2 * tile.nbytes)  # one kernel overwrites the tile with its gradient
             tile @ columns
             if d_weight is not None:
                 tile.mT @ rows
@@ -186,6 +208,7 @@ def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype)
 
 
-# hidden [N, h], weight [V, h] -> a loss, with the memory of the fused heads that are in use elsewhere: labelled rows
-# are copied, logits exist in tiles, and the gradients of hidden and weight are float32 for all of N until they are done.
+# hidden [N, h], weight [V, h] -> a loss, with the memory of common fused heads: labelled rows are
+# copied, logits exist in tiles, and the gradients of hidden and weight are float32 for all of N
+# until the end.
 counted_head = functools.partial(Replayed.apply, _counted_head, _counted_head_backward)

@@ -1,4 +1,4 @@
-"""Counts the steps of a model under several methods and puts them down as a `Profile`."""
+"""Count the steps of a model under several methods and return a `Profile`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,15 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class SurveyRecipe:
-    """A way to run a step. config: streambp's; None: unpatched, with checkpointing and a fused head or without. split: how
-    ranks share a sequence, if they do."""
+    """A way to run a step.
+
+    Attributes:
+        name: the method's name.
+        config: streambp's settings; None: unpatched.
+        checkpointing: True for unpatched steps with gradient checkpointing.
+        fused_head: True for unpatched steps with a fused head.
+        split: kind of sequence sharding; "": none.
+    """
 
     name: str
     config: StreamConfig | None = None
@@ -56,10 +63,10 @@ class SurveyRecipe:
 
 
 def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = "") -> SurveyRecipe:
-    """A streamed recipe; its name says how.
+    """Return a streamed recipe, named after its settings.
 
     Raises:
-        ConfigError: some layers alone are to save something.
+        ConfigError: the saves are restricted to some layers.
     """
     if any(LAST in name for name in saves):
         raise ConfigError(f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what follows out.")
@@ -73,7 +80,7 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = ""
 PLAIN = SurveyRecipe("plain")
 CHECKPOINTING = SurveyRecipe("checkpointing", checkpointing=True)
 CHECKPOINTING_HEAD = SurveyRecipe("checkpointing, fused head", checkpointing=True, fused_head=True)
-LEAST = 1  # a gpu_memory that leaves nothing of a prefix on the device but the tiles at work
+LEAST = 1  # a gpu_memory that leaves only the current tiles of a prefix on the device
 STREAMED = (
     *(streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv"))),
     SurveyRecipe("streambp offload, keys on the host", StreamConfig(saves=(), offload="cpu", gpu_memory=LEAST)),
@@ -97,16 +104,22 @@ def survey(
     timed: bool = True,
     said: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Count every recipe on the skeleton, whose layers are reduced for it.
+    """Count every recipe on the skeleton, with its layers reduced.
 
     Args:
-        at: a length and chunk size that the lines must fit best; None: lines for any length.
-        accumulating, tree: count the second regime and the modules as well. timed: and all that seconds at other lengths
-            need.
-        said: is told the recipe that is counted next, and the part of the work that is done.
+        skeleton: the model without data.
+        recipes: the methods.
+        batch_size: number of rows.
+        at: a length and chunk size where the lines must fit best; None: lines for any length.
+        kernels: attention kernels on a GPU, whose workspaces are counted.
+        accumulating: also count steps that add to gradients.
+        tree: also count the modules.
+        timed: also count the points that seconds at other lengths need.
+        said: progress callback with the next recipe's name and the fraction of the work done.
 
     Raises:
-        StreamBPError: a streamed step cannot be counted without data (experts that look at what was routed to them, say).
+        StreamBPError: a streamed step cannot be counted without data (experts that read their
+            routing, for example).
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_at_once(skeleton)
@@ -114,7 +127,8 @@ def survey(
     reduced = skeleton.reduce()
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods, left_out, refused = [], [], set[str]()
-    chunks = [2 if one.config is None else 15 if one.config.gpu_memory is None else 30 for one in recipes]  # about
+    # approximate numbers of chunks
+    chunks = [2 if one.config is None else 15 if one.config.gpu_memory is None else 30 for one in recipes]
     for number, recipe in enumerate(recipes):
         if recipe.split in refused:
             continue
@@ -123,7 +137,7 @@ def survey(
         try:
             with uncollected():
                 methods.append(_count_method(counter, recipe, at, accumulating, timed))
-        except Exception as error:  # whatever a model's own forward raises on tensors without data
+        except Exception as error:  # any error of a model's own forward on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
             if recipe.split and any(other.config and not other.split for other in recipes):
                 left_out.append(f"{recipe.split} ({reason})")
@@ -149,7 +163,10 @@ def survey(
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Within, what waits for the garbage collector stays alive: else it would be freed, or not, by chance."""
+    """Context manager that disables the garbage collector.
+
+    Otherwise unreachable tensors would be freed at random moments of a count.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -160,7 +177,9 @@ def uncollected() -> Iterator[None]:
 
 
 def _gathered_at_once(skeleton: Skeleton) -> int:
-    """Bytes that ZeRO-3 holds whole: two layers, the running and the next, or the head."""
+    """Return the bytes that ZeRO-3 gathers at a time: two layers, the current and the next, or the
+    head.
+    """
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
     largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
     head = sum(p.nbytes for p in skeleton.causal_lm.get_output_embeddings().parameters())
@@ -168,7 +187,7 @@ def _gathered_at_once(skeleton: Skeleton) -> int:
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
-    """Dense parameters and those of experts; each parameter once, tied or not."""
+    """Return the dense parameters and the experts' parameters; tied parameters count once."""
     groups = []
     for name in ("dense", "expert"):
         mine = [p for path, p in model.named_parameters() if (".experts." in path) == (name == "expert")]
@@ -179,12 +198,20 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-Works = dict[Point, dict[str, Work]]  # of a whole step, by kind of phase
+Works = dict[Point, dict[str, Work]]  # of a full step, by kind of phase
 
 
 @dataclasses.dataclass
 class Counter:
-    """Counts single steps of a skeleton with reduced layers."""
+    """Counts single steps of a skeleton with reduced layers.
+
+    Attributes:
+        skeleton: the model without data.
+        reduced: its representative layers.
+        batch_size: number of rows.
+        kernels: attention kernels whose workspaces are counted; None: none.
+        growth: additional bytes of streamed steps that add to gradients.
+    """
 
     skeleton: Skeleton
     reduced: Reduced
@@ -194,19 +221,22 @@ class Counter:
     def __post_init__(self) -> None:
         self.shapes = Shapes(self.skeleton.mode)
         self._fused: bool | None = None
-        self._unread: list[dict[Any, Any]] = []  # what trials of each layer found
+        self._unread: list[dict[Any, Any]] = []  # results of each layer's trials
         self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[Works, Works]] = {}
         self._heads: dict[str, list[Heads]] = {}
-        self.growth: list[Counted] = []  # of streamed steps that add to gradients
+        self.growth: list[Counted] = []
 
     def fused(self, recipe: SurveyRecipe) -> bool:
-        """Whether a fused kernel attends, as on a GPU in half precision without softcap and without picked keys."""
+        """True if a fused kernel attends, as on a GPU in half precision without softcap and picked
+        keys.
+        """
         if recipe.config is None:
             return True
         layers = (layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers)
-        if any(kind_of(layer).attention.picks_keys for layer in layers):  # of few tokens all are picked
+        # for few tokens all keys are picked
+        if any(kind_of(layer).attention.picks_keys for layer in layers):
             return False
-        if self._fused is None:  # what is saved and where it waits changes no kernel
+        if self._fused is None:  # saves and offload change no kernel
             count = StepCount(None)
             with self._prepared(recipe, 8), self.skeleton.running(), count:
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
@@ -217,12 +247,17 @@ class Counter:
         return self._fused
 
     def more_points(self, recipe: SurveyRecipe, size: int, own: Works) -> Works:
-        """Points that tell the work's laws apart: two chunks of `size`, and three of twice that. Counted once for all
-        methods that save the same: another differs in what goes to the host, as much as at a point that both counted. Of
-        what tensors that leave for the host take more, each token has the same bytes and each chunk the same dispatches.
+        """Return work at further points, which separate the work's laws: two chunks of `size`,
+        three of 2 `size`.
+
+        These points are counted once for all methods with the same saves. The methods differ in
+        copies to the host only, by the same amount as at a point counted for both. Copied tensors
+        cost equal bytes for each token and equal dispatches for each chunk.
 
         Args:
-            own: what the method counted.
+            recipe: the method.
+            size: chunk size of the smaller point.
+            own: the method's own counts.
         """
         assert recipe.config is not None
         key = recipe.split, recipe.config.named_saves, size
@@ -244,10 +279,10 @@ class Counter:
         return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
-        """Of all layers that attend.
+        """Return the heads of all layers that attend.
 
         Raises:
-            StreamBPError: the model cannot be split over ranks, for the reason that a step gives.
+            StreamBPError: the model's sequences cannot be sharded, with the reason from a step.
         """
         if recipe.split not in self._heads:
             seen: set[Heads] = set()
@@ -259,7 +294,10 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """On how many a split is counted: as few as can share all heads under Ulysses, 1 if none can."""
+        """Return the number of ranks for counts of sharded sequences.
+
+        For Ulysses it is the smallest number that can share all heads, or 1 if none can.
+        """
         if recipe.split != ULYSSES:
             return 2
         heads = self.heads(recipe)
@@ -269,17 +307,21 @@ class Counter:
         return 1
 
     def count(self, recipe: SurveyRecipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
-        """The spans of a first step and, if asked for, of a second that adds to its gradients."""
+        """Return the spans of a first step and optionally of a second step that adds to its
+        gradients.
+        """
         model, skeleton = self.skeleton.model, self.skeleton
         layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
         with skeleton.active():
             ids = torch.empty(self.batch_size, point[0], dtype=torch.long)  # [B, T]
 
         def loss() -> Tensor:
+            """Run the forward and return the loss."""
             if recipe.fused_head:
                 causal_lm = skeleton.causal_lm
                 hidden = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)  # [B T, h]
-                rows = torch.arange(hidden.shape[0], device=hidden.device)  # [B T], each counted as labelled
+                # [B T], all counted as labelled
+                rows = torch.arange(hidden.shape[0], device=hidden.device)
                 return counted_head(hidden[rows], causal_lm.get_output_embeddings().weight)
             return model(input_ids=ids, labels=ids, use_cache=False).loss
 
@@ -297,7 +339,7 @@ class Counter:
 
     @contextlib.contextmanager
     def _prepared(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
-        """The model as the recipe wants it; yields what counts the host's bytes."""
+        """Context manager that sets up the model for the recipe and yields the host's count."""
         model, causal_lm = self.skeleton.model, self.skeleton.causal_lm
         with contextlib.ExitStack() as stack:
             if recipe.config is None:
@@ -323,21 +365,23 @@ class Counter:
             engine = UncountedHost(torch.device("meta" if self.skeleton.mode is None else "cpu"), self.skeleton)
             budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
             manager = CountingManager(len(sites), budget, engine)
-            manager.arena = Arena(2**62, engine.host_buffer)  # no limit, whatever this machine has
+            # no limit, independent of this machine
+            manager.arena = Arena(2**62, engine.host_buffer)
             for site in sites:
                 site.offloader = manager
             yield manager
 
 
 def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
+    """Count a recipe at its points and fit its laws."""
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
-    ranks = counter.ranks(recipe) if recipe.split else 1  # or raise
+    ranks = counter.ranks(recipe) if recipe.split else 1  # raises if the model cannot be sharded
     layers = (layer for stack in find_stacks(counter.skeleton.model).stacks for layer in stack.layers)
     states = any(states_argument(layer) is not None for layer in layers)
     points = points_for(at, chunked, fused, states, tiles)
-    if recipe.split:  # a shard is two parts of whole chunks
+    if recipe.split:  # a shard has two parts of complete chunks
         large = 4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
     first: list[list[Counted]] = []
@@ -351,7 +395,8 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
         first.append(phases)
         hosts.append([on_host])
         if accumulating:
-            if not more:  # gradients that are there add the same at every point and in every streamed method
+            # existing gradients add the same bytes at every point and in every streamed method
+            if not more:
                 pairs = zip(phases, unroll(steps[1], counter.reduced)[0], strict=True)
                 more = [Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients) for one, two in pairs]
             adding = []
@@ -369,7 +414,8 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
     host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
     more_points = counter.more_points(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
     found = counted | {point: works for point, works in more_points.items() if point not in counted}
-    # By the sequence's length, of all ranks that share it; copies to the host by the method's own points alone.
+    # Fitted over the full sequence's length and all ranks; copies to the host over the method's own
+    # points alone.
     lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
     work = tuple(

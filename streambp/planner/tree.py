@@ -1,4 +1,4 @@
-"""The module tree: parameters, and the bytes a token that each module's forward leaves for its backward."""
+"""The module tree: parameters, and bytes a token that each module's forward saves for backward."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ Activations = dict[nn.Module, float]
 
 
 def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
-    """Of the unpatched model without checkpointing; layers of one kind are one node, and so are other equal siblings."""
+    """Return the tree of the unpatched model without checkpointing.
+
+    Layers of one kind are one node; other equal siblings share a node as well.
+    """
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
     found = _activations(skeleton, batch_size)
 
     def node(name: str, module: nn.Module, count: int) -> Node:
+        """Return the node of a module and its children."""
         children = []
         if tuple(module.children()) == layers:
             for kind in dict.fromkeys(reduced.kinds):
@@ -43,11 +47,12 @@ def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
             for same in alike.values():
                 label = same[0][0] if len(same) == 1 else f"{same[0][0]}-{same[-1][0]}"
                 children.append(node(label, same[0][1], len(same)))
-        children = [child for child in children if child.parameters or child.activation]  # dropouts, empty lists and so on
+        # without dropouts, empty lists and the like
+        children = [child for child in children if child.parameters or child.activation]
         own = sum(parameters_of(p) for p in module._parameters.values() if p is not None)
         parameters = own + sum(child.count * child.parameters for child in children)
         activation = found.get(module, 0.0)
-        # Where layers were taken out below, what the module kept says nothing about the full model.
+        # For parents of removed layers, the saved bytes do not apply to the full model.
         reduces = module is not layers[0] and any(child is layers[0] for child in module.modules())
         if reduces or isinstance(module, nn.ModuleList):
             missing = activation - sum(found.get(child, 0.0) for child in _direct(module))
@@ -58,7 +63,9 @@ def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
 
 
 def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
-    """Bytes a token of the storages that were allocated in a module's forward and are alive when the model's is over."""
+    """Return bytes a token of storages that a module's forward allocates and the model's forward
+    keeps.
+    """
     count = StepCount(None)
     spans: dict[nn.Module, tuple[int, int]] = {}
     handles: list[Any] = []
@@ -81,7 +88,7 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
 
 
 def _direct(module: nn.Module) -> list[nn.Module]:
-    """The modules whose forward this one's calls: its children, and those of its lists."""
+    """Return the modules whose forward this module calls: children, and entries of its lists."""
     direct: list[nn.Module] = []
     for child in module.children():
         direct += _direct(child) if isinstance(child, nn.ModuleList) else [child]

@@ -1,10 +1,11 @@
-"""What a step's operations ask of a device: products, attention, bytes that other operations move, dispatches, copies.
+"""Costs of a step's operations: products, attention, moved bytes, dispatches, copies.
 
-[Note: bytes moved] An operation reads its inputs once and writes its outputs once; what it changes in place it reads too. A
-dimension that is broadcast is read once. Views and empty tensors move nothing, fills and `copy_` do not read what they
-write, gathers and scatters move what they select twice, and a matrix product that adds to a sum moves the sum twice. The
-rest of matrix products and attention is in their FLOPs. A product that is `SKINNY` takes as long as its bytes, which count
-instead: those of an adapter are a hundredth of a LoRA layer's FLOPs, and a fifth of its time.
+[Note: bytes moved] An operation reads its inputs once and writes its outputs once; it also reads a
+tensor that it changes in place. A broadcast dimension is read once. Views and empty tensors move
+nothing. Fills and `copy_` do not read their destination. Gathers and scatters move the selected
+elements twice. A matrix product that adds to a sum moves the sum twice. All other costs of matrix
+products and attention are in their FLOPs. A product that is `SKINNY` costs its bytes instead: products of
+adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ aten = torch.ops.aten
 
 
 class Work(NamedTuple):
-    """Of a part of a step.
+    """Work of a part of a step.
 
-    products: FLOPs of matrix products. forward, backward: FLOPs of attention kernels, of the pairs that they compute.
-    moved: bytes that all other operations read and write. dispatches: operations that torch starts.
-    out, back: bytes copied to the host and from it.
+    Attributes:
+        products: FLOPs of matrix products.
+        forward: FLOPs of attention forward, for the computed query-key pairs.
+        backward: FLOPs of attention backward, for the computed query-key pairs.
+        moved: bytes that all other operations read and write.
+        dispatches: number of operations that torch starts.
+        out: bytes copied to the host.
+        back: bytes copied from the host.
     """
 
     products: float = 0.0
@@ -35,12 +41,12 @@ class Work(NamedTuple):
     back: float = 0.0
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
-        """The sum, the other taken so many times."""
+        """Return this work plus `times` times the other."""
         return Work(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor, of any shape, in nested tuples, lists and dicts."""
+    """Return every tensor, of any shape, in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -56,7 +62,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 GROUPED = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None
-FACTORS = {  # the position of the first of two among the arguments
+FACTORS = {  # index of the first factor among the arguments
     aten.mm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.dtype: 0, aten.addmm.dtype_out: 1,
     aten.bmm.default: 0, aten.baddbmm.default: 1, GROUPED: 0,
 }  # fmt: skip
@@ -76,14 +82,14 @@ BACKWARDS = (
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
 ATTENTION = frozenset(FORWARDS + BACKWARDS)
-CAUSAL_AT = {  # the position of is_causal among the arguments
+CAUSAL_AT = {  # index of is_causal among the arguments
     FORWARDS[0]: 4, FORWARDS[1]: 4, FORWARDS[2]: 8, FORWARDS[3]: 6,
     BACKWARDS[0]: 11, BACKWARDS[1]: 7, BACKWARDS[2]: 11, BACKWARDS[3]: 11,
 }  # fmt: skip
 
 
 def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, int, int]:
-    """Rows, H, H_kv, queries, keys, D, D_v of an attention call."""
+    """Return rows, H, H_kv, queries, keys, D, D_v of an attention call."""
     q, k, v = args[1:4] if func in BACKWARDS else args[:3]
     if func in (FORWARDS[2], BACKWARDS[2]):  # token major, [B, T, H, D] or [T, H, D]
         rows = q.shape[0] if q.dim() == 4 else 1
@@ -92,20 +98,26 @@ def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, in
 
 
 def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """Queries times the keys that each reads; causal: the last query reads up to the last key, and so on downwards; window:
-    the most keys that a query reads."""
+    """Return the number of query-key pairs.
+
+    Args:
+        queries: number of queries.
+        keys: number of keys.
+        causal: True if the last query reads up to the last key, and so on downwards.
+        window: maximal number of keys that a query reads; None: no limit.
+    """
     found = queries * keys
     if causal:
         found = found // 2 if queries == keys else found - queries * queries // 2
     if causal and window is not None and window < keys:
-        full = max(0, min(queries, keys - window))  # queries that have more keys than the window
+        full = max(0, min(queries, keys - window))  # queries with more keys than the window
         rest = queries - full
         found = full * window + rest * (keys - queries) + rest * (rest + 1) // 2
     return found
 
 
 def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
-    """Two products forward; five backward, where the scores are computed again."""
+    """Return FLOPs: two products forward, and five backward, which recomputes the scores."""
     rows, heads, _, queries, keys, size, value_size = _attention_shapes(func, args)
     causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
     left = kwargs.get("window_size_left")
@@ -114,7 +126,7 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def workspace(func: Any, args: Any, kernels: str) -> int:
-    """Bytes that an attention kernel takes and gives back. [Note: kernel workspaces]"""
+    """Return the bytes that an attention kernel allocates and frees. [Note: kernel workspaces]"""
     if func is BACKWARDS[1]:
         return 0
     rows, heads, kv_heads, queries, keys, size, value_size = _attention_shapes(func, args)
@@ -130,20 +142,20 @@ EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_emp
 ONLY_WRITTEN = frozenset({"zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 COPIES = frozenset({"copy_"})
 SELECTED_RESULT = frozenset({"index", "index_select", "gather", "embedding"})
-SELECTED_SOURCE = {  # the position of what is written to selected places
+SELECTED_SOURCE = {  # index of the source that is written to selected elements
     "index_put_": 2, "index_put": 2, "index_add_": 3, "index_add": 3, "index_copy_": 3,
     "scatter_": 3, "scatter": 3, "scatter_add_": 3, "scatter_add": 3, "embedding_dense_backward": 0,
 }  # fmt: skip
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes, of broadcast dimensions once."""
+    """Return the bytes of a tensor; dimensions with stride 0 (broadcast) count as size 1."""
     kept = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
     return math.prod(kept) * tensor.element_size()
 
 
 def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Bytes that an operation other than a view reads and writes. [Note: bytes moved]"""
+    """Return the bytes that an operation other than a view reads and writes. [Note: bytes moved]"""
     name = func._overloadpacket.__name__
     written = sum(map(_size, tensors(result)))
     if func in ADDS_TO_A_SUM:
@@ -165,10 +177,10 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Of one operation that gave `result`."""
+    """Return the work of one operation with this result."""
     if func in FACTORS:
         a, b = args[FACTORS[func] :][:2]
-        # Of groups, every row of a meets one matrix of b, or every column one group.
+        # In a grouped product, every row of a meets one matrix of b, or every column one group.
         terms = math.prod(a.shape[-2:] if func is GROUPED else a.shape)
         size = moved(func, args, kwargs, result)
         if a.dim() == 2 and func is not GROUPED and min(*a.shape, b.shape[-1]) <= SKINNY:

@@ -1,1 +1,3 @@
-"""What passes from chunk to chunk beside keys and values: states of recurrences and convolutions, and documents."""
+"""State passed from chunk to chunk beside K and V: recurrence and convolution states, and
+documents.
+"""

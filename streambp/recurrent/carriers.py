@@ -1,6 +1,8 @@
-"""How the states of a layer reach the next chunk: what stands in for its cache, or for its argument of states.
+"""Pass a layer's recurrent and convolution states from one chunk to the next.
 
-[Note: carriers] in `attention/carriers.py` says what a carrier is. [Note: states] says what is handed on.
+A chunk's forward gets a `StateCache` instead of the layer's cache, or states instead of the layer's
+state argument. [Note: carriers] in `attention/carriers.py` defines carriers; [Note: states] defines
+states.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class StateCarrier:
-    """Of a layer that keeps states in its cache, or takes them as an argument and returns them behind its hidden states.
+    """State carrier for a layer with states in its cache, or with states as an argument and an
+    output.
+
+    The second kind of layer returns the states behind its hidden states.
 
     Args:
-        argument: the name of the argument that takes the cache, or the states; "": the layer has none, and nothing but keys
-            and values passes from chunk to chunk. returned: it takes and returns the states themselves.
+        argument: name of the argument for the cache or the states; "": the layer has no states, so
+            chunks share K and V only.
+        returned: True if the layer takes and returns the states themselves, without a cache.
 
-    carries: chunks start from states. least: tokens that a chunk has at least. why_not_split: why ranks cannot have a shard
-    of the tokens each.
+    Attributes:
+        carries: True if a chunk starts from the states of the chunk before.
+        least: minimum number of tokens in a chunk.
+        why_not_split: the reason against sharding the tokens over ranks; None if sharding is
+            possible.
     """
 
     def __init__(self, argument: str = "", returned: bool = False) -> None:
@@ -36,13 +45,15 @@ class StateCarrier:
     def hand(
         self, named: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
     ) -> tuple[dict[str, Any], StateCache | None]:
-        """A chunk's arguments with its start states among them, and where its end states are collected.
+        """Return the chunk's arguments with its start states, and the cache for its end states.
 
-        In place of the layer's cache it is a `StateCache`, which also returns the prefix where that attends over one.
+        The `StateCache` replaces the layer's own cache. For a layer that attends over its cache,
+        the `StateCache` also returns the prefix K and V.
 
         Args:
-            states: those that the chunk starts from; None: it gets no cache.
-            read: what a cache does with keys and values; None: the layer does not attend over one.
+            states: states at the start of the chunk; None: the chunk has no cache for states.
+            read: function that the cache calls on new K and V; None: the layer does not attend over
+                a cache.
         """
         if states is None and read is None:
             return named, None
@@ -51,8 +62,12 @@ class StateCarrier:
         return {**named, self.argument: given}, cache
 
     def collect(self, result: Any, cache: StateCache | None) -> Any:
-        """What the layer returned, without end states [B, ...], which go into the chunk's cache: hidden_states [..., C, h]
-        and None in place of the states."""
+        """Move returned end states [B, ...] into the chunk's cache and return the layer's other
+        outputs.
+
+        The result is hidden_states [..., C, h] with None in place of the states. Layers that return
+        no states keep their result.
+        """
         if not self.returned:
             return result
         hidden_states, states = result

@@ -1,17 +1,21 @@
-"""Where the documents of packed rows start, as layers with states are told.
+"""Document boundaries of packed rows, in the form that kernels of layers with states expect.
 
-transformers hands two arguments on to the kernels: seq_idx [B, T], the document of each token, to convolutions and to
-Mamba 2's scan, and cu_seq_lens_q [documents + 1], where the documents of a single row end, to the delta rules. Attention
-has its own way (`attention/masks.py`). In a chunk each function is told what belongs to the tokens that it gets:
+transformers passes two arguments to the kernels. seq_idx [B, T] is the document of each token, for
+convolutions and Mamba 2's scan. cu_seq_lens_q [documents + 1] holds the document ends of a single
+row, for the delta rules. Attention has its own form (`attention/masks.py`). In a chunk, each
+function gets the values for the tokens of its own input:
 
-    a convolution      seq_idx of the chunk and of the tokens before it that its cache has put in front
-    a scan             seq_idx counted from the document of the token before the chunk: a start state is document 0's
-    a delta rule       cu_seqlens of the chunk, and a start state for each document: the chunk's for the first, if that goes
-                       on from before, and zero for the others; the last one's end state is the chunk's
+    a convolution      seq_idx of the chunk and of the earlier tokens that its cache has prepended
+    a scan             seq_idx minus the document of the token before the chunk: the start state
+                       belongs to document 0
+    a delta rule       cu_seqlens of the chunk, and a start state for each document: the chunk's for
+                       a first document that began before the chunk, zeros for every other document;
+                       the end state of the last document is the chunk's end state
 
-[Note: documents] A function is told what its mixer tells it, no more. What takes neither argument mixes documents, in
-chunks as unpatched, so that whether a start state is dropped where a document starts is decided here, by function, and not
-where states are kept.
+[Note: documents] Each function gets document boundaries only if its mixer passes them unpatched. A
+function without such an argument mixes documents, in chunks as unpatched. The choice to drop a
+start state at a document start is therefore made here, for each function, and not where states are
+stored.
 """
 
 from __future__ import annotations
@@ -31,16 +35,20 @@ from streambp.chunks import Barrier, Chunk, merged
 from streambp.known_names import CONVOLUTION, CONVOLUTION_STATE, DELTA_RULE, DOCUMENT_ENDS, DOCUMENT_IDS, STATE_SCAN
 from streambp.source import written_forward
 
-TRIED = (3, 5, 6)  # where the probe's documents end: within a chunk, with it, after one token, and over several chunks
+# Document ends in the probe: inside a chunk and at a chunk's end; one document is a single token,
+# and one is longer than a chunk.
+TRIED = (3, 5, 6)
 
 
 class Documents:
-    """The documents of one call.
+    """Document boundaries of one call, as kernel arguments.
 
     Args:
-        ids: [B, T] int32, the document of each token, rising along a row; None: not told.
-        ends: [documents + 1] int32 from 0 to T, of a batch of one row; None: not told.
-        known: the values of `ends`; None: they are read, which waits for the device.
+        ids: [B, T] int32, the document of each token, increasing along a row; None: no such
+            argument.
+        ends: [documents + 1] int32 from 0 to T, for a batch of one row; None: no such argument.
+        known: the values of `ends` on the host; None: read them from the device, which
+            synchronizes.
     """
 
     def __init__(self, ids: Tensor | None, ends: Tensor | None, known: tuple[int, ...] | None = None) -> None:
@@ -50,28 +58,36 @@ class Documents:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """By name, for a layer that is not given them: seq_idx [B, T], cu_seq_lens_q [documents + 1]."""
+        """Return the arguments by name: seq_idx [B, T], cu_seq_lens_q [documents + 1].
+
+        Used for a layer whose own arguments lack them.
+        """
         return {name: value for name, value in ((DOCUMENT_IDS, self.ids), (DOCUMENT_ENDS, self._ends)) if value is not None}
 
     def within(self, chunk: Chunk) -> dict[str, Tensor]:
-        """Arguments that a chunk's are replaced by: where its own documents end, [documents + 1]."""
+        """Return a chunk's replacement arguments: the document ends inside it, [documents + 1]."""
         if self._ends is None:
             return {}
-        if chunk not in self._cut:  # one tensor for all passes: fla keeps what it derives from it
+        # One tensor for all passes, because fla caches values derived from this tensor.
+        if chunk not in self._cut:
             inside = [end - chunk.start for end in self.ends if chunk.start < end < chunk.stop]
             ends = [0, *inside, chunk.stop - chunk.start]
             self._cut[chunk] = torch.tensor(ends, dtype=self._ends.dtype, device=self._ends.device)
         return {DOCUMENT_ENDS: self._cut[chunk]}
 
     def goes_on(self, chunk: Chunk) -> bool:
-        """Whether the chunk starts within a document."""
+        """True if the chunk starts in the middle of a document."""
         return chunk.start not in self.ends
 
 
 class Segment(NamedTuple):
-    """Tokens `[start, stop)` of a chunk that belong to one document in each of these rows.
+    """Tokens `[start, stop)` of a chunk that belong to one document in each of `rows`.
 
-    goes_on: the document starts before the chunk.
+    Attributes:
+        rows: row indices in the batch.
+        start: first token, counted from the chunk's start.
+        stop: token behind the last one, counted from the chunk's start.
+        goes_on: True if the document starts before the chunk.
     """
 
     rows: tuple[int, ...]
@@ -82,9 +98,10 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class PackedRows:
-    """The documents of packed rows, read off position_ids.
+    """Document boundaries of packed rows, read from position_ids.
 
-    ends: where documents end, of each row; rising from 0 to the row's length.
+    Attributes:
+        ends: for each row the document ends, increasing from 0 to the row's length.
     """
 
     ends: tuple[tuple[int, ...], ...]
@@ -92,18 +109,21 @@ class PackedRows:
 
     @functools.cached_property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Where no chunk may end: one token of a document would be left to the next chunk. For one token on top of a state
-        mixers take decode kernels, which have no backward."""
+        """Return the positions where no chunk may end.
+
+        A chunk end there would leave a single token of a document to the next chunk. For a single
+        token behind a state, mixers choose decode kernels, which have no backward.
+        """
         rows = [(set(row), row[1:]) for row in self.ends]
         return merged(Barrier(end - 1, end - 1) for known, ends in rows for end in ends if end - 1 not in known)
 
     @property
     def number(self) -> int:
-        """How many documents there are."""
+        """Return the number of documents."""
         return sum(len(row) - 1 for row in self.ends)
 
     def as_documents(self, names: tuple[str, ...], device: torch.device) -> Documents:
-        """The same for kernels, by the arguments of these names; one object for all layers of a forward."""
+        """Return these boundaries as kernel arguments with these names, cached for all layers."""
         if names not in self._documents:
             length = self.ends[0][-1]
             ids = torch.zeros(len(self.ends), length, dtype=torch.int32, device="cpu")  # [B, T]
@@ -116,7 +136,7 @@ class PackedRows:
         return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
-        """The chunk's tokens by document, those of a row in their order."""
+        """Return the chunk's tokens split by document, in order within each row."""
         found: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
             before, behind = bisect.bisect_left(ends, chunk.start), bisect.bisect_left(ends, chunk.stop)
@@ -129,8 +149,11 @@ class PackedRows:
 
 
 def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
-    """The documents that position_ids [1 or rows, T] mark where they do not grow by one, transformers' own rule for
-    attention's mask; None if each row is one document. Waits for the device."""
+    """Read document boundaries from position_ids [1 or rows, T]; None if each row is one document.
+
+    A document starts at every position that is not its predecessor plus one. transformers uses the
+    same rule for the attention mask. Synchronizes with the device.
+    """
     breaks = (position_ids.diff(dim=-1) != 1).cpu()  # [1 or rows, T - 1]
     if not bool(breaks.any()):
         return None
@@ -140,7 +163,9 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
 
 
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The arguments of a layer that tell of documents, for rows of one document each: seq_idx [B, T], cu_seq_lens_q [2]."""
+    """Return a layer's document arguments for rows of one document: seq_idx [B, T], cu_seq_lens_q
+    [2].
+    """
     changed = {}
     if named.get(DOCUMENT_IDS) is not None:
         changed[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
@@ -150,8 +175,11 @@ def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
-    """Those arguments for rows whose first `length` tokens are several documents, other ones in every second row:
-    seq_idx [B, T], cu_seq_lens_q [documents + 1]."""
+    """Return a layer's document arguments for rows with several documents in the first `length`
+    tokens.
+
+    Every second row has other boundaries. Shapes: seq_idx [B, T], cu_seq_lens_q [documents + 1].
+    """
     changed = {}
     inside = [end for end in TRIED if end < length]
     if named.get(DOCUMENT_IDS) is not None:
@@ -166,7 +194,7 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
 
 
 def tried_rows(rows: int, length: int) -> PackedRows:
-    """The same for the probe's rows of `length` tokens: several documents, other ones in every second row."""
+    """Return the probe's document boundaries for rows of `length` tokens, as in `in_several`."""
     return PackedRows(tuple((0, *(end - row % 2 for end in TRIED if end < length), length) for row in range(rows)))
 
 
@@ -174,7 +202,10 @@ Function = Callable[..., Any]
 
 
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules of a layer whose forward calls functions that can be told of documents, each with the global's name."""
+    """Return (module, global name) of each function in a layer that accepts document boundaries.
+
+    Only functions that a module's forward looks up as globals are found.
+    """
     found = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -185,13 +216,16 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
-    """The function as a chunk calls it. [Note: documents]"""
+    """Wrap the function so that it gets the document boundaries of this chunk. [Note: documents]"""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[kind_of(function) or ""]
     return functools.partial(tell, function, documents, chunk)
 
 
 def parameters_of(function: Any) -> set[str]:
-    """A function's parameters; {} of anything else. With the kernels package functions are modules."""
+    """Return the names of a function's parameters; an empty set for other objects.
+
+    Modules count as functions, because the kernels package wraps functions in modules.
+    """
     function = function.forward if isinstance(function, nn.Module) else function
     if not callable(function) or isinstance(function, type):
         return set()
@@ -202,7 +236,10 @@ def parameters_of(function: Any) -> set[str]:
 
 
 def kind_of(function: Any) -> str | None:
-    """Which of a mixer's work across tokens a function does that can be told of documents, known by its parameters."""
+    """Return "rule", "scan" or "conv" for a function that accepts document boundaries, else None.
+
+    The kind is recognized by the names of the parameters.
+    """
     parameters = parameters_of(function)
     if parameters >= DELTA_RULE:
         return "rule"
@@ -212,13 +249,14 @@ def kind_of(function: Any) -> str | None:
 
 
 def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """x [B, D, k + C]"""
+    """Call a convolution on x [B, D, k + C] with the seq_idx of those tokens."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None:
         kwargs[DOCUMENT_IDS] = documents.ids[:, chunk.stop - x.shape[-1] : chunk.stop].contiguous()  # [B, k + C]
     return real(x, *args, **kwargs)
 
 
 def _tell_scan(real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a scan with the chunk's seq_idx [B, C], counted from the preceding token's document."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
         own, before = documents.ids[:, chunk.start : chunk.stop], documents.ids[:, chunk.start - 1 : chunk.start]
         kwargs[DOCUMENT_IDS] = own - before  # [B, C]
@@ -226,6 +264,9 @@ def _tell_scan(real: Function, documents: Documents, chunk: Chunk, /, *args: Any
 
 
 def _tell_rule(real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a delta rule with start states [N, H, K, V] of N documents; return the last end
+    state.
+    """
     ends, state = kwargs.get("cu_seqlens"), kwargs.get("initial_state")  # [N + 1], [1, H, K, V]
     if ends is None:
         return real(*args, **kwargs)

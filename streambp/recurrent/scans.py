@@ -1,25 +1,29 @@
-"""Recurrences that take no start state, given one all the same.
+"""Add a start state to recurrences whose function accepts none.
 
-Some mixers ask their cache for a state only when they decode, or keep it on themselves. For one forward they get another
-function in place of the one that does the recurrence; nothing outside of that forward changes.
+Some mixers read a state from their cache only during decoding, or store the state on the module.
+For one forward, such a mixer gets a replacement for the function of its recurrence; code outside of
+that forward is unchanged.
 
-    a selective scan (Mamba 1)     the mixer runs its own code with `SelectiveScan` under the scan's global name
-    linear attention (MiniMax)     the same with `TorchWithState` under the name `torch`
+    a selective scan (Mamba 1)     the mixer's own code, with `SelectiveScan` as the scan's global
+    linear attention (MiniMax)     the mixer's own code, with `TorchWithState` as the name `torch`
     gated linear unit (Griffin)    its convolution and its scan are replaced on the instance
 
-[Note: state tokens] Mamba 1's selective scan has neither a start state nor a gradient of its end state, in its kernel as in
-its reference. Both go through tokens:
+[Note: state tokens] Mamba 1's selective scan, kernel and reference alike, takes no start state and
+has no gradient for its end state. Additional tokens provide both:
 
     s_t = exp(dt_t A) s_(t-1) + dt_t B_t u_t,   y_t = C_t s_t
 
-Tokens in front write the start state, one for each of its N components n: B is the n-th unit vector, dt a small step, u
-what is left of the state divided by that step and by the decay of the tokens that follow. Tokens behind read the end state:
-their step is 0, C the n-th unit vector. Step and decay stay in the graph, so that what the bias of dt and A receive for the
-written tokens cancels. The end state's value is the scan's own, in float32; its gradient goes to the readers.
+Tokens in front of the chunk write the start state, one token for each of its N components n. For
+such a token B is the n-th unit vector and dt a small step. u is the remaining part of the state,
+divided by that step and by the decay of the tokens that follow. Tokens behind the chunk read the
+end state: their step is 0 and C is the n-th unit vector. Step and decay stay in the graph, so the
+gradients of A and of dt's bias from the written tokens cancel. The end state's value is the scan's
+own, in float32; its gradient goes to the reading tokens.
 
-A kernel takes half precision and computes in float32, so that written and read values have two parts each, the second what
-rounding takes from the first. transformers' own code rounds steps and gradients between its operations, in which nothing
-cancels; it gets float32, which costs little beside the states of all tokens that it makes in float32 anyway.
+A kernel takes half precision and computes in float32. Written and read values therefore have two
+parts each; the second part is the rounding error of the first. transformers' own code rounds steps
+and gradients between operations, so nothing cancels. It gets float32 inputs, at little cost beside
+the float32 states of all tokens that this code makes anyway.
 """
 
 from __future__ import annotations
@@ -41,14 +45,14 @@ from streambp.recurrent.documents import Documents, parameters_of, telling
 from streambp.recurrent.states import Key, StateCache
 from streambp.source import with_globals, written_forward
 
-STEP = 2.0**-8  # of a token that writes
-DECAY = 4.0  # of what the first of them writes, at most, as an exponent
-NO_STEP = -1e4  # before softplus
-GATE = 64.0  # silu(64) = 64, and dividing by it rounds nothing
+STEP = 2.0**-8  # step of a token that writes
+DECAY = 4.0  # maximal decay exponent of the value that the first writing token stores
+NO_STEP = -1e4  # step of zero as a value before softplus
+GATE = 64.0  # silu(64) = 64, and dividing by a power of two rounds nothing
 
 
 def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The mixers of a layer whose recurrence takes no start state, with the global name that gives it one."""
+    """Return the layer's mixers without a start state, each with the global name to replace."""
     found = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -66,7 +70,10 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def in_torch(function: Any) -> bool:
-    """Whether it is transformers' own code, for want of a kernel; its wrapper alone knows."""
+    """True if the function is transformers' own code, used because no kernel is installed.
+
+    Only the function's wrapper has this information.
+    """
     function = function.forward if isinstance(function, nn.Module) else function
     function = getattr(function, "__func__", function)
     if not inspect.isfunction(function):
@@ -76,10 +83,11 @@ def in_torch(function: Any) -> bool:
 
 
 class Replaced:
-    """Within, modules have these attributes of their own: forwards, or functions that their forwards call.
+    """Context manager in which modules have these attributes on the instance.
 
-    Neither generators nor an `ExitStack`: their frames would tie the exception that ends a refill, and with it the
-    layer's tensors, into a cycle.
+    The attributes are forwards, or functions that forwards call. This is a class and neither a
+    generator nor an `ExitStack`: their frames would put the exception that ends a refill, and with
+    it the layer's tensors, into a reference cycle.
     """
 
     def __init__(self, attributes: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
@@ -95,7 +103,7 @@ class Replaced:
         for (module, name, _function), before in zip(self._attributes, self._before, strict=True):
             if before is None:
                 del module.__dict__[name]
-            else:  # another library's
+            else:  # set by another library
                 module.__dict__[name] = before
 
 
@@ -105,15 +113,18 @@ Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
 def starting_from(
     mixers: list[tuple[nn.Module, str]], cache: StateCache | None, reading: Reading | None = None
 ) -> Replaced:
-    """Within, these mixers (`scans_of`) start from the cache's states, and functions of others are told of documents.
+    """Context manager in which the mixers start from the cache's states.
 
     Args:
-        reading: what reads documents (`document_readers`), which, and of which chunk; None: nothing does.
+        mixers: result of `scans_of`.
+        cache: the chunk's cache; None: nothing is replaced.
+        reading: functions that accept document boundaries (`document_readers`), the boundaries, and
+            the chunk; None: no such function.
     """
     if cache is None:
         return Replaced([])
     found: list[tuple[nn.Module, str, Callable[..., Any]]] = []
-    stand_ins: dict[nn.Module, dict[str, Any]] = {}  # for globals, by name
+    stand_ins: dict[nn.Module, dict[str, Any]] = {}  # replacements of globals, by name
     for module, name in mixers:
         layer: Any = getattr(module, "layer_idx", None)
         if isinstance(module, nn.Conv1d):
@@ -131,7 +142,8 @@ def starting_from(
         for module, name in functions:
             function = written_forward(module).__globals__[name]
             stand_ins.setdefault(module, {})[name] = telling(function, documents, chunk)
-    for module, names in stand_ins.items():  # the mixer's own code, with functions of ours under these global names
+    # The mixer's own code, with replacements for these global names.
+    for module, names in stand_ins.items():
         space = {**written_forward(module).__globals__, **names}
         own = with_globals(space, type(module).forward)
         found.append((module, "forward", types.MethodType(own, module)))
@@ -139,14 +151,20 @@ def starting_from(
 
 
 def _scan(real: Callable[..., Any], cache: StateCache, /, *args: Any, recurrent_states: Any = None, **kwargs: Any) -> Any:
-    """A recurrence `_rnn_scan` whose state the module keeps on itself, from the cache's state to the cache."""
+    """Run `_rnn_scan` from the cache's state and store its end state in the cache.
+
+    This recurrence normally stores its state on the module.
+    """
     key = Key("recurrent", 0, 0)
     hidden_states, cache.after[key] = real(*args, recurrent_states=cache.before.get(key), **kwargs)
-    return hidden_states, None  # the module keeps what is returned here, with its graph
+    return hidden_states, None  # The module would store a returned state together with its graph.
 
 
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
-    """A causal convolution [B, D, C] that pads its input itself; it gets the tokens before the chunk instead."""
+    """Run a causal convolution on x [B, D, C] behind the chunk's preceding tokens.
+
+    Without this function the convolution pads its input with zeros.
+    """
     before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
     y = F.conv1d(F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups)  # [B, D, k - 1 + C]
@@ -155,7 +173,9 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class TorchWithState:
-    """The name `torch` in a mixer that makes its start state [...] by `torch.zeros` where its cache has none."""
+    """Replacement of the name `torch` in a mixer that creates its start state [...] by
+    `torch.zeros`.
+    """
 
     _state: Tensor | None
 
@@ -163,18 +183,22 @@ class TorchWithState:
         return getattr(torch, name)
 
     def zeros(self, *size: Any, **kwargs: Any) -> Tensor:
-        """The start state [...] where zeros of its shape are asked for, and there is one; else torch's zeros."""
+        """Return the start state [...] if it exists and has the requested shape, else torch's
+        zeros.
+        """
         if self._state is not None and tuple(size) == tuple(self._state.shape):
             return self._state
         return torch.zeros(*size, **kwargs)
 
 
 class SelectiveScan:
-    """A selective scan that starts from the cache's state and ends with a differentiable one. [Note: state tokens]
+    """A selective scan with a start state and a differentiable end state. [Note: state tokens]
 
     Args:
-        scan: (u [B, D, T], dt [B, D, T], A [D, N], B [B, N, T], C [B, N, T], ...) -> y [B, D, T], end state [B, D, N].
-        layer: the mixer's layer_idx. Mixers with several heads call it for one after the other.
+        scan: (u [B, D, T], dt [B, D, T], A [D, N], B [B, N, T], C [B, N, T], ...) -> y [B, D, T],
+            end state [B, D, N].
+        cache: the chunk's cache, which holds the start state.
+        layer: the mixer's layer_idx. Mixers with several heads call the scan for each head in turn.
     """
 
     def __init__(self, scan: Callable[..., Any], cache: StateCache, layer: Any) -> None:
@@ -183,7 +207,7 @@ class SelectiveScan:
         self._calls = 0
 
     def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The scan's own arguments and results."""
+        """Call the scan with its own arguments and return its own results."""
         if u.dtype.itemsize >= 4 or not in_torch(self._scan):
             return self._start_and_end(u, *args, **kwargs)
         wide: list[Any] = [x.float() if isinstance(x, Tensor) else x for x in args]
@@ -205,6 +229,9 @@ class SelectiveScan:
         return_last_state: bool = False,
         **kwargs: Any,
     ) -> Any:
+        """Run the scan with writing tokens in front and reading tokens behind, then cut off their
+        outputs.
+        """
         start = self._start
         if start is not None and start.dim() == 4:  # [B, heads, D, N]
             start = start[:, self._calls]
@@ -243,7 +270,7 @@ class SelectiveScan:
 
 
 def _filled(like: Tensor, value: float, tokens: int) -> Tensor:
-    """[..., tokens]"""
+    """Return a tensor [..., tokens] filled with `value`, in the dtype of `like`."""
     return like.new_full((*like.shape[:-1], tokens), value)
 
 
@@ -254,10 +281,11 @@ def _raw(
     softplus: bool,
     dt: Tensor,
 ) -> Tensor:
-    """[D]: what dt must be for the steps of so many tokens that write, rounded to its dtype; without history.
+    """Return [D]: dt of the writing tokens, before bias and softplus, in dt's dtype and without a
+    graph.
 
-    Where A is large steps are smaller, so that what the first token writes does not decay beyond exp(-DECAY): its inverse
-    would overflow.
+    For large A the steps are smaller, so that the first writing token's value decays by at most
+    exp(-DECAY). A stronger decay would make the inverse overflow.
     """
     wide = torch.promote_types(dt.dtype, torch.float32)
     largest = A.detach().to(wide).abs().amax(-1)  # [D]
@@ -275,7 +303,7 @@ def _written(
     dtype: torch.dtype,
     parts: int,
 ) -> Tensor:
-    """u [B, D, parts * N] of the tokens that write start [B, D, N]."""
+    """Return u [B, D, parts * N] of the tokens that write `start` [B, D, N]."""
     wide = torch.promote_types(dtype, torch.float32)
     start, A = start.to(wide), A.to(wide)  # noqa: N806
     step = raw.to(wide) if bias is None else raw.to(wide) + bias.to(wide)
@@ -284,7 +312,8 @@ def _written(
     found, rest = [], start
     for part in range(parts):
         follow = torch.arange(parts * size - 1 - part * size, (parts - 1 - part) * size - 1, -1, device=A.device)  # [N]
-        reach = step * torch.exp(step * A * follow)  # [D, N]: what is left of a token's u at the end
+        # [D, N]: the fraction of a token's u that remains behind the last writing token
+        reach = step * torch.exp(step * A * follow)
         u = (rest / reach).to(dtype)
         found.append(u)
         rest = (rest - u.to(wide) * reach).detach()
@@ -292,22 +321,29 @@ def _written(
 
 
 class EndState(torch.autograd.Function):
-    """A scan's end state [B, D, N] with its value from the scan and its gradient to the tokens that read it.
+    """A scan's end state [B, D, N]: the value of the scan, the gradient to the reading tokens.
 
     [Note: state tokens]
     """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
-        """value [B, D, N], as the scan gave it; `readers`, [B, D, N] each in the scan's dtype, are for the graph alone."""
+        """Return `value` [B, D, N], the end state of the scan.
+
+        Args:
+            value: [B, D, N].
+            readers: [B, D, N] each, in the scan's dtype; inputs for the graph alone.
+        """
         ctx.dtype, ctx.parts = readers[0].dtype, len(readers)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient [B, D, N] for each reader, in the readers' dtype; `value` gets none.
+        """Return the gradient [B, D, N] for each reader, in the readers' dtype, and None for
+        `value`.
 
-        The first reader gets it rounded, the next what rounding left of it: a wider gradient comes through in parts.
+        The first reader gets the rounded gradient and the next one the rounding error, so that a
+        wider gradient passes in parts.
         """
         found, rest = [], grad
         for _ in range(ctx.parts):

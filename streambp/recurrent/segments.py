@@ -1,14 +1,15 @@
-"""Packed rows in layers with states, told by calling: a mixer is called for one document after the other.
+"""Call a mixer once for each document of packed rows.
 
-[Note: segments] A document starts where its row has no state yet, as a row does. So a mixer, the module that asks the cache
-for states, is called with the tokens of one document at a time: what it mixes stays within the document, whatever kernels
-it has and whatever they can be told. The rest of the layer (norms, MLPs, attention) gets all tokens of a chunk at once.
+[Note: segments] A document starts without a state, like a row. The mixer, the module that reads
+states from the cache, is therefore called with the tokens of one document at a time. Its tokens mix
+within the document only, whatever kernels the mixer uses and whatever arguments they accept. The
+rest of the layer (norms, MLPs, attention) gets all tokens of a chunk at once.
 
-    the first document in a chunk, if it goes on     from the states that the chunk starts from
-    every other one                                  from none
-    the last one                                     ends with the states that the chunk ends with
+    a first document that began before the chunk     starts from the chunk's start states
+    every other document                             starts without states
+    the last document                                ends with the chunk's end states
 
-Rows of a batch may have documents of their own: those that start and end alike are called together.
+Rows of a batch may have different documents. Rows whose documents start and end alike share a call.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from streambp.recurrent.scans import Replaced, in_torch, scans_of, starting_from
 from streambp.recurrent.states import StateCache, States
 from streambp.source import written, written_forward
 
-Part = tuple[Segment, Any, States]  # a segment, what the mixer returned for it, the states it ended with
+Part = tuple[Segment, Any, States]  # a segment, the mixer's result for it, and the end states
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that mix tokens through states; of nested ones the outermost, but never the layer itself."""
+    """Return the outermost modules of a layer that mix tokens through states; never the layer
+    itself.
+    """
     waiting = list(layer.children())
     found: list[nn.Module] = []
     while waiting:
@@ -55,7 +58,10 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """The global names and attributes in the source of a module's methods, transformers' base classes left out."""
+    """Return the global names and attributes in the code of a module's methods.
+
+    Methods of nn.Module and its bases are left out.
+    """
     found: set[str] = set()
     for klass in type(module).__mro__:
         if klass is nn.Module:
@@ -67,10 +73,15 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
-    """The arguments by which all kernels of these mixers can be told of the documents of so many rows; () if one cannot.
+    """Return the arguments that pass document boundaries to all kernels of these mixers.
 
-    A convolution and a scan take seq_idx, a delta rule cu_seq_lens_q of a single row; transformers' own code in their place
-    takes neither. Whether they do as they are told the probe finds out: it compares with calls for one document each.
+    () if a kernel accepts none. A convolution and a scan take seq_idx; a delta rule takes
+    cu_seq_lens_q for a single row. transformers' own code, used without kernels, takes neither. The
+    probe checks that kernels respect the boundaries, by comparison with one call for each document.
+
+    Args:
+        mixers: result of `mixers_of`.
+        rows: number of rows in the batch.
     """
     found: set[str] = set()
     for mixer in mixers:
@@ -93,11 +104,12 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
 
 
 def in_segments(mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None) -> Replaced:
-    """Within, these mixers (`mixers_of`) are called segment by segment.
+    """Context manager in which the mixers are called once for each segment.
 
     Args:
-        segments: of the chunk's tokens; []: nothing is replaced.
-        cache: the chunk's; None: the layer gets none.
+        mixers: result of `mixers_of`.
+        segments: segments of the chunk's tokens; []: nothing is replaced.
+        cache: the chunk's cache; None: the layer gets no cache.
     """
     by_segment: list[tuple[nn.Module, str, Callable[..., Any]]] = [
         (module, "forward", functools.partial(_by_segment, module, module.forward, scans_of(module), segments, cache))
@@ -116,10 +128,16 @@ def _by_segment(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A mixer's forward for one chunk: takes hidden states [B, C, h], returns tensors [B, C, ...]. [Note: segments]
+    """Run a mixer's forward on one chunk, segment by segment. [Note: segments]
+
+    It takes hidden states [B, C, h] and returns tensors [B, C, ...].
 
     Args:
-        real: its forward without this one. scans: of `scans_of` the mixer.
+        module: the mixer.
+        real: the mixer's forward before it was replaced by this function.
+        scans: `scans_of` the mixer.
+        segments: segments of the chunk's tokens.
+        cache: the chunk's cache; None: the layer gets no cache.
     """
     given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     rows, tokens = given.shape[:2]
@@ -146,7 +164,7 @@ def _by_segment(
         if whole is not None:
             return whole
     elif all(isinstance(result, tuple) and isinstance(result[0], Tensor) for result in results):
-        # What is no tensor of tokens is a state, for which nobody has asked.
+        # An output without a token dimension is a state, which nobody requested.
         found = [_joined_tokens(segments, list(column), rows) for column in zip(*results, strict=True)]
         if found[0] is not None:
             return tuple(found)
@@ -158,21 +176,23 @@ def _by_segment(
 
 
 def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
-    """A segment's part of what a mixer is given: of tensors [1 or rows, tokens, ...], others as they are."""
+    """Return a segment's part of an argument [1 or rows, tokens, ...], others unchanged."""
     if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
         return x
     return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
 
 
 def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
-    """Those rows of [1 or rows, ...]."""
+    """Select these rows of x [1 or rows, ...]."""
     if len(picked) == rows or x.shape[0] == 1:
         return x
     return torch.cat([x[row : row + 1] for row in picked])
 
 
 def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
-    """[rows, C, ...] from tensors [rows of a segment, its tokens, ...]; None if one is no such tensor."""
+    """Join outputs [rows of a segment, its tokens, ...] to [rows, C, ...]; None if one has another
+    shape.
+    """
     for segment, part in zip(segments, parts, strict=True):
         if not isinstance(part, Tensor) or part.shape[:2] != (len(segment.rows), segment.stop - segment.start):
             return None
@@ -187,7 +207,7 @@ def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tens
 
 
 def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
-    """The states that each row's last document in the chunk ends with."""
+    """Return the end states of each row's last document in the chunk."""
     last = [(segment, states) for segment, _, states in parts if segment.stop == tokens]
     if len(last) == 1:
         return last[0][1]
@@ -196,6 +216,6 @@ def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
     for key in last[0][1]:
         pieces = [states[key][index : index + 1] for states, index in (by_row[row] for row in range(rows))]
         width = max(piece.shape[-1] for piece in pieces)
-        # Before a document's first tokens a convolution reads zeros.
+        # A convolution reads zeros in front of a document's first tokens.
         found[key] = torch.cat([F.pad(piece, (width - piece.shape[-1], 0)) for piece in pieces])
     return found

@@ -1,22 +1,26 @@
-"""States that a recurrence or a convolution hands from one chunk to the next.
+"""States of a recurrence or a convolution, passed from one chunk to the next.
 
-Layers with a state-space model, linear attention or a short convolution keep states in their cache: the last few inputs of
-the convolution, the running sum of the recurrence. So a chunk's cache (`StateCache`) hands it the states that the chunk
-before ended with, and collects those that it ends with itself; the layer's own forward does the rest.
+Layers with a state-space model, linear attention or a short convolution store states in their
+cache: the convolution's last inputs and the recurrence's running sum. A chunk's cache
+(`StateCache`) returns the end states of the chunk before and collects the end states of its own
+chunk. The layer's own forward computes them.
 
     forward, no graph                          backward
     for chunk in order:                        for chunk, last to first:
-        keep the start states                      leaves of the start states that were kept
+        save the start states                      leaves of the saved start states
         layer(chunk, StateCache(start states))     recompute with StateCache(leaves)
-        start states = the cache's `after`         differentiate output and end states by x and the leaves
-                                                   upstream of the end states = gradients of the leaves
+        start states = the cache's `after`         differentiate output and end states
+                                                       by x and the leaves
+                                                   upstream gradients of the end states
+                                                       = gradients of the leaves
 
-[Note: states] A chunk's end states are outputs like its hidden states: their gradients come from the chunk behind it, which
-has been differentiated before ([Note: prefix accumulation order]). Reads come from `before` alone and writes go to `after`
-alone, so that nothing is written in place and a recomputation finds what forward found. End states are copies: a view would
-keep the whole chunk's input alive for the sake of its last few tokens. Where no end state depends on anything that is
-differentiated (adapters behind the mixer, in the first layer that trains), start states are no leaves; the trace of unread
-products finds out.
+[Note: states] A chunk's end states are outputs like its hidden states. Their gradients come from
+the next chunk, which is differentiated first ([Note: prefix accumulation order]). Reads use
+`before` alone and writes use `after` alone. Nothing is written in place, so a recomputation reads
+the same values as forward. End states are copies: a view would keep the chunk's full input alive
+for its last few tokens. Start states are no leaves if no end state depends on a differentiated
+tensor (adapters behind the mixer, in the first layer that trains); the trace of unread products
+detects this case.
 """
 
 from __future__ import annotations
@@ -32,11 +36,19 @@ from torch import Tensor
 from streambp.cache import ChunkCache
 from streambp.device import without_autocast
 
-LEAST_TOKENS = 2  # of a chunk: for one token on top of a state mixers take decode kernels, which have no backward
+# Minimum for a chunk: for a single token behind a state, mixers use decode kernels, without a
+# backward.
+LEAST_TOKENS = 2
 
 
 class Key(NamedTuple):
-    """One state: "conv", "recurrent", "linear" or "returned", the layer's index in its model, the state's number in it."""
+    """Key of one state.
+
+    Attributes:
+        kind: "conv", "recurrent", "linear" or "returned".
+        layer: the layer's index in its model.
+        number: the state's number in the layer.
+    """
 
     kind: str
     layer: int
@@ -47,17 +59,20 @@ States = dict[Key, Tensor]
 
 
 class StateCache(ChunkCache):
-    """The cache that a chunk of a layer with states gets (transformers' protocol for linear attention layers).
+    """Cache for one chunk of a layer with states, with transformers' API for linear attention
+    layers.
 
     Args:
-        start: positions before the chunk.
-        before: the states that the chunk starts from; {} for the first chunk, which starts as without a cache.
-        read: as of `ChunkCache`.
+        start: number of positions before the chunk.
+        before: states at the chunk's start; {} for the first chunk, which then starts as without a
+            cache.
+        read: see `ChunkCache`.
 
-    after: the states that the chunk ends with, once the layer's forward has run.
+    Attributes:
+        after: states at the chunk's end, complete after the layer's forward.
     """
 
-    record_past = True  # asked before a decode kernel is chosen for a single token
+    record_past = True  # mixers read it before they choose a decode kernel for a single token
 
     def __init__(
         self, start: int, before: States, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
@@ -67,36 +82,41 @@ class StateCache(ChunkCache):
         self.after: States = {}
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True for every layer, as `record_past`."""
+        """Return True for every layer, like `record_past`."""
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether the chunk starts from a state: of that layer, and of that number in it, where they are given."""
+        """True if the chunk starts from a state of this layer and this number; None matches all."""
         return any(
             (layer_idx is None or key.layer == layer_idx) and (state_idx is None or key.number == state_idx)
             for key in self.before
         )
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """[B, D, k], the convolution's last inputs before the chunk; None where it starts without."""
+        """Return the convolution's last inputs before the chunk, [B, D, k]; None for none."""
         return self.before.get(Key("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The recurrence's start state [B, ...], as the mixer shapes it; None where it starts without."""
+        """Return the recurrence's start state [B, ...] in the mixer's shape; None for none."""
         return self.before.get(Key("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """conv_states [B, D, C] of this chunk -> [B, D, k + C] with the last k before it, in the same layout; the last k
-        are its end state."""
+        """Return conv_states [B, D, C] of this chunk with the last k inputs before it,
+        [B, D, k + C].
+
+        The layout in memory stays. The last k inputs of the result are stored as the end state.
+        """
         key = Key("conv", layer_idx, state_idx)
         before = self.before.get(key)
         if before is None:
             joined = conv_states
         else:
-            with without_autocast(conv_states.device.type):  # which joins no two halves that are not its own
-                if conv_states.dim() == 3 and conv_states.stride(1) == 1:  # convolution kernels are particular
+            # autocast's `cat` refuses half-precision dtypes other than its own
+            with without_autocast(conv_states.device.type):
+                # convolution kernels require this layout
+                if conv_states.dim() == 3 and conv_states.stride(1) == 1:
                     joined = torch.cat((before.mT, conv_states.mT), 1).mT
                 else:
                     joined = torch.cat((before, conv_states), -1)
@@ -105,25 +125,28 @@ class StateCache(ChunkCache):
         return joined
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Keep recurrent_states [B, ...] as an end state, in memory of its own; returned as it was given."""
+        """Store recurrent_states [B, ...] as an end state with its own memory and return it."""
         self.after[Key("recurrent", layer_idx, state_idx)] = in_own_memory(recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
-        """None, as at the start of a sequence: with a state the mixer would decode. It gets its state by
-        `scans.TorchWithState`."""
+        """Return None, as at the start of a sequence, because the mixer would decode with a state.
+
+        `scans.TorchWithState` passes the state instead.
+        """
         return
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Keep linear_cache [B, ...] as an end state, in memory of its own."""
+        """Store linear_cache [B, ...] as an end state with its own memory."""
         self.after[Key("linear", layer_idx, 0)] = in_own_memory(linear_cache)
 
     @property
     def layers(self) -> Mapping[int, SimpleNamespace]:
-        """The chunk's start states as transformers up to 5.22 reads them: by layer, then those of its convolutions, [B, D,
-        k] each, and of its recurrences, [B, ...] each, by their number.
+        """Return the chunk's start states in the form that transformers up to 5.22 reads.
 
-        Made anew for every call: kept here it would tie the cache, and with it the chunk's graph, into a cycle.
+        By layer, then by number: states of convolutions [B, D, k], states of recurrences [B, ...].
+        The result is created for every call. Stored here, it would put the cache and the chunk's
+        graph into a reference cycle.
         """
         found: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
@@ -135,10 +158,15 @@ class StateCache(ChunkCache):
 
 
 def in_own_memory(state: Tensor) -> Tensor:
-    """The state [B, ...], copied where it is a part: some are the last of all blocks' or tokens' states."""
+    """Return the state [B, ...], copied if it is a view of a larger tensor.
+
+    Some kernels return a view of the states of all blocks or tokens.
+    """
     return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
 
 
 def leaves_of(states: States) -> States:
-    """The same values as leaves of a new graph; floating states want a gradient, others (token ids) cannot have one."""
+    """Return the same values as leaves of a new graph; only floating-point states require a
+    gradient.
+    """
     return {key: state.detach().requires_grad_(state.is_floating_point()) for key, state in states.items()}

@@ -1,1 +1,3 @@
-"""A layer whose sequence is split over ranks (Ulysses)."""
+"""Streaming of a layer when each rank holds one shard of the tokens (Ulysses, context
+parallelism).
+"""

@@ -1,4 +1,8 @@
-"""One call of one decoder layer on this rank's shard of the tokens: its plans, what it keeps, what its halves leave out."""
+"""One call of one decoder layer on this rank's shard of the tokens.
+
+The call holds the chunk plans, the saved tensors, and the products that each half of the layer
+skips.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +38,22 @@ from streambp.sharded.shards import Keys, Piece, Shards
 
 
 def keeps(config: StreamConfig, name: str) -> bool:
-    """Whether "kv" or "attn_out" is saved for certain, which spares exchanges: never where some of it may go missing on one
-    rank only. [Note: equal exchanges]"""
+    """True if every rank certainly saves "kv" or "attn_out", so that backward can skip exchanges.
+
+    False if the host of a single rank could run full. [Note: equal exchanges]
+    """
     certain = config.offload == "none" or (config.offload == "cpu" and config.on_host_full != "recompute")
     return certain and name in config.named_saves
 
 
 class ShardedKept(Kept):
-    """What the two halves of a shard's chunks keep, and the attention of whole sequences.
+    """Saved tensors of both halves of a shard's chunks, and of attention over full sequences.
 
-    pieces, gathers: as of the call's shards.
-    products_before, products_after: the kept Linears that are called before attention and after it.
+    Attributes:
+        pieces: see `Shards.pieces`.
+        gathers: see `Shards.gathers_keys`.
+        products_before: the saved Linears that run before attention.
+        products_after: the saved Linears that run after attention.
     """
 
     pieces: list[Piece]
@@ -52,19 +61,26 @@ class ShardedKept(Kept):
     products_before: list[str]
     products_after: list[str]
     lends_attended = False
-    chosen_here = False  # what a rank would choose by its own memory differs. [Note: equal exchanges]
+    # ranks could choose differently by their own memory. [Note: equal exchanges]
+    chosen_here = False
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether K and V of whole sequences are saved: where they are gathered, only while a layer attends.
-        [Note: equal exchanges]"""
+        """True if K and V of full sequences are saved.
+
+        Gathered K and V are never saved; they exist only while a layer attends.
+        [Note: equal exchanges]
+        """
         return keeps(self.site.config, "kv") and not self.gathers
 
     def order(self) -> list[list[Access]]:
-        """As in `Kept`, for the two halves and the attention between them.
+        """Return the order of backward's reads, each entry the reads of one step.
 
-        In order: inputs of the shard's chunks; K and V, if kept, and attention's results of the whole sequences' chunks;
-        what the half after attention reads; what the half before it reads. Both halves go from the last chunk to the first.
+        1. Inputs of the shard's chunks, with outputs of Linears before attention.
+        2. K and V of the full sequences' chunks, if saved.
+        3. Attention outputs of the full sequences' chunks.
+        4. Inputs of the half after attention, last chunk first, with outputs of its Linears.
+        5. Inputs of the half before attention, last chunk first, with outputs of its Linears.
         """
         before, after = self.products_before, self.products_after
         order = [self.half_reads(chunk.index, before) for chunk in self.plan]
@@ -91,20 +107,25 @@ class ShardedKept(Kept):
 
 
 class ShardedCall(LayerCall):
-    """One call of a layer on this rank's shard; `plan` cuts the shard, `pieces` what it attends."""
+    """One call of a layer on this rank's shard.
+
+    Attributes:
+        plan: the chunks of the shard.
+        pieces: the chunks of queries that this rank attends.
+    """
 
     kept: ShardedKept
 
     def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
         super().__init__(site, arguments)
-        self.gradients_of_a_parameter *= 2  # one from each half
+        self.gradients_of_a_parameter *= 2  # one gradient from each half
         self.params: Params | None = None
-        self.heads: tuple[int, int] = (0, 0)  # of queries, and of keys and values
+        self.heads: tuple[int, int] = (0, 0)  # number of query heads, and of K/V heads
         self.value_size = 0  # D_v
-        self.sinks: Tensor | None = None  # [H'] of this rank's queries
-        self.keys: Keys | None = None  # of whole sequences, if saved on the device
-        self.backward_bytes = 0  # of the attention's tensors in backward, on this device
+        self.sinks: Tensor | None = None  # [H'], sinks of this rank's query heads
+        self.keys: Keys | None = None  # K and V of full sequences, if saved on the device
+        self.backward_bytes = 0  # size of attention's tensors in backward on this device
         self.unread = UnreadInHalves()
 
     def _carry(self) -> Carried:
@@ -132,11 +153,13 @@ class ShardedCall(LayerCall):
         return kept
 
     def look_into_halves(self) -> None:
-        """Find out which products each half leaves out; traced once for each situation. Called while streaming.
+        """Determine the products that each half skips; cached for each situation, called while
+        streaming.
 
         Raises:
-            UnsupportedModelError: the layer overwrites its input. What it computed of it before, unpatched, is then
-                differentiated at the new values, which a half before attention does not see.
+            UnsupportedModelError: the layer overwrites its input. Values that the layer computed
+                from the old input are then differentiated, unpatched, at the new input, which the
+                half before attention does not have.
         """
         if self.site.overwritten.inputs:
             raise UnsupportedModelError(
@@ -160,11 +183,15 @@ class ShardedCall(LayerCall):
 def _unread_in_halves(
     call: ShardedCall, linears: dict[str, nn.Linear], x: Tensor, chunk: Chunk, random: RandomState
 ) -> UnreadInHalves:
-    """What traces of both halves over x [..., B, C, h], each run from the same random state, propose, as far as trials
-    confirm it. [Note: writes through pointers]"""
+    """Return the products that each half can skip without a change of its results.
+
+    Traces of both halves over x [..., B, C, h] propose products. Trials from the same random state
+    confirm the proposals. [Note: writes through pointers]
+    """
     x = x.clone().requires_grad_()
 
     def before() -> list[Tensor]:
+        """Run the half before attention and return q, k and v."""
         point = Cut()
         with random.replayed():
             call.run(x, chunk, point)
@@ -177,15 +204,19 @@ def _unread_in_halves(
     o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()  # [B, H, C, D_v]
 
     def after() -> list[Tensor]:
+        """Run the half after attention and return hidden_states and the extra outputs."""
         with random.replayed():
             output = call.run(x, chunk, Cut(o))
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
     def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
-        """Those of these without which a half hands on the same, or has the same gradients."""
+        """Return the subset of these products that a half can skip with the same outputs or
+        gradients.
+        """
 
         def given(names: Labels) -> list[Any]:
+            """Return the half's outputs, or its gradients, without these products."""
             if not differentiated:
                 with torch.no_grad(), left_out(linears, names):
                     return run()

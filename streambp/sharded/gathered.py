@@ -1,8 +1,9 @@
-"""Context parallelism: a rank keeps the queries of its tokens, and gathers the keys and values that they read.
+"""Context parallelism: a rank keeps its tokens' queries and gathers the K and V that they read.
 
-K and V of whole sequences come a group of heads at a time, the next group while one is attended. Their gradients are summed
-over ranks in float32, group by group. So one group of heads of T tokens is on a device, whatever the number of heads; how
-many are in a group follows from the memory of the rank that has least. [Note: equal exchanges]
+K and V of full sequences are gathered one group of heads at a time. The next group is in transfer
+during attention over the current group. Their gradients are summed over ranks in float32, group by
+group. A device therefore holds one group of heads of T tokens, for any number of heads. The group
+size follows from the memory of the rank with the least. [Note: equal exchanges]
 """
 
 from __future__ import annotations
@@ -21,29 +22,34 @@ from streambp.errors import StreamBPError
 from streambp.known_names import GATHER, REDUCE_SCATTER
 from streambp.sharded.shards import KeyGroup, Keys, Piece, Shards
 
-SHARE = 8  # of the memory that is free when a forward begins: an eighth for keys, values and their gradients
-ROOM = 2**30  # bytes for them where no limit is known
+# an eighth of the memory that is free at the start of forward: for K, V and their gradients
+SHARE = 8
+ROOM = 2**30  # bytes for K, V and their gradients on a device without a known limit
 
 
 def room_for_keys(device: torch.device) -> int:
-    """Bytes that this rank would give to keys and values of whole sequences, and their gradients."""
+    """Return the bytes that this rank can spend on K and V of full sequences and their
+    gradients.
+    """
     if not tells_memory(device):
         return ROOM
     return int(memory_limit(device) - counted_bytes(device, "allocated")) // SHARE
 
 
 def collective(names: tuple[str, ...]) -> Callable[..., Any]:
-    """torch.distributed's function by the first of these names that this version has."""
+    """Return torch.distributed's function under the first of these names that this version has."""
     function: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
     return function
 
 
 @dataclasses.dataclass(frozen=True)
 class GatheredShards(Shards):
-    """Shards as torch's context parallelism makes them.
+    """Shards in the layout of torch's context parallelism.
 
-    balanced: of 2 P parts of a sequence rank r holds parts r and 2 P - 1 - r; else of P parts the one of its number.
-    room: bytes that every rank has for keys, values and their gradients.
+    Attributes:
+        balanced: True: a sequence has 2 P parts and rank r holds parts r and 2 P - 1 - r. False: a
+            sequence has P parts and rank r holds part r.
+        room: bytes that every rank has for K, V and their gradients.
     """
 
     balanced: bool = True
@@ -53,13 +59,17 @@ class GatheredShards(Shards):
 
     @property
     def _starts(self) -> list[int]:
-        """Where this rank's parts begin in the whole sequence, in the order in which it holds them."""
+        """Return the start of each of this rank's parts in the full sequence, in the rank's
+        order.
+        """
         if not self.balanced:
             return [self.rank * self.length]
         return [part * self.length // 2 for part in (self.rank, 2 * self.size - 1 - self.rank)]
 
     def pieces(self, batch_size: int, size: int) -> list[Piece]:
-        """This rank's parts in the order of the sequence, each cut into at most `size` positions."""
+        """Return this rank's parts in sequence order, cut into pieces of at most `size`
+        positions.
+        """
         found: list[Piece] = []
         length = self.length // len(self._starts)
         for number, start in enumerate(self._starts):
@@ -74,36 +84,42 @@ class GatheredShards(Shards):
         return found
 
     def queries(self, x: Tensor) -> Tensor:
-        """x [B, H, T / P, D] itself."""
+        """Return x [B, H, T / P, D] unchanged."""
         return x
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """x [B, heads, T / P, D] itself."""
+        """Return x [B, heads, T / P, D] unchanged."""
         return x
 
     def sinks(self, sinks: Tensor) -> Tensor:
-        """sinks [H] themselves."""
+        """Return sinks [H] unchanged."""
         return sinks
 
     def in_order(self, x: Tensor) -> Tensor:
-        """[P, B, T / P, ...] of all ranks -> [B, T, ...]."""
+        """Reorder [P, B, T / P, ...] of all ranks to [B, T, ...]."""
         parts = x.transpose(0, 1)  # [B, P, T / P, ...]
         if not self.balanced:
             return parts.flatten(1, 2)
         return parts.unflatten(2, (2, -1)).flatten(1, 2).index_select(1, self._order(x.device)).flatten(1, 2)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [P, B, T / P, ...], contiguous: what each rank holds. The inverse of `in_order`."""
+        """Reorder [B, T, ...] to each rank's part, [P, B, T / P, ...], contiguous.
+
+        The inverse of `in_order`.
+        """
         if self.balanced:
             back = self._order(x.device).argsort()
             x = x.unflatten(1, (2 * self.size, -1)).index_select(1, back).flatten(1, 2)
         return x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Each position [1 or B, T] must be the one before and 1 more, or 0 where a document starts; padding may have any.
+        """Check that each position [1 or B, T] is its predecessor plus 1, or 0 at a document start.
+
+        Padding may have any positions.
 
         Raises:
-            StreamBPError: they are not, so the shards are in another order than the one that is known; on every rank alike.
+            StreamBPError: the positions do not increase like this, so the shards have another order
+                than the assumed one; on every rank alike.
         """
         fits = (positions.diff() == 1) | (positions[:, 1:] == 0)  # [1 or B, T - 1]
         if padding is not None:
@@ -120,17 +136,19 @@ class GatheredShards(Shards):
             )
 
     def _order(self, device: torch.device) -> Tensor:
-        """[2 P], for each part of a sequence its place among the parts of all ranks."""
+        """Return [2 P]: for each part of a sequence, its index among the parts of all ranks."""
         part = torch.arange(2 * self.size, device=device)
         return torch.where(part < self.size, 2 * part, 4 * self.size - 1 - 2 * part)
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
-        """As in `Shards`, from k [B, H_kv, T / P, D] and v; the first group is on its way when this returns."""
+        """Start to gather the first group from k [B, H_kv, T / P, D] and v; return all groups."""
         return GatheredKeys(self, parts.pop(0), parts.pop(0), heads)
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """From dK [B, T, G, D] and dV of a group, which are taken out of `sums`, those of this rank's tokens from all
-        ranks, [B, G, T / P, D]: added in float32 or wider, and rounded to `dtype` once."""
+        """Sum dK [B, T, G, D] and dV over ranks; return this rank's tokens, [B, G, T / P, D].
+
+        The sums are in float32 or wider and are rounded to `dtype` once. `sums` is emptied.
+        """
         found: list[Tensor] = []
         while sums:
             sent = self.by_rank(sums.pop(0))
@@ -141,17 +159,23 @@ class GatheredShards(Shards):
 
 
 def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
-    """What a head of k [B, H_kv, T / P, D] and v [B, H_kv, T / P, D_v] takes, gathered over `whole` tokens: at work and
-    on its way, and their gradients, of which one is sent."""
+    """Return the bytes of one head of k [B, H_kv, T / P, D] and v [B, H_kv, T / P, D_v], gathered.
+
+    Counted over `whole` tokens: the group in use, the group in transfer, and gradients, one of them
+    in transfer.
+    """
     item, wide = k.element_size(), torch.promote_types(k.dtype, torch.float32).itemsize
     return k.shape[0] * whole * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
 
 
 class GatheredKeys(Keys):
-    """K and V of all ranks, a group of heads at a time, in order.
+    """K and V of all ranks, one group of heads at a time, in order.
 
     Args:
-        k, v: this rank's, [B, H_kv, T / P, D] and [B, H_kv, T / P, D_v]. heads: of the queries, H.
+        shards: the group of ranks.
+        k: this rank's, [B, H_kv, T / P, D].
+        v: this rank's, [B, H_kv, T / P, D_v].
+        heads: H, the number of query heads.
     """
 
     def __init__(self, shards: GatheredShards, k: Tensor, v: Tensor, heads: int) -> None:
@@ -162,7 +186,9 @@ class GatheredKeys(Keys):
         self.coming = self._start(0)
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """As in `Keys`; a single group stays until it is asked for the last time."""
+        """Generate the groups, as in `Keys`; a single group stays in memory until the last
+        iteration.
+        """
         if self.held is not None:
             group, self.held = self.held, None if last else self.held
             yield group
@@ -179,7 +205,12 @@ class GatheredKeys(Keys):
             yield self._arrived(coming, first)
 
     def _start(self, first: int) -> list[tuple[Any, Tensor, Tensor]]:
-        """For K and V: the gather, its result [P, B, T / P, G, D], and what this rank sends."""
+        """Start to gather K and V of a group.
+
+        Returns:
+            for K and for V: the running collective, its result [P, B, T / P, G, D], this rank's
+                part.
+        """
         found = []
         for part in self.own:
             mine = part[:, first : first + self.size].transpose(1, 2).contiguous()
@@ -189,6 +220,7 @@ class GatheredKeys(Keys):
         return found
 
     def _arrived(self, coming: list[tuple[Any, Tensor, Tensor]], first: int) -> KeyGroup:
+        """Wait for a group's K and V and put them in sequence order."""
         found = []
         while coming:
             work, everyones, _ = coming.pop(0)

@@ -1,7 +1,8 @@
-"""A layer cut at its attention, for where attention needs other ranks' tokens.
+"""A layer cut in two at its attention, because attention needs tokens of other ranks.
 
-The half before attention runs the layer's own forward up to its attention call and stops there; the half after runs it
-again, with an attention that returns what was computed in between.
+The first half runs the layer's own forward up to its attention call and stops there. The second
+half runs the forward again, with a replacement of attention that returns the output computed in
+between.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from streambp.errors import UnsupportedModelError
 
 
 class Cut(AttentionPoint):
-    """Where a layer is cut: the half before stops at it, the half after goes on from attention's output o [B, H, C, D_v].
+    """Attention replacement that ends the half before attention, or starts the half after it.
 
     Args:
-        o: of the half after, which does not look at queries, keys and values; None: it is the half before.
+        o: attention's output [B, H, C, D_v] for the half after attention, which ignores q, k and v;
+            None: this is the half before attention.
 
-    projected: what attention was called with, with its graph if there is one.
+    Attributes:
+        projected: arguments of the attention call, with their graph if there is one.
     """
 
     def __init__(self, o: Tensor | None = None) -> None:
@@ -27,7 +30,7 @@ class Cut(AttentionPoint):
         self.projected: AttentionCall | None = None
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """o [B, C, H, D_v], contiguous, whatever is given; the half before is stopped by `RefillDone`.
+        """Return o [B, C, H, D_v], contiguous; in the half before attention, stop by `RefillDone`.
 
         Raises:
             UnsupportedModelError: the call has dropout.

@@ -1,30 +1,35 @@
-"""A decoder layer of which every rank has a shard of the tokens: chunks before and after attention, an exchange in between.
+"""Stream a decoder layer whose tokens are sharded over ranks.
 
-Attention needs all tokens, so no chunk loop can hold it: ranks with different numbers of chunks would wait for each other.
-The layer's own forward is cut at its attention call instead (`sharded/halves.py`), and between the halves every rank gets
-what its queries read and attends it piece by piece, a group of heads at a time. Ulysses trades tokens of all heads for all
-tokens of a rank's heads, which are one group (`sharded/shards.py`); under context parallelism queries stay where they are,
-and keys and values of a group are gathered (`sharded/gathered.py`):
+Attention needs all tokens, so a loop over chunks cannot contain it: ranks with different numbers of
+chunks would wait for each other. Instead, the layer's own forward is cut at its attention call
+(`sharded/halves.py`). Between the halves, every rank receives the tensors that its queries read,
+and attends them piece by piece, one group of heads at a time. Ulysses exchanges a rank's tokens of
+all heads for all tokens of the rank's heads, one single group (`sharded/shards.py`). Under context
+parallelism queries stay on their rank, and K and V of a group are gathered (`sharded/gathered.py`):
 
     forward, no graph                             Ulysses                 context parallelism
         chunks of the shard: up to attention          q, k, v to heads        k, v gathered
         pieces: attend                                o to tokens
         chunks of the shard: from attention on
     backward
-        chunks of the shard: up to attention          q, k, v to heads        k, v gathered, unless o was saved
-        pieces: attend, or take                       o to tokens
-        chunks of the shard: what follows attention
-        pieces, last to first: dq, dk, dv             do to heads             k, v gathered, unless in one group
-                                                      dq, dk, dv to tokens    dk, dv summed where their tokens are
-        chunks of the shard: what comes before
+        chunks of the shard: up to attention          q, k, v to heads        k, v gathered,
+                                                                              unless o was saved
+        pieces: attend, or read the saved o           o to tokens
+        chunks of the shard: after attention
+        pieces, last to first: dq, dk, dv             do to heads             k, v gathered,
+                                                                              unless in one group
+                                                      dq, dk, dv to tokens    dk, dv summed where
+                                                                              their tokens are
+        chunks of the shard: before attention
 
-[Note: halves] Each half is computed without the other's Linear products: before attention the layer stops, after it
-nothing reads queries, keys and values, so their products are left out. What both halves compute is elementwise: the first
-norm, and what is done to q and k. hidden_states reach the layer's output through both halves, so dx has two parts; so may
-a parameter's gradient.
+[Note: halves] Each half skips the other half's Linear products. The first half stops at attention.
+In the second half nothing reads q, k and v, so their products are skipped. Only elementwise work is
+done twice: the first norm, and the operations on q and k. hidden_states reach the layer's output
+through both halves, so dx has two parts. A parameter's gradient may have two parts as well.
 
-[Note: equal exchanges] Which exchanges a rank makes follows from the model and from settings that `gather_shards` found to
-be the same on all ranks, never from what fitted on this rank's host or from its chunks.
+[Note: equal exchanges] A rank's exchanges follow from the model and from settings that
+`gather_shards` compared between all ranks. They never depend on the free memory of this rank's host
+or on its number of chunks.
 """
 
 from __future__ import annotations
@@ -58,10 +63,13 @@ from streambp.sharded.shards import Keys, Shards
 
 
 def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
-    """What the layer's forward returns for this rank's shard of the tokens; to be called on every rank.
+    """Return the result of the layer's forward for this rank's shard of the tokens.
+
+    Must be called on every rank.
 
     Raises:
-        UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly.
+        UnsupportedModelError, UnsupportedMaskError, StreamBPError: the result cannot be computed
+            exactly.
     """
     because = site.kind.attention.why_not_split or site.kind.states.why_not_split
     if because is not None:
@@ -73,6 +81,7 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
 
 
 def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
+    """Raise the error for a layer that cannot stream."""
     reason = report.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it would see "
@@ -81,11 +90,12 @@ def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
 
 
 def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
-    """A chunk's positions in a tensor [B, H, tokens, D]."""
+    """Return the index of a chunk's positions in a tensor [B, H, tokens, D]."""
     return slice(None), slice(None), slice(chunk.start, chunk.stop)
 
 
 def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
+    """Compute the output from both halves and the attention between them, without a graph."""
     whole: Whole = {}
     with torch.no_grad(), call.streaming():
         call.look_into_halves()
@@ -110,7 +120,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         names = [n for n in call.kept.products if n not in call.kept.products_before and n not in call.unread.for_output]
         call.kept.products_after = names
         linears, seen = call.site.linears, NOTHING
-        if call.witness is not None:  # sees the inputs of what this half leaves out in backward
+        # records the inputs of Linears that this half skips in backward
+        if call.witness is not None:
             call.witness.left_out = call.unread.to_differentiate_after.difference(call.unread.for_output, names)
             seen = tapped(linears, call.witness.left_out, see=call.witness.see)
         with left_out(linears, call.unread.for_output), seen:
@@ -134,7 +145,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
 
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
-    """q [B, H, T / P, D], k and v [B, H_kv, T / P, D] of the shard, without a graph."""
+    """Return q [B, H, T / P, D], k and v [B, H_kv, T / P, D] of the shard, without a graph."""
     projected: list[Tensor] = []
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
@@ -149,12 +160,16 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
 
 
 def _see_projected(see: See | None, found: AttentionCall) -> None:
+    """Pass q, k and v to the witness."""
     for name, x in (("q", found.q), ("k", found.k), ("v", found.v)) if see is not None else ():
         see(name, x)  # type: ignore[misc]
 
 
 def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int) -> AttentionCall:
-    """Run a chunk up to attention; its first `count` of q, k, v go into the shard's, which the first chunk makes."""
+    """Run a chunk up to attention and copy the first `count` of q, k, v into `projected`.
+
+    The first chunk allocates `projected`, tensors of the full shard.
+    """
     point = Cut()
     call.run(hidden_chunk, chunk, point)
     found = point.projected
@@ -174,9 +189,13 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
 
 
 def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
-    """o [B, H', n, D_v] and lse [B, H', n] for q [B, H', n, D]; pieces that were saved are taken.
+    """Return o [B, H', n, D_v] and lse [B, H', n] for q [B, H', n, D]; saved pieces are reused.
 
-    last: as in `Keys.groups`.
+    Args:
+        call: the layer call.
+        q: queries of this rank.
+        keys: K and V that they read.
+        last: see `Keys.groups`.
     """
     assert call.params is not None
     batch, heads, length, _ = q.shape
@@ -193,7 +212,8 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
             missing.append(piece)
         del saved
     if not missing and call.kept.gathers and keeps(call.site.config, "attn_out"):
-        return o.transpose(1, 2), lse  # saved on every rank, so that no keys are gathered to attend again
+        # saved on every rank, so no keys are gathered for another attention
+        return o.transpose(1, 2), lse
     prefix, call.backward_bytes = call.carried.prefix, 0
     for group in keys.groups(last):
         sinks = None if call.sinks is None else call.sinks[group.heads]
@@ -213,7 +233,10 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
 
 
 def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> None:
-    """Save what this rank's queries were attended with; any other rank may have kept less. [Note: equal exchanges]"""
+    """Save the K, V and output of this rank's attention; other ranks may have saved less.
+
+    [Note: equal exchanges]
+    """
     if "attn_out" in call.kept.saves:
         for piece in call.pieces:
             call.kept.store.put("attn_out.0", piece.here.index, o[_part(piece.here)].transpose(1, 2))
@@ -231,6 +254,7 @@ def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> No
 
 
 def _backward(call: ShardedCall, work: BackwardPass) -> None:
+    """Differentiate the half after attention, attention, and the half before it."""
     q, keys = _exchanged_again(call)
     o, lse = _attend(call, q, keys, last=False)
     at_tokens = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
@@ -246,7 +270,7 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
 
 
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
-    """q where it is attended, and keys: exchanged as in forward, or from where they were saved."""
+    """Return q and keys for attention in backward: exchanged as in forward, or the saved ones."""
     kept = call.kept
     count = 1 if kept.keeps_kv else 3
     unread = call.unread.for_queries.difference(kept.products_before) if kept.keeps_kv else frozenset()
@@ -272,7 +296,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
 
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
-    """The half after attention; o [B, H, T / P, D_v] of the shard is overwritten by its gradient."""
+    """Differentiate the half after attention; its gradient overwrites o [B, H, T / P, D_v]."""
     kept, linears = call.kept, call.site.linears
     unread = call.unread.to_differentiate_after.difference(kept.products_after)
     with summed(linears, work.sums, unread, call.witness):
@@ -307,7 +331,10 @@ def _add(
     upstream: list[Tensor],
     extra: Tensor | None = None,
 ) -> Tensor | None:
-    """Differentiate one half of a chunk and add up; returns the gradient of `extra`. Without it, it is the half before."""
+    """Differentiate one half of a chunk, add the gradients, and return the gradient of `extra`.
+
+    `extra` is None for the half before attention.
+    """
     wanted = [*targets, *work.shadows, *(() if extra is None else (extra,))]
     found: list[Tensor | None] = [None] * len(wanted)
     if chunk.stop == call.plan.length:
@@ -321,8 +348,10 @@ def _add(
 
 
 def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended: Attended, d_o: Tensor) -> list[Tensor]:
-    """Overwrite q and sinks by their gradients, a piece at a time, and return dk and dv [B, H_kv, T / P, D] of this rank's
-    tokens."""
+    """Differentiate attention piece by piece; return dk and dv [B, H_kv, T / P, D] of this rank.
+
+    The gradients of q and of the sinks overwrite q and `call.sinks`.
+    """
     assert call.params is not None
     found: list[list[Tensor]] = [[], []]
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
@@ -350,7 +379,7 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended:
 
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
-    """The half before attention, from the gradients [B, H, T / P, D] of the shard's q, k and v."""
+    """Differentiate the half before attention, from gradients [B, H, T / P, D] of q, k and v."""
     kept, linears = call.kept, call.site.linears
     unread = call.unread.to_differentiate_before.difference(kept.products_before)
     with summed(linears, work.sums, unread):
@@ -377,7 +406,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
                 assert call.sinks is not None
                 d_sinks = torch.zeros_like(found.sink)
                 call.shards.sinks(d_sinks).copy_(call.sinks)
-                with torch.enable_grad():  # it is a parameter itself, or near one
+                with torch.enable_grad():  # the sink is a parameter or a view of one
                     pairs.append((found.sink.view_as(found.sink), d_sinks))
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
             _add(call, work, chunk, targets, [x for x, _ in pairs], [gradient for _, gradient in pairs])

@@ -1,4 +1,6 @@
-"""What the queries of whole sequences may read, from the masks that a model makes of one shard on each rank."""
+"""Spans of full sequences, from the attention mask that the model makes for one shard on
+each rank.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from streambp.errors import UnsupportedMaskError
 
 
 class Shown(enum.IntEnum):
-    """What the mask of one shard shows of the documents of packed rows."""
+    """Information in one shard's mask about the documents of packed rows."""
 
     NOTHING = 0
     KNOWN = 1
     IGNORED = 2
-    REFUSED = 3  # it is more than padding, packing and a window
+    REFUSED = 3  # more than padding, packing and a window
 
 
 def resolve_whole(
@@ -33,19 +35,25 @@ def resolve_whole(
     device: torch.device,
     everyones: Callable[[list[int]], list[list[int]]],
 ) -> Spans:
-    """What the queries of whole sequences may read, where the model's mask describes one shard of `length` tokens.
+    """Return the spans that queries of full sequences may read, from a mask of `length` tokens.
 
-    One shard may show what another does not: where its window ends, or whether documents are known. So the ranks say what
-    they see, and each comes to the same end. A head and a tail in one shard look like two documents: of the shard's own
-    documents nothing is taken, those of the whole sequences are in `whole`.
+    The mask describes one shard. Some facts appear in one shard only: the end of a window, or
+    document boundaries. Ranks therefore exchange their findings and reach the same result. A head
+    and a tail of one sequence in one shard look like two documents. Documents are therefore read
+    from `whole`, never from a shard's mask.
 
     Args:
-        whole: the spans that padding and packing of the whole sequences give, without a window.
+        mask: the model's mask for this rank's shard.
+        whole: spans from padding and packing of the full sequences, without a window.
+        length: number of tokens in the shard.
         position_ids: the shard's, [1 or B, length].
-        everyones: what each rank says, from what this one says; called once for each mask of the model, on every rank.
+        device: device for comparisons of masks.
+        everyones: function that gathers each rank's findings; called once for each mask of the
+            model, on every rank.
 
     Raises:
-        UnsupportedMaskError: the mask is more than padding, packing and a window, or may be; on every rank alike.
+        UnsupportedMaskError: the mask is more than padding, packing and a window, or may be; on
+            every rank alike.
     """
     rows = len(whole.rows)
     if mask is None:
@@ -73,11 +81,15 @@ def resolve_whole(
 def _shown(
     mask: LazyMask | Tensor, rows: int, whole: int, length: int, position_ids: Tensor | None, device: torch.device
 ) -> tuple[int | None, bool, Shown]:
-    """The window of a shard's mask, whether it is certain that there is no other, and what else the mask shows.
+    """Return a shard mask's window, True if no other window is possible, and its other information.
 
     Args:
-        whole: tokens of a whole sequence.
+        mask: the model's mask for this rank's shard.
+        rows: number of rows in the batch.
+        whole: number of tokens in a full sequence.
+        length: number of tokens in the shard.
         position_ids: the shard's, [1 or B, length].
+        device: device for comparisons of masks.
     """
     if isinstance(mask, Tensor) or mask.description.get("use_vmap", False):
         return None, False, Shown.REFUSED

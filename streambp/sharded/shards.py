@@ -1,16 +1,18 @@
-"""Sequences of which every rank of a group holds one shard: their spans, and how a rank gets what it attends.
+"""Sequences sharded over the ranks of a group: their spans, and the exchanges around attention.
 
-A layer's code asks for five things, and knows no split by name. `Shards` answers as Ulysses does, which trades a rank's
-tokens of all heads, [B, H, T / P, D], for all tokens of its heads, [B, H / P, T, D]; `sharded/gathered.py` for context
-parallelism, where a rank keeps its queries and gathers keys and values.
+A layer calls the five methods below and does not depend on the kind of sharding. `Shards`
+implements Ulysses: it exchanges a rank's tokens of all heads, [B, H, T / P, D], for all tokens of
+the rank's heads, [B, H / P, T, D]. `sharded/gathered.py` implements context parallelism: a rank
+keeps its queries and gathers K and V.
 
-    pieces          which of this rank's queries are attended at once, and where in the sequence they are
-    queries         q to where it is attended
-    start_keys      k and v of whole sequences, in order
-    own_gradient    their gradients, as far as they belong to this rank's tokens
-    tokens          what is attended back to this rank's tokens
+    pieces          chunks of this rank's queries, with their positions in the full sequence
+    queries         move q to the rank that attends it
+    start_keys      k and v of full sequences, in order
+    own_gradient    the gradients of k and v for this rank's tokens
+    tokens          move attention outputs back to their tokens' rank
 
-All collectives are torch.distributed's; every rank calls them equally often, however many chunks it has.
+All collectives are torch.distributed's. Every rank calls them equally often, for any number of
+chunks.
 """
 
 from __future__ import annotations
@@ -31,14 +33,25 @@ from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedMode
 
 
 class Piece(NamedTuple):
-    """Queries that are attended at once: their places among those that this rank attends, and in the whole sequence."""
+    """A chunk of queries for one attention call.
+
+    Attributes:
+        here: its positions among the queries that this rank attends.
+        whole: its positions in the full sequence.
+    """
 
     here: Chunk
     whole: Chunk
 
 
 class KeyGroup(NamedTuple):
-    """Some heads of k [B, T, G, D] and v [B, T, G, D_v], contiguous; heads: the queries' heads that read them."""
+    """Some heads of K and V, contiguous.
+
+    Attributes:
+        heads: the query heads that read them.
+        k: [B, T, G, D].
+        v: [B, T, G, D_v].
+    """
 
     heads: slice
     k: Tensor
@@ -46,23 +59,37 @@ class KeyGroup(NamedTuple):
 
 
 class Keys:
-    """Keys and values of whole sequences, in order, a group of heads at a time; one group k [B, T, G, D] and
-    v [B, T, G, D_v] that is there."""
+    """K and V of full sequences, in order, one group of heads at a time.
+
+    This class holds one group in memory: k [B, T, G, D] and v [B, T, G, D_v].
+    """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.both = [KeyGroup(slice(None), k, v)]
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """All groups; last: nobody asks again, so that a group is freed as soon as it is let go of."""
+        """Generate all groups.
+
+        Args:
+            last: True in the last iteration: a group is freed as soon as the caller drops it.
+        """
         yield self.both.pop() if last else self.both[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """One batch of split sequences, B rows of `size * length` tokens; this rank holds `length` of each, in rank order.
+    """One batch of sharded sequences, B rows of `size * length` tokens.
 
-    spans: what each query of the whole sequences may read, without a sliding window.
-    positions: position_ids [1 or B, T / P] of this rank's tokens. room: bytes that every rank would give.
+    This rank holds `length` tokens of each row, in rank order.
+
+    Attributes:
+        group: process group of the ranks.
+        size: P, the number of ranks.
+        length: T / P, the tokens of a row on one rank.
+        spans: keys that each query of the full sequences may read, without a sliding window.
+        positions: position_ids [1 or B, T / P] of this rank's tokens.
+        rank: this rank's index in the group.
+        room: bytes that every rank can spend on K and V of full sequences.
     """
 
     group: Any
@@ -74,20 +101,25 @@ class Shards:
     room: int = 0
 
     by: ClassVar[str] = "DeepSpeed Ulysses"
-    gathers_keys: ClassVar[bool] = False  # each rank has keys and values of all its heads at once, and may keep them
+    # each rank has K and V of all its heads at once, and may save them
+    gathers_keys: ClassVar[bool] = False
 
     @property
     def whole_length(self) -> int:
-        """T, tokens of a whole sequence."""
+        """Return T, the number of tokens in a full sequence."""
         return self.size * self.length
 
     def pieces(self, batch_size: int, size: int) -> list[Piece]:
-        """All of a whole sequence, in order, each of at most `size` positions."""
+        """Return pieces that cover the full sequence, in order, each of at most `size`
+        positions.
+        """
         return [Piece(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)]
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, H, T / P, D] -> [B, H / P, T, D], with tokens before heads in memory. Fewer heads than ranks are repeated, so
-        that each rank has one."""
+        """Exchange [B, H, T / P, D] for [B, H / P, T, D], with tokens before heads in memory.
+
+        Fewer heads than ranks are repeated, so that each rank has one head.
+        """
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
             x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
@@ -97,7 +129,9 @@ class Shards:
         return mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """[B, H / P, T, D] -> [B, heads, T / P, D]; repeated heads are summed, as their gradients must be."""
+        """Exchange [B, H / P, T, D] for [B, heads, T / P, D]; repeated heads are summed, like
+        gradients.
+        """
         batch, _, _, width = x.shape
         mine = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))  # [P, B, H / P, T / P, D]
         x = mine.movedim(0, 1).reshape(batch, -1, self.length, width)
@@ -107,23 +141,30 @@ class Shards:
         return x.unflatten(1, (heads, -1)).sum(2, dtype=wide).to(x.dtype)
 
     def sinks(self, sinks: Tensor) -> Tensor:
-        """The part of sinks [H] that belongs to the heads of this rank's queries, as a view."""
+        """Return a view of sinks [H] for the heads of this rank's queries."""
         return sinks.chunk(self.size)[self.rank]
 
     def everyones(self, mine: list[int]) -> list[list[int]]:
-        """What each rank says."""
+        """Gather a list of integers from each rank."""
         assert self.positions is not None
         return [said.tolist() for said in all_gather(self.group, torch.tensor(mine, device=self.positions.device))]
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
-        """From this rank's k [B, H_kv, T / P, D] and v, which are taken out of `parts`, those that its queries read.
+        """Exchange this rank's k [B, H_kv, T / P, D] and v for the K and V that its queries read.
 
-        heads: of the queries, H.
+        Args:
+            parts: k and v; emptied.
+            heads: H, the number of query heads.
         """
         return Keys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """From dK [B, T, G, D] and dV of a group, which are taken out of `sums`, those of this rank's tokens.
+        """Exchange dK [B, T, G, D] and dV of a group for the gradients of this rank's tokens.
+
+        Args:
+            sums: dK and dV; emptied.
+            dtype: dtype of the result.
+            heads: number of K/V heads.
 
         Returns:
             dk [B, heads, T / P, D] and dv, in `dtype`.
@@ -131,18 +172,19 @@ class Shards:
         return [self.tokens(sums.pop(0).to(dtype).transpose(1, 2), heads) for _ in range(2)]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """[P, B, T / P, ...] of all ranks -> [B, T, ...]."""
+        """Reorder [P, B, T / P, ...] of all ranks to [B, T, ...]."""
         return x.transpose(0, 1).flatten(1, 2)
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Nothing: the order of the ranks is that of the sequence.
+        """Do nothing: rank order is sequence order.
 
         Args:
-            positions: [1 or B, T] in this order. padding: [B, T], True for tokens.
+            positions: [1 or B, T] in this order.
+            padding: [B, T], True for tokens.
         """
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Part i of [P, ...] goes to rank i; part i of the result came from there."""
+        """Send part i of [P, ...] to rank i; part i of the result comes from rank i."""
         sent = parts.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -150,7 +192,7 @@ class Shards:
 
 
 def heads_error(heads: int, ranks: int) -> UnsupportedModelError:
-    """That Ulysses cannot give each rank as many heads."""
+    """Return the error for a number of heads that Ulysses cannot split evenly over the ranks."""
     return UnsupportedModelError(
         f"{heads} attention heads cannot be split over {ranks} ranks. Choose an sp_size that divides the number of heads, "
         "and divides or is a multiple of the number of key and value heads."
@@ -166,16 +208,20 @@ def gather_shards(
     agreed: int = 0,
     room: int = 0,
 ) -> Shards:
-    """What the ranks of `group` hold together: each hands in its shard of position_ids [1 or B, T / P] and of a 2-D mask.
+    """Combine each rank's shard of position_ids [1 or B, T / P] and of a 2-D mask.
 
     Args:
-        kind: `Shards` or another like it.
-        tokens: this rank's, [B, T / P, ...].
-        agreed: a number that must be the same on all ranks, because it decides which exchanges they make.
-        room: bytes that this rank would give; the shards have what all would.
+        kind: class of the result, `Shards` or a subclass.
+        group: process group of the ranks.
+        tokens: this rank's tokens, [B, T / P, ...].
+        position_ids: this rank's shard, counted over the full sequence.
+        attention_mask: this rank's shard of a padding mask, or None.
+        agreed: number that must be equal on all ranks, because the exchanges depend on it.
+        room: bytes that this rank can spend; the result has the minimum over the ranks.
 
     Raises:
-        StreamBPError: position_ids are missing, or the shards do not fit together; on every rank alike.
+        StreamBPError: position_ids are missing, or the shards do not fit together; on every rank
+            alike.
         UnsupportedMaskError: the mask is no padding mask.
     """
     batch_size, length = tokens.shape[:2]
@@ -208,7 +254,7 @@ def gather_shards(
 
 
 def _agree(group: Any, mine: Tensor) -> list[list[int]]:
-    """What every rank hands in, all but the last number the same."""
+    """Gather every rank's numbers and check that all but the last are equal."""
     try:
         everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
     except RuntimeError as error:
@@ -229,7 +275,10 @@ def _agree(group: Any, mine: Tensor) -> list[list[int]]:
 
 
 def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any) -> int:
-    """Whether there is a mask, 0 or 1, and how many rows of positions there are, times 2; below 0: what does not fit."""
+    """Return 2 * rows of position_ids, plus 1 if there is a mask.
+
+    -1 if position_ids do not fit, -2 if the mask does not fit.
+    """
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != length:
         return -1
     if attention_mask is None:

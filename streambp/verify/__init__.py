@@ -1,4 +1,6 @@
-"""Is streaming exact on *this* model? `verify` compares its gradients with the unpatched model's."""
+"""Test if streaming is exact for a given model: `verify` compares gradients with the unpatched
+model.
+"""
 
 from streambp.verify.compare import verify
 

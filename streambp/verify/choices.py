@@ -1,4 +1,4 @@
-"""What a forward chose by `topk`: which experts a token goes to."""
+"""Record the experts that `topk` chose for each token in a forward."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class Choices(TorchFunctionMode):
-    """Within, counts what `torch.topk` chose, row by row; chunks, and the order in which rows come, make no difference.
+    """Context manager that counts the choices of `torch.topk`, row by row.
 
-    counts: for each number of candidates, of the indices chosen, ascending.
+    The counts do not depend on chunks or on the order of rows.
+
+    Attributes:
+        counts: number of candidates -> how often each ascending tuple of indices was chosen.
     """
 
     def __init__(self) -> None:
@@ -28,8 +31,11 @@ class Choices(TorchFunctionMode):
         return result
 
     def differing(self, other: Choices) -> int:
-        """How many rows chose what no row of the other did. Where the number of candidates is that of the keys so far, as
-        in sparse attention, chunks have other numbers of rows to it: these are left out."""
+        """Return how many rows made a choice that no row of `other` made.
+
+        In sparse attention the number of candidates is the number of keys so far. Chunks then
+        differ in the number of rows for a number of candidates; such counts are ignored.
+        """
         both = self.counts.keys() & other.counts.keys()
         alike = [n for n in both if self.counts[n].total() == other.counts[n].total()]
         return sum((self.counts[n] - other.counts[n]).total() for n in alike)

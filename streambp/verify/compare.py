@@ -1,16 +1,19 @@
-"""`verify`: is streaming exact on *this* model?
+"""`verify` tests if streaming is exact for a given model.
 
-One batch, three runs: the streamed model, the unpatched model, and the truth, which is the unpatched model with the same
-weights in a wider dtype, on the host. `verdict` judges how far the first two lie from the third. [Note: verdict]
+One batch runs three times: through the streamed model, through the unpatched model, and through the
+reference, called the truth. The truth is the unpatched model with the same weights in a wider
+dtype, on the host. `verdict` judges the distances of the first two from the third. [Note: verdict]
 
-The truth of a float32 or float64 model is computed in float64 with transformers' inner casts to float32 lifted (norms,
-softmax, rotary angles, loss). A float64 model has these casts, streamed or not: they are its noise, about 1e-7. The truth
-of a half-precision model is computed in float32.
+The truth of a float32 or float64 model is computed in float64, with transformers' inner casts to
+float32 (norms, softmax, rotary angles, loss) replaced. A float64 model has these casts with and
+without streaming. They are its rounding noise, about 1e-7. The truth of a half-precision model is
+computed in float32.
 
-[Note: choices] A router that ties to rounding sends a token to other experts in one run than in the next, streamed or not,
-and then that token's gradients differ whole. So a batch that is found wanting, and on which the streamed model chose
-otherwise than the unpatched one, decides nothing: other tokens are drawn. An error in a layer changes choices in every
-draw, one behind all choices in none: both are found.
+[Note: choices] If two experts tie up to rounding, a router can choose different experts in two
+runs, streamed or not. The gradients of that token then differ completely. If a batch fails and the
+streamed model made other choices than the unpatched one, the batch is undecided and new tokens are
+drawn. An error in a layer changes choices in every draw; an error behind all choices changes none.
+Both are found.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ from streambp.verify.choices import Choices
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
 from streambp.verify.verdict import NOTABLE, Distances, Verification, find_problems, rate
 
-DRAWS = 4  # of tokens. [Note: choices]
-OTHER_TOKENS = 1_000_003  # from one draw's seed to the next's
-ELEMENTS = 2**24  # of a gradient, compared at a time
+DRAWS = 4  # maximal number of batches. [Note: choices]
+OTHER_TOKENS = 1_000_003  # step between the seeds of two batches
+ELEMENTS = 2**24  # elements of a gradient compared in one step
 GIB = 2**30
 PADDING_NOTE = (
     "the first token after the padding has no label here, streamed or not: padding predicts it, which reads nothing; "
@@ -66,21 +69,24 @@ def verify(
     """Compare the streamed gradients of `model` with the unpatched ones, parameter by parameter.
 
     Args:
-        model: an unpatched causal language model on one device. It is left as it was, gradients and training flags too;
-            dropout is off meanwhile, since it draws other numbers chunk by chunk.
-        seq_len: tokens of the one random row; about a quarter of them have no label.
-        chunk_size: must give at least four chunks, the last shorter than the others; chosen if None.
-        seed: of the tokens.
-        left_padding: so many tokens of the row are padding, at its start.
-        said: is told of progress, in words and as a part from 0 to 1.
-        saves, fields: as in `StreamConfig`.
+        model: an unpatched causal language model on one device. Gradients and training flags are
+            restored afterwards. Dropout is off during the test, because it draws other random
+            numbers in each chunk.
+        seq_len: tokens of the single random row; about a quarter of them have no label.
+        chunk_size: must result in at least four chunks, the last one shorter than the others; None:
+            chosen automatically.
+        seed: seed of the random tokens.
+        left_padding: number of padding tokens at the start of the row.
+        said: progress callback with a text and a fraction from 0 to 1.
+        saves, fields: see `StreamConfig`.
 
     Raises:
-        StreamBPError: the model cannot be streamed, or cannot be judged in this way. A bad verdict is no exception.
+        StreamBPError: the model cannot be streamed, or cannot be judged in this way. A failed
+            verdict raises nothing.
     """
     config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
     narrow, wide = _check(model, seq_len)
-    undecided = []  # how many choices differed, by draw
+    undecided = []  # number of differing choices for each undecided batch
     for draw in range(DRAWS):
         batch = _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding)
         found, runs = _judge(model, config, batch, narrow, wide, said or (lambda what, done: None))
@@ -96,12 +102,16 @@ def verify(
 def _judge(
     model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.dtype, wide: torch.dtype, said: Said
 ) -> tuple[Verification, tuple[VerifyRun, VerifyRun]]:
-    """What one batch tells, with notes on what did not stream; and the streamed and the unpatched run."""
-    scale = 1024.0 if narrow == torch.float16 else 1.0  # float16 loses the small gradients of a mean, streamed or not
+    """Judge one batch and return the verdict, the streamed run and the unpatched run.
+
+    The verdict's notes name the parts that did not stream.
+    """
+    # float16 underflows for the small gradients of a mean, streamed or not
+    scale = 1024.0 if narrow == torch.float16 else 1.0
     with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
         said("the streamed model", 0.2)
         streamed, notes = _run_streamed(model, config, batch, scale)
-        fused = choose_kernels(model, config)  # the truth is without them
+        fused = choose_kernels(model, config)  # the truth runs without these kernels
         said("the unpatched model", 0.4)
         try:
             unpatched = _run(model, batch, scale)
@@ -140,9 +150,10 @@ def _judge(
 
 
 def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
-    """The least precise dtype among the parameters, and one that is wide enough to be its truth.
+    """Return the least precise parameter dtype, and a dtype wide enough for the truth.
 
-    Raises if this model cannot be judged, before anything is computed.
+    Raises:
+        StreamBPError: this model cannot be judged. Nothing has been computed yet.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -189,10 +200,10 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0) -> Batch:
-    """One row of random tokens; an eighth at the start, and an eighth of the rest, have no label.
+    """Return one row of random tokens; its first eighth and an eighth of the rest have no label.
 
-    Nor has padding on the left, nor the first token behind it, in any of the runs: the last
-    padding token would predict it, which reads nothing. [Note: empty queries]
+    In all runs, left padding and the first token behind it have no label either. The last padding
+    token would predict that first token without reading any key. [Note: empty queries]
     """
     if not 0 <= left_padding <= seq_len // 2:
         raise ConfigError(f"left_padding is {left_padding}; pass 0 to {seq_len // 2}, half of seq_len.")
@@ -200,7 +211,8 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
     config = vars(_text_config(model) or model) | vars(getattr(model, "config", model))
     special = [value for name, value in config.items() if name.endswith("token_id") and isinstance(value, int)]
     allowed = torch.ones(embedding.weight.shape[0], dtype=torch.bool)  # [V]
-    allowed[[token for token in special if 0 <= token < len(allowed)]] = False  # an image placeholder wants an image
+    # special tokens; an image placeholder would need an image
+    allowed[[token for token in special if 0 <= token < len(allowed)]] = False
     generator = torch.Generator().manual_seed(seed)
     ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[None]  # [1, T]
     unlabelled = torch.rand(1, seq_len, generator=generator) < 1 / 8  # [1, T]
@@ -215,7 +227,10 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
 
 @contextlib.contextmanager
 def _set_aside(model: nn.Module) -> Iterator[None]:
-    """Within, the model is in eval mode and has no gradients; afterwards it is what it was, unpatched."""
+    """Context manager in which the model is in eval mode and without gradients.
+
+    At the end the model is unpatched, and its training flags and gradients are restored.
+    """
     training = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -233,7 +248,14 @@ def _set_aside(model: nn.Module) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyRun:
-    """One step of a model: its loss, its gradients on the host, how many of its layers streamed, and what it chose."""
+    """Results of one step of a model.
+
+    Attributes:
+        loss: the unscaled loss.
+        gradients: by parameter name, on the host.
+        streamed_layers: number of layers that streamed.
+        choices: choices of experts in forward.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
@@ -242,6 +264,7 @@ class VerifyRun:
 
 
 def _run(model: nn.Module, batch: Batch, scale: float) -> VerifyRun:
+    """Run one step and move its gradients to the host."""
     choices = Choices()
     loss, streamed_layers = _backward(model, batch, scale, choices)
     gradients: dict[str, Tensor] = {}
@@ -255,7 +278,14 @@ def _run(model: nn.Module, batch: Batch, scale: float) -> VerifyRun:
 def _backward(
     model: nn.Module, batch: Batch, scale: float, within: contextlib.AbstractContextManager[Any]
 ) -> tuple[float, int]:
-    """within: a context for the forward."""
+    """Run forward and backward and return the loss and the number of streamed layers.
+
+    Args:
+        model: any of the three models.
+        batch: arguments of the model.
+        scale: factor of the loss before backward.
+        within: context manager for the forward.
+    """
     with torch.enable_grad():
         with within:
             loss = getattr(model(**batch, use_cache=False), "loss", None)
@@ -264,17 +294,20 @@ def _backward(
                 f"{type(model).__name__} returns no loss when labels are given. Pass a causal language model "
                 "(AutoModelForCausalLM)."
             )
-        # In the loss's graph: a model that quietly ran as unpatched would pass every bar.
+        # Counted in the loss's graph, because a model that silently runs unpatched would pass every
+        # comparison.
         streamed_layers = sum(getattr(type(n), FUNCTION_OF_NODE, None) is StreamedLayer for n in nodes_behind([loss]))
         (loss * scale).backward()
     return loss.item(), streamed_layers
 
 
 def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[VerifyRun, list[str]]:
-    """The streamed step, and notes on what of it did not stream."""
+    """Run the streamed step and return it with notes on the parts that did not stream."""
     patch(model, config)
     with torch.enable_grad():
-        model(**batch, use_cache=False)  # layers are tried when they are first called: what they choose then is of no batch
+        # Layers are tried in their first call. The expert choices of those trials belong to no
+        # batch.
+        model(**batch, use_cache=False)
     run = _run(model, batch, scale)
     described = describe(model)
     unpatch(model)
@@ -295,15 +328,17 @@ def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: f
 def _run_truth(
     model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[VerifyRun, VerifyRun]
 ) -> tuple[float, dict[str, Distances]]:
-    """The truth's loss, and each parameter's distances.
+    """Return the truth's loss and each parameter's distances from the truth.
 
-    A gradient of the truth is let go as soon as it has been compared, so the host never holds a whole set of wide ones.
+    Each gradient of the truth is freed after its comparison. The host never holds a full set of
+    wide gradients.
     """
     truth = on_host(model, wide)
     experts = float64_experts(truth) if wide == torch.float64 else contextlib.nullcontext()
     found: dict[str, Distances] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
+        """Compare one parameter's gradient with both runs and free it."""
         gradient, parameter.grad = parameter.grad, None
         streamed, unpatched = (_distance(gradient, run.gradients.get(name)) for run in runs)
         found[name] = Distances(_distance(gradient, None), streamed, unpatched, parameter.numel())
@@ -318,7 +353,10 @@ def _run_truth(
 
 
 def _distance(truth: Tensor | None, other: Tensor | None) -> float:
-    """|truth - other|, a missing gradient being zero; in blocks, since a float64 copy of an embedding is large."""
+    """Return the norm of truth - other; a missing gradient counts as zero.
+
+    Computed in blocks, because a float64 copy of an embedding is large.
+    """
     total = 0.0
     present = [tensor.flatten().split(ELEMENTS) for tensor in (truth, other) if tensor is not None]
     for blocks in zip(*present, strict=True):
@@ -328,7 +366,10 @@ def _distance(truth: Tensor | None, other: Tensor | None) -> float:
 
 
 def _window(model: nn.Module) -> int | None:
-    """The most keys that a layer with limited attention reads; None if every layer reads all of them."""
+    """Return the maximal number of keys that a layer with limited attention reads.
+
+    None if every layer reads all keys.
+    """
     config = _text_config(model)
     kinds = getattr(config, "layer_types", None)
     sizes = []
@@ -340,10 +381,12 @@ def _window(model: nn.Module) -> int | None:
 
 
 def _find_notes(found: Verification, undecided: list[int], padded: bool, untouched: list[str]) -> list[str]:
-    """What a verdict does not say, and how far it reaches in this dtype.
+    """Return notes on the verdict's limits in this dtype.
 
     Args:
-        undecided: for each draw of tokens that decided nothing, how many choices differed. [Note: choices]
+        found: the verdict.
+        undecided: number of differing choices for each undecided batch. [Note: choices]
+        padded: True if the row has left padding.
         untouched: trainable parameters without a gradient.
     """
     notes = []
@@ -379,9 +422,11 @@ def _find_notes(found: Verification, undecided: list[int], padded: bool, untouch
 
 
 def _text_config(model: nn.Module) -> Any:
+    """Return the config of the language model inside the model."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

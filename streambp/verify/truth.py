@@ -1,4 +1,4 @@
-"""The truth that `verify` judges by: the same model, unpatched, in a wider dtype and on the host."""
+"""The reference of `verify`, called the truth: the unpatched model in a wider dtype on the host."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from streambp.nested import replaced
 
 
 def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model in `dtype`, or wider where it is. deepcopy finds the tensors in its memo, so the device never
-    holds a second model."""
+    """Return a copy of the model on the host in `dtype`, or in the model's dtype if that is wider.
+
+    deepcopy gets the host tensors in its memo, so the device never holds a second model.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         host = parameter.detach().to("cpu", torch.promote_types(parameter.dtype, dtype), copy=True)
@@ -34,9 +36,11 @@ def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Within, whatever asks for float32 gets float64. For unpatched models only: a mode is off inside backward.
+    """Context manager in which every request for float32 results in float64.
 
-    So does what names no dtype: `torch.full((), torch.finfo(scores.dtype).min)` of float64 scores overflows a float32.
+    The default dtype is float64 as well: without it,
+    `torch.full((), torch.finfo(scores.dtype).min)` for float64 scores overflows float32. Only for
+    unpatched models, because a function mode is off inside backward.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -48,6 +52,8 @@ def in_float64() -> Iterator[None]:
 
 
 class _CastsLifted(TorchFunctionMode):
+    """Function mode that replaces float32 by float64 in all arguments."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].double()
@@ -58,7 +64,10 @@ class _CastsLifted(TorchFunctionMode):
 
 @contextlib.contextmanager
 def float64_experts(model: nn.Module) -> Iterator[None]:
-    """Within, experts are multiplied one after the other: torch's grouped products know no float64."""
+    """Context manager in which experts are multiplied one after the other.
+
+    torch's grouped matrix products do not support float64.
+    """
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
     with replaced(configs.values(), EXPERTS_IMPLEMENTATION, itertools.repeat(EAGER)):
@@ -66,13 +75,14 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Bytes that a process on this host may still take; None where that cannot be read."""
+    """Return the bytes of host memory that a process can still allocate; None if unknown."""
     try:
         found = [int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024]
     except (OSError, IndexError):
         return None
     group = Path("/sys/fs/cgroup")
     for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        with contextlib.suppress(OSError, ValueError):  # "max", or the other version of cgroups: no limit here
+        # "max", or the other cgroup version: no limit here
+        with contextlib.suppress(OSError, ValueError):
             found.append(int((group / limit).read_text()) - int((group / used).read_text()))
     return min(found)

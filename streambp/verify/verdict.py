@@ -1,29 +1,36 @@
-"""From distances between gradients to a verdict: what `verify` reports.
+"""The verdict of `verify`, from distances between gradients.
 
-Every parameter's gradient has two distances from the truth, which is the unpatched model's in a wider dtype:
+Every parameter's gradient has two distances from the truth, the unpatched model's gradient in a
+wider dtype:
 
     streamed    |streamed - truth| / |truth|, the error
-    unpatched   |unpatched - truth| / |truth|, the noise: what this dtype does to the model anyway
+    unpatched   |unpatched - truth| / |truth|, the noise: rounding in this dtype without streaming
 
-|truth| counts as at least `NEGLIGIBLE` of the whole gradient's norm: some gradients are zero but for rounding.
+|truth| counts as at least `NEGLIGIBLE` times the norm of the full gradient, because some gradients
+are zero except for rounding.
 
-[Note: verdict] A streamed gradient that is exact is the unpatched one but for roundings, made in another order. So error is
-to noise as one draw of a noise to another, and the verdict says whether it looks like that:
+[Note: verdict] An exact streamed gradient differs from the unpatched one by roundings in another
+order. The error is then a second random draw from the distribution of the noise. The verdict tests
+these conditions:
 
 - The same parameters get a gradient, and every number is finite.
-- The whole gradient's error is at most `WHOLE` times its noise. Two correct runs of a small model easily differ by more
-  than a few percent, because a rounding near the loss is shared by all parameters: two layers of width 32 give 0.6 to 1.5,
-  in every dtype. One draw cannot bear a tighter bar. In half precision a ratio above `NOTABLE` gets a note: if several
-  seeds agree on it, streaming loses precision, though no term is missing.
-- Each parameter's error is at most `EACH` times the largest of three noises: its own, that of the same parameter in another
-  layer, the whole gradient's. A norm's weight or a bias has few elements: its own noise may be small by luck. Of n elements
-  the ratio of two norms has a logarithm with a spread of about 1 / sqrt(n - 1), so under 8 elements (a router's bias) the
-  factor is exp(`SPREADS` / sqrt(n - 1)), which chance passes once in ten thousand.
-- The loss is off by at most `EACH` times what the unpatched loss is, or by a little. It is a mean over hundreds of tokens:
-  the unpatched one may be right by luck, but both are far better than a gradient.
+- The full gradient's error is at most `WHOLE` times its noise. Two correct runs of a small model
+  often differ by more than a few percent, because all parameters share a rounding near the loss.
+  Two layers of width 32 give ratios of 0.6 to 1.5, in every dtype, so one draw allows no tighter
+  bound. In half precision a ratio above `NOTABLE` gets a note. If several seeds agree on such a
+  ratio, streaming loses precision, but no term is missing.
+- Each parameter's error is at most `EACH` times the largest of three noises: its own, that of the
+  same parameter in another layer, that of the full gradient. A norm's weight or a bias has few
+  elements, so its own noise can be small by chance. For n elements, the logarithm of the ratio of
+  two norms has a spread of about 1 / sqrt(n - 1). Under 8 elements (a router's bias) the factor is
+  therefore exp(`SPREADS` / sqrt(n - 1)). Chance exceeds this factor once in ten thousand.
+- The loss error is at most `EACH` times the unpatched loss error, plus a small floor. The loss is a
+  mean over hundreds of tokens. The unpatched loss may be right by chance, but both losses are far
+  more precise than a gradient.
 
-A term lost or counted twice changes some parameter by percents. Noise is about 1e-6 in float32, so nothing of that kind can
-hide there. In half precision noise is about 1e-2 and the verdict says less; a note says how much.
+A lost or doubly counted term changes some parameter's gradient by percents. Noise is about 1e-6 in
+float32, too small to hide such a change. In half precision noise is about 1e-2 and the verdict is
+weaker; a note gives the size.
 """
 
 from __future__ import annotations
@@ -34,15 +41,21 @@ import re
 
 NEGLIGIBLE = 1e-6
 WHOLE, NOTABLE, EACH = 2.0, 1.05, 4.0
-SPREADS = 3.72  # of a normal distribution: one in ten thousand is beyond
-FLOOR = 1e-10  # differences that say nothing in any dtype
-LOSS_FLOOR = 2.0**-20  # sixteen roundings of float32, in which the loss is computed
+SPREADS = 3.72  # quantile of a normal distribution: one value in ten thousand is beyond
+FLOOR = 1e-10  # smaller differences mean nothing in any dtype
+LOSS_FLOOR = 2.0**-20  # sixteen roundings of float32, the dtype of the loss
 
 
 @dataclasses.dataclass(frozen=True)
 class Distances:
-    """Of one parameter's gradients the truth's norm, and how far the other two lie from it; or of losses. elements: of the
-    gradient."""
+    """Distances of one parameter's gradients, or of losses, from the truth.
+
+    Attributes:
+        truth: norm of the truth.
+        streamed: distance of the streamed run.
+        unpatched: distance of the unpatched run.
+        elements: number of elements of the gradient.
+    """
 
     truth: float
     streamed: float
@@ -52,7 +65,14 @@ class Distances:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterError:
-    """One parameter's relative distances from the truth, and how large `streamed` may be. [Note: verdict]"""
+    """Relative distances of one parameter's gradient from the truth. [Note: verdict]
+
+    Attributes:
+        name: the parameter's name.
+        streamed: distance of the streamed run.
+        unpatched: distance of the unpatched run.
+        bar: maximal allowed value of `streamed`.
+    """
 
     name: str
     streamed: float
@@ -61,15 +81,31 @@ class ParameterError:
 
     @property
     def exact(self) -> bool:
-        """Whether the streamed gradient's relative distance is within the bar."""
+        """True if the streamed gradient's relative distance is at most the bar."""
         return self.streamed <= self.bar
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found; `str()` is a table.
+    """Result of `verify`; `str()` is a table.
 
-    parameters: all that get a gradient, worst error first. problems: what speaks against exactness; none if exact.
+    Attributes:
+        exact: True if no problem was found.
+        problems: evidence against exactness; empty if exact.
+        parameters: all parameters with a gradient, worst error first.
+        whole_streamed: relative error of the full gradient, streamed.
+        whole_unpatched: relative error of the full gradient, unpatched.
+        loss_streamed: loss of the streamed run.
+        loss_unpatched: loss of the unpatched run.
+        loss_truth: loss of the truth.
+        model: class name of the model.
+        dtype: least precise dtype of the parameters.
+        truth_dtype: dtype of the truth.
+        seq_len: tokens of the row.
+        chunk_size: tokens of a chunk.
+        chunks: number of chunks.
+        window: maximal number of keys of a layer with limited attention; None: no such layer.
+        notes: limits of the verdict.
     """
 
     exact: bool
@@ -90,7 +126,7 @@ class Verification:
     notes: tuple[str, ...] = ()
 
     def table(self, top: int = 20) -> str:
-        """The report with the `top` worst parameters; 0 means all."""
+        """Return the report with the `top` worst parameters; 0 means all."""
         shown = self.parameters[: top or None]
         width = max(len(name) for name in ["whole gradient", *(p.name for p in shown)])
         lines = [
@@ -123,7 +159,7 @@ class Verification:
 
 
 def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], ParameterError]:
-    """Every parameter's errors and bar, worst error first; then the whole gradient's."""
+    """Return every parameter's errors and bar, worst error first, and the full gradient's."""
     columns = zip(*((d.truth, d.streamed, d.unpatched) for d in distances.values()), strict=True)
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
     norm = max(norm, 1e-300)
@@ -145,17 +181,21 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
 
 
 def _role(name: str) -> str:
-    """The same for one parameter in every layer."""
+    """Return the parameter's name with the layer index replaced, so that layers share names."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def find_problems(
     rated: tuple[ParameterError, ...], whole: ParameterError, loss: Distances, expected: set[str], found: set[str]
 ) -> tuple[str, ...]:
-    """What keeps the streamed gradient from being exact. [Note: verdict]
+    """Return all evidence that the streamed gradient is not exact. [Note: verdict]
 
     Args:
-        expected, found: the parameters that got a gradient in the unpatched and in the streamed run.
+        rated: every parameter's errors.
+        whole: the full gradient's errors.
+        loss: distances of the losses.
+        expected: parameters with a gradient in the unpatched run.
+        found: parameters with a gradient in the streamed run.
     """
     problems = []
     for names, what in ((expected - found, "get none streamed"), (found - expected, "get one only streamed")):
