@@ -96,6 +96,8 @@ class Snapshot:
             now = {} if structure else kind.read(holder)
             if structure or same_entries(kept, now):
                 continue
+            if kind is SET and kept.keys() == now.keys():  # an equal entry came again
+                continue
             if kind.named is None:
                 found[name] = Change(tuple(now.values()))
                 continue

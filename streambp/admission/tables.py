@@ -6,6 +6,7 @@ A table is compared by the identity of its entries, and refilled only where it d
 from __future__ import annotations
 
 import collections
+import operator
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -162,7 +163,7 @@ NAMES = Kind(dict, _refill_names, dotted, names_alone=True)
 DICT = Kind(dict, _refill_dict, bracketed, grows=True)
 LIST = Kind(lambda holder: dict(enumerate(holder)), _refill_list, None)
 DEQUE = Kind(LIST.read, _refill_deque, None)
-SET = Kind(lambda holder: {id(value): value for value in holder}, _refill_set, None)
+SET = Kind(lambda holder: {value: value for value in holder}, _refill_set, None)
 CLASS = Kind(_read_own, _refill_class, dotted)
 CELL = Kind(_read_cell, _refill_cell, None)
 SLOTS = Kind(_read_slots, _refill_slots, dotted)
@@ -174,5 +175,4 @@ def same_entries(kept: dict[Any, Any], now: dict[Any, Any]) -> bool:
     """Whether both have the same keys, in the same order, with the same objects."""
     if len(kept) != len(now):
         return False
-    pairs = zip(kept.items(), now.items(), strict=True)
-    return all(one is other and value is found for (one, value), (other, found) in pairs)
+    return all(map(operator.is_, kept, now)) and all(map(operator.is_, kept.values(), now.values()))
