@@ -170,12 +170,19 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
+    """Return what trials of the call raised, None if nothing, and whether the layer may be cut."""
     with leaving_nothing(call):
-        because = why_kept(call)
-        failed, verdict = look_for_writes(call), can_stream(call)
-    if because is not None and verdict.streams:
-        call.site.found(call.arguments.kind).judge(because)
+        because, error = why_kept(call)
+        failed = look_for_writes(call)
+        verdict = can_stream(call)
+    findings = call.site.found(call.arguments.kind)
+    if verdict.streams and because is not None:
+        findings.judge(because)
         verdict = Verdict(False, because)
+    elif verdict.streams and error is not None:  # an exception of one trial judges no layer
+        findings.judged = False
+        findings.doubt(broken(error))
+        verdict = Verdict(False, broken(error))
     return failed, verdict
 
 

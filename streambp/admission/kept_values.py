@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
 from streambp.admission.generators import generators_kept, generators_of
 from streambp.admission.long_trial import why_not_at_length
-from streambp.admission.own_run import OwnRun
+from streambp.admission.own_run import OtherModelError, OwnRun
 from streambp.admission.rehearsal import (
     CHUNK,
     as_trained,
@@ -200,15 +200,20 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
     )
 
 
-def why_kept(call: LayerCall) -> str | None:
-    """Why the layer runs whole for what others' code inside it keeps, None if it need not; looked for once for each kind of
-    call, which may be another one afterwards. [Note: kept values]"""
+def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
+    """Return why the layer runs whole for values that others' code inside it keeps, and the trial's own exception.
+
+    Both are None where the layer may be cut. The trial runs once for each kind of call, and the kind may be another one
+    afterwards. [Note: kept values]
+    """
     site, x = call.site, call.hidden_states.detach()
-    if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1:
-        return None
+    if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():
+        return None, None
     roots = roots_of(site, call.look)
     if not roots or site.found(call.arguments.kind).judged:
-        return None
+        return None, None
+    failed: Exception | None = None
+    because = None
     try:
         generators, buffers = generators_kept(generators_of(site, call.look)), in_place_of_buffers(buffers_of(call.layer))
         with nothing_compiled(), _plain_dropout(call), generators, buffers, contextlib.ExitStack() as stack:
@@ -217,15 +222,16 @@ def why_kept(call: LayerCall) -> str | None:
             if because is None and dict(call.arguments.kind).get(REACH, ("", False))[1]:
                 stack.enter_context(_as_in_a_step(call))
                 because = why_not_at_length(call)
-    except Exception as error:  # whether it can be cut is for `can_stream` to say
-        if isinstance(error, StreamBPError) or is_out_of_memory(error):
+    except Exception as error:
+        other_model = isinstance(error, OtherModelError)  # its unpatched forward failed, as any trial may
+        if is_out_of_memory(error) or (isinstance(error, StreamBPError) and not other_model):
             raise
-        because = None
+        failed = error
     before = call.arguments.kind
     call.arguments.kind = tell(site, call.look, before, x)
     if before != call.arguments.kind and before in site.findings:
         remember(site.findings, call.arguments.kind, site.findings.pop(before))
-    return because
+    return because, failed
 
 
 def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:

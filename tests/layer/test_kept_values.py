@@ -767,7 +767,7 @@ def test_a_recorder_that_comes_after_a_warm_up(step):
 
 
 def nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(entry, "why_kept", lambda call: None)
+    monkeypatch.setattr(entry, "why_kept", lambda call: (None, None))
 
 
 def tokens_of_the_call(monkeypatch):
