@@ -123,6 +123,10 @@ CONVOLUTION_STATE = "conv_state"  # of a convolution of one token, which is told
 NO_PART_OF_A_STEP = ("_name_or_path", "transformers_version")  # of a configuration as a dict
 ROTARY = "apply_rotary_pos_emb"  # of a modeling file: (q, k, cos, sin) -> (q, k) turned
 ROTATED = ("q", "k", "cos", "sin")  # its first parameters; Gemma 3n's and 4's turns one tensor, and so does GPT-J's
+# Linears of one module that read one tensor in most models, by a number for each set; whether they do is seen in each call.
+ONE_INPUT = {
+    "q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 1, "up_proj": 1, "query": 2, "key": 2, "value": 2,
+}  # fmt: skip
 GATED_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")  # of an MLP whose activation and product a kernel can fuse
 FUSED_MLP = ("gate_up_proj", "down_proj", "activation_fn")  # the same with one product, gate before up
 ACTIVATIONS = ("act_fn", "activation_fn")  # of an MLP or of experts
@@ -217,6 +221,7 @@ FOR_ONE_FORWARD = (ALORA_OFFSETS, "adapter_names")  # all that peft hands its mo
 CPT_FORWARD = "_cpt_forward"  # the function that computes a loss of its own from logits
 BASE_LAYER = "base_layer"  # of peft's wrapper: the module that it stands around
 LORA_LAYERS, LORA_OF_PACKED = "peft.tuners.lora.layer", "peft.tuners.lora.bnb"  # the modules of its adapted Linears
+LORA_FACTORS = ("lora_A", "lora_B")  # of these: the tables of its adapters' Linears
 PEFT_CHECKPOINTING = "_peft_gradient_checkpointing_forward_hooks"  # of modules, changed while a step runs
 
 # ---- opacus, which no environment of the tests has

@@ -118,6 +118,7 @@ class Work:
     value: [..., out], if y need not be computed; `UNREAD` or some rows: nobody reads the others. add: takes the factors of
         the base weight's gradient, which is None then.
     decode: gives the base's weight once more for backward, which keeps none then: it is decoded from few bits.
+    shared, place: what several Linears of one x have in common, and which of them this is; None: nothing.
     """
 
     groups: list[Group]
@@ -126,6 +127,8 @@ class Work:
     value: Tensor | Unread | None = None
     add: Callable[[Tensor, Tensor], None] | None = None
     decode: Callable[[], Tensor] | None = None
+    shared: Shared | None = None
+    place: int = 0
 
 
 def thin(left: Tensor, factor: Factor) -> Tensor:
@@ -155,6 +158,95 @@ def summed_parts(found: Tensor, dim: int) -> Tensor:
     """The sum of both halves [...] of a product with two parts."""
     first, second = found.chunk(2, dim)
     return first.add_(second)
+
+
+@dataclasses.dataclass
+class Shared:
+    """What Linears of one x [..., in] have in common in one call. [Note: one x]
+
+    [Note: one x] Queries, keys and values, or gate and up, read one x. So one product reads it for the A of all of them,
+    forward and for the gradients of these, and dx is one sum, to which each Linear's backward adds its large product. The
+    node in front of them (`SharedInput`) runs when all of theirs have run, and adds the skinny product of all.
+
+    Args:
+        factors: A of each Linear; all have as many parts. needs_x: x wants a gradient.
+    found: x A^T of all Linears [n, ranks], if it is needed. left: of those whose backward ran, by their place.
+    """
+
+    factors: list[Factor]
+    needs_x: bool
+    found: Tensor | None = None
+    total: Tensor | None = None
+    left: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def of(self, place: int) -> Tensor:
+        """x A^T of one Linear [n, rank]."""
+        assert self.found is not None
+        start = sum(factor.rank for factor in self.factors[:place])
+        return self.found[:, start : start + self.factors[place].rank]
+
+    def read(self, rows: Tensor) -> None:
+        """x, rows [n, in], meets the A of all Linears."""
+        high = [factor.wide[: factor.rank] for factor in self.factors]
+        low = [factor.wide[factor.rank :] for factor in self.factors if factor.parts == 3]
+        ranks = sum(factor.rank for factor in self.factors)
+        self.found = thin(rows, Factor(torch.cat((*high, *high, *low) if low else high), ranks, 3 if low else 1))
+
+    def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
+        """In the backward of one Linear: its part of the skinny product, and its large one, flat [n, out] @ weight."""
+        self.left[place] = left
+        if self.needs_x and weight is not None:
+            self.total = flat @ weight if self.total is None else self.total.addmm_(flat, weight)
+
+
+class SharedInput(torch.autograd.Function):
+    """x [..., in] for several Linears. [Note: one x]
+
+    Args:
+        counts: how many adapters each Linear has. a: of each adapter, [r, in].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shared: Shared, counts: list[int], x: Tensor, *a: Tensor) -> Tensor:
+        """x [..., in] as a view."""
+        ctx.set_materialize_grads(False)
+        ctx.shared, ctx.counts = shared, counts
+        ctx.ranks = [one.shape[0] for one in a]
+        ctx.save_for_backward(x)
+        with without_autocast(x.device.type):
+            shared.read(x.flatten(0, -2))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of x [..., in] and of each A, of what the Linears have collected. grad: what else read x."""
+        (x,) = ctx.saved_tensors
+        with without_autocast(x.device.type):
+            return _shared_backward(ctx, x, grad)
+
+
+def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    shared: Shared = ctx.shared
+    total, left, shared.total, shared.left = shared.total, shared.left, None, {}
+    places = sorted(left)
+    stacks = [shared.factors[place].stack for place in places]
+    joined = torch.cat([left[place] for place in places], 1) if places else None
+    if total is not None and joined is not None:
+        total.addmm_(joined, torch.cat(stacks))
+    d_x = grad if total is None else total.view(x.shape) if grad is None else total.view(x.shape).add_(grad)
+    of_a: dict[int, Tensor] = {}
+    if joined is not None and any(ctx.needs_input_grad[3:]):
+        products = add_product(None, joined.mT, x.flatten(0, -2)).split([left[place].shape[1] for place in places])
+        for place, product in zip(places, products, strict=True):
+            rank = shared.factors[place].rank
+            of_a[place] = product[:rank] if product.shape[0] == rank else product[:rank] + product[rank : 2 * rank]
+    found: list[Tensor | None] = []
+    ranks = iter(ctx.ranks)
+    for place, count in enumerate(ctx.counts):
+        rows = [next(ranks) for _ in range(count)]
+        found += of_a[place].split(rows) if place in of_a else [None] * count
+    wanted = zip(ctx.needs_input_grad[3:], found, strict=True)
+    return None, None, d_x if ctx.needs_input_grad[2] else None, *(one if needs else None for needs, one in wanted)
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -201,6 +293,8 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
 
 def _left(work: Work, rows: Tensor) -> Tensor:
     """The left factor of B's stack [n, parts rank + biases], of x's rows [n, in]."""
+    if work.shared is not None:
+        return spread(work.shared.of(work.place), work.b)
     found = [thin(group.read(rows), group.factor) for group in work.groups]
     return spread(found[0] if len(found) == 1 else torch.cat(found, 1), work.b)
 
@@ -221,22 +315,27 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_ranks = thin(flat, work.b)  # [n, rank], scaled
     if needs[1] and work.decode is not None:
         weight = work.decode()
-    d_x = None if weight is None else _of_input(work, of_ranks, flat, weight).view(x.shape)
+    lefts = [spread(of_ranks[:, group.start : group.stop], group.factor) for group in work.groups]
+    d_x = None
+    if work.shared is not None:
+        work.shared.collect(work.place, lefts[0], flat, weight)
+    elif weight is not None:
+        d_x = _of_input(work, lefts, flat, weight).view(x.shape)
     d_weight = None
     if needs[2] and work.add is not None:
         work.add(flat.mT, rows)
     elif needs[2]:
         d_weight = flat.mT @ rows
     d_bias = flat.sum(0) if needs[3] else None
-    of_adapters = _of_adapters(work, needs[4:], rows, flat, left, of_ranks)
+    of_a = _of_a(work, lefts, rows) if work.shared is None and any(needs[4::3]) else None
+    of_adapters = _of_adapters(work, needs[4:], of_a, flat, left)
     return None, d_x, d_weight, d_bias, *of_adapters
 
 
-def _of_input(work: Work, of_ranks: Tensor, flat: Tensor, weight: Tensor) -> Tensor:
+def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> Tensor:
     """dx [n, in]: the adapters' first, then the base's product is added."""
     total: Tensor | None = None
-    for group in work.groups:
-        left = spread(of_ranks[:, group.start : group.stop], group.factor)
+    for group, left in zip(work.groups, lefts, strict=True):
         found = left @ group.factor.stack
         if group.mask is not None:
             found.mul_(group.mask)
@@ -245,31 +344,33 @@ def _of_input(work: Work, of_ranks: Tensor, flat: Tensor, weight: Tensor) -> Ten
     return total.addmm_(flat, weight)
 
 
+def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
+    """Gradients of the A of all adapters [rank, in], in float32 or wider."""
+    found = []
+    for group, left in zip(work.groups, lefts, strict=True):
+        rank, parts = group.factor.rank, min(group.factor.parts, 2)
+        product = add_product(None, left[:, : parts * rank].mT, group.read(rows))
+        found.append(product if parts == 1 else summed_parts(product, 0))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 def _of_adapters(
-    work: Work, needs: tuple[bool, ...], rows: Tensor, flat: Tensor, left: Tensor, of_ranks: Tensor
+    work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, left: Tensor
 ) -> list[Tensor | None]:
     """Gradients of each adapter's A [r, in], B [out, r] and B's bias [out], in float32 or wider."""
-    of_a: list[Tensor] = []
-    for group in work.groups if any(needs[::3]) else ():
-        part = of_ranks[:, group.start : group.stop]
-        if group.factor.parts > 1:
-            both = spread(part, Factor(group.factor.stack[: 2 * group.factor.rank], group.factor.rank, 2))
-            of_a.append(summed_parts(add_product(None, both.mT, group.read(rows)), 0))
-        else:
-            of_a.append(part.mT @ group.read(rows))
     of_b: Tensor | None = None
     if any(needs[1::3]):
-        count = min(work.b.parts, 2) * work.b.rank
-        of_b = add_product(None, flat.mT, left[:, :count])  # [out, rank or 2 rank]
-        of_b = summed_parts(of_b, 1) if work.b.parts > 1 else of_b
-    a = None if not of_a else torch.cat(of_a) if len(of_a) > 1 else of_a[0]
+        parts = min(work.b.parts, 2)
+        of_b = add_product(None, flat.mT, left[:, : parts * work.b.rank])  # [out, rank or 2 rank]
+        of_b = summed_parts(of_b, 1) if parts == 2 else of_b
+    wide = torch.promote_types(flat.dtype, torch.float32)
     found: list[Tensor | None] = []
     start = 0
     for number, scale in enumerate(work.scales):
         stop = start + scale.rank
         wants_a, wants_b, wants_bias = needs[3 * number : 3 * number + 3]
-        found.append(a[start:stop] if wants_a and a is not None else None)
+        found.append(of_a[start:stop] if wants_a and of_a is not None else None)
         found.append(of_b[:, start:stop] * scale.b if wants_b and of_b is not None else None)
-        found.append(flat.sum(0, dtype=of_ranks.dtype) * scale.bias if wants_bias else None)
+        found.append(flat.sum(0, dtype=wide) * scale.bias if wants_bias else None)
         start = stop
     return found

@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import HALF
-from streambp.device import has_data
+from streambp.device import has_data, without_autocast
 from streambp.foreign import compiled_inside, home_of
-from streambp.known_names import LORA_LAYERS, LORA_OF_PACKED, MODULE_HOOKS, MODULE_TABLES
-from streambp.layer.adapted import AdaptedLinear, Factor, Group, Scale, Work, factor_of
+from streambp.known_names import LORA_LAYERS, LORA_OF_PACKED, MODULE_HOOKS, MODULE_TABLES, ONE_INPUT
+from streambp.layer.adapted import AdaptedLinear, Factor, Group, Scale, Shared, SharedInput, Work, factor_of
 from streambp.layer.products import ADAPTED, PLAIN, UNREAD, Add, Cast, Unread, cast_to, computes_plainly, hooked_everywhere
 from streambp.offload.decoded import FORWARD, DecodedLinear, decoded_weight, is_packed
 
@@ -137,7 +139,8 @@ class Adaptation:
 
     reading: Reading
     own: Callable[..., Tensor]
-    factors: dict[Any, tuple[list[Tensor], list[int], list[Factor], Factor]] = dataclasses.field(default_factory=dict)
+    siblings: Siblings | None = None
+    factors: dict[Any, tuple[list[Any], list[Any], Factor]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [..., in] -> [..., out]; what peft does with more arguments is for peft."""
@@ -154,19 +157,23 @@ class Adaptation:
             value: as in `Work`. add, cast: of the base's weight, as in `products.summed`.
         """
         dtype = cast_to(x)
-        if not self._computes(x, dtype or x.dtype):
+        if not self.computes(x, dtype or x.dtype):
             return self.own(self.reading.module, x)
         weight, bias = self._base(x, dtype, cast)
-        masks = [self._mask(x, adapter) for adapter in self.reading.adapters]
+        given, masks = x, [self._mask(x, adapter) for adapter in self.reading.adapters]
         if value is UNREAD and not torch.is_grad_enabled():
             return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
         x = x if dtype is None else x.to(dtype)
-        work, tensors = self._work(x, bias, masks, value, add)
+        work, tensors = self._work(x.dtype, masks, value, add)
+        if self.siblings is not None and all(mask is None for mask in masks):
+            shared = self.siblings.shared(given, x, self)
+            if shared is not None:
+                x, work.shared, work.place = shared
         out: Tensor = AdaptedLinear.apply(work, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
         return out
 
-    def _computes(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether peft would compute with no other numbers than these: a narrower adapter rounds x, a wider one y."""
+    def computes(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether peft computes with no other numbers for x [..., in]: a narrower adapter rounds x, a wider one y."""
         module, base = self.reading.module, self.reading.base
         if type(x) not in PLAIN or x.dim() < 2 or not x.numel() or dtype not in DTYPES:
             return False
@@ -204,50 +211,104 @@ class Adaptation:
             return (left != 0).flatten(0, -2)
 
     def _work(
-        self, x: Tensor, bias: Tensor | None, masks: list[Tensor | None], value: Tensor | Unread | None, add: Add | None
+        self, dtype: torch.dtype, masks: list[Tensor | None], value: Tensor | Unread | None, add: Add | None
     ) -> tuple[Work, list[Tensor | None]]:
         """What is computed, and the adapters' tensors, of which gradients are wanted."""
-        adapters = self.reading.adapters
-        tensors = [parameter for adapter in adapters for parameter in _tensors(adapter)]
+        adapters, base = self.reading.adapters, self.reading.base
         scales = []
         for adapter, mask in zip(adapters, masks, strict=True):
             kept = 1.0 if mask is None else 1.0 - adapter.drops
             scales.append(Scale(_slot(adapter.a).shape[0], adapter.scale / kept, adapter.scale))
-        apart = any(mask is not None for mask in masks)
-        a, b = self._factors(x.dtype, tensors, bias, scales, apart)
-        ranks = [scale.rank for scale in scales]
-        starts = [sum(ranks[:number]) for number in range(len(ranks))] if apart else [0]
-        groups = [
-            Group(factor, start, start + factor.rank, mask)
-            for factor, start, mask in zip(a, starts, masks if apart else [None], strict=True)
-        ]
-        base = self.reading.base
+        groups, start = [], 0
+        if all(mask is None for mask in masks):
+            groups.append(Group(self.a(dtype), 0, sum(scale.rank for scale in scales)))
+        else:
+            for adapter, scale, mask in zip(adapters, scales, masks, strict=True):
+                groups.append(Group(self.a(dtype, adapter), start, start + scale.rank, mask))
+                start += scale.rank
         decode = functools.partial(decoded_weight, base) if is_packed(base) else None
-        return Work(groups, b, scales, value, add, decode), tensors
+        work = Work(groups, self._b(dtype, scales), scales, value, add, decode)
+        return work, [tensor for adapter in adapters for tensor in _tensors(adapter)]
 
-    def _factors(
-        self, dtype: torch.dtype, tensors: list[Tensor | None], bias: Tensor | None, scales: list[Scale], apart: bool
-    ) -> tuple[list[Factor], Factor]:
-        """Of A, joined where all adapters read the same x, and of B: made once for a pass."""
-        held = [tensor for tensor in (*tensors, bias) if tensor is not None]
-        versions = [-1 if tensor.is_inference() else tensor._version for tensor in held]
-        known = self.factors.get((dtype, apart))
-        if known is not None:
-            same = all(one is other for one, other in zip(known[0], held, strict=True))
-            if same and known[1] == versions:
-                return known[2], known[3]
+    def a(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Factor:
+        """A of one adapter; of all, one below the other, for None."""
+        adapters = self.reading.adapters if adapter is None else (adapter,)
+        held = [_slot(one.a) for one in adapters]
+        return self._made((dtype, adapter), held, lambda: factor_of(_joined(held), dtype))
+
+    def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
+        """B of all adapters, transposed and scaled, with the biases."""
+        bias = vars(self.reading.base)[PARAMETERS]["bias"]
+        held = [*itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)), bias]
+
+        def make() -> Factor:
+            scaled = [b.mT * scale.b for b, scale in zip(held[:-1:2], scales, strict=True) if b is not None]
+            pairs = zip(held[1:-1:2], scales, strict=True)
+            rows = [bias, *(None if own is None else own * scale.bias for own, scale in pairs)]
+            return factor_of(_joined(scaled), dtype, tuple(row for row in rows if row is not None))
+
+        return self._made((dtype, *(scale.b for scale in scales)), held, make)
+
+    def _made(self, key: Any, held: list[Any], make: Callable[[], Factor]) -> Factor:
+        """What is made of these tensors, once for as long as they are what they were."""
+        versions = [None if one is None or one.is_inference() else one._version for one in held]
+        known = self.factors.get(key)
+        if known is not None and known[1] == versions and all(map(operator.is_, known[0], held)):
+            return known[2]
         with torch.no_grad():
-            all_a = [tensor for tensor in tensors[::3] if tensor is not None]
-            a = [factor_of(one, dtype) for one in (all_a if apart else [_joined(all_a)])]
-            rows: list[Tensor] = [] if bias is None else [bias]
-            scaled = []
-            for b, of_b, scale in zip(tensors[1::3], tensors[2::3], scales, strict=True):
-                assert b is not None
-                scaled.append(b.mT * scale.b)
-                rows += [] if of_b is None else [of_b * scale.bias]
-            found = factor_of(_joined(scaled), dtype, tuple(rows))
-        self.factors[dtype, apart] = held, versions, a, found
-        return a, found
+            found = make()
+        self.factors[key] = held, versions, found
+        return found
+
+
+@dataclasses.dataclass(eq=False)
+class Siblings:
+    """Linears of one module that read one x, if they do. [Note: one x]
+
+    held: the x that was given to the first of them, its version and whether gradients were on, what they share of it, x as
+        they read it, and which of them have read it.
+    """
+
+    members: list[Adaptation] = dataclasses.field(default_factory=list)
+    held: tuple[Tensor, tuple[int, bool], Shared, Tensor, set[int]] | None = None
+
+    def shared(self, given: Tensor, x: Tensor, member: Adaptation) -> tuple[Tensor, Shared, int] | None:
+        """x [..., in] for this member, what it shares with the others, and its place; None where they share nothing.
+
+        Args:
+            given: what the member was called with. x: the same, in the dtype that is computed in.
+        """
+        place = self.members.index(member)
+        if given.is_inference():
+            return None
+        held, state = self.held, (given._version, torch.is_grad_enabled())
+        if held is None or held[0] is not given or held[1] != state or place in held[4]:
+            shared = self._begun(given, x)
+            held = self.held = None if shared is None else (given, state, *shared, set())
+        if held is None:
+            return None
+        held[4].add(place)
+        if len(held[4]) == len(self.members):
+            self.held = None  # x lives no longer than without us
+        return held[3], held[2], place
+
+    def _begun(self, given: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
+        if any(adapter.drops for one in self.members for adapter in one.reading.adapters):
+            return None
+        if not all(one.computes(given, x.dtype) for one in self.members):
+            return None
+        factors = [one.a(x.dtype) for one in self.members]
+        if len({factor.parts for factor in factors}) > 1:
+            return None
+        shared = Shared(factors, x.requires_grad and torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            a = [[_slot(adapter.a) for adapter in one.reading.adapters] for one in self.members]
+            counts = [len(tensors) for tensors in a]
+            x = SharedInput.apply(shared, counts, x, *itertools.chain(*a))  # type: ignore[no-untyped-call]
+        else:
+            with without_autocast(x.device.type):
+                shared.read(x.flatten(0, -2))
+        return shared, x
 
 
 def _joined(matrices: list[Tensor]) -> Tensor:
@@ -267,18 +328,28 @@ def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
 
 @contextlib.contextmanager
 def adapted(found: dict[str, Reading]) -> Iterator[None]:
-    """Within, these modules compute in one operation, unless torch's global hooks watch every module. [Note: adapters]"""
-    here = [reading for reading in found.values() if reading.why is None]
-    before: list[tuple[dict[str, Any], Any]] = []
+    """Within, these modules compute in one operation, unless torch's global hooks watch every module. [Note: adapters]
+
+    Those that do so already go on: a trial has left some of their products out.
+    """
+    here: list[dict[str, Any]] = []
+    groups: dict[tuple[str, int], Siblings] = {}
     try:
-        for reading in here if not hooked_everywhere() else ():
+        for name, reading in found.items() if not hooked_everywhere() else ():
             own = vars(reading.module)
-            before.append((own, own.get(ADAPTED)))
-            own[FORWARD] = own[ADAPTED] = Adaptation(reading, type(reading.module).forward)
+            if reading.why is not None or ADAPTED in own:
+                continue
+            adaptation = Adaptation(reading, type(reading.module).forward)
+            here.append(own)
+            own[FORWARD] = own[ADAPTED] = adaptation
+            parent, _, last = name.rpartition(".")
+            number = ONE_INPUT.get(last)
+            if number is not None:
+                groups.setdefault((parent, number), Siblings()).members.append(adaptation)
+        for siblings in groups.values():
+            for member in siblings.members if len(siblings.members) > 1 else ():
+                member.siblings = siblings
         yield
     finally:
-        for own, outer in reversed(before):
-            if outer is None:
-                del own[FORWARD], own[ADAPTED]
-            else:
-                own[FORWARD] = own[ADAPTED] = outer
+        for own in here:
+            del own[FORWARD], own[ADAPTED]

@@ -24,7 +24,7 @@ from streambp.attention.indexers import indexers_of
 from streambp.device import autocast_dtype
 from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
-from streambp.known_names import GLOBAL_HOOKS, MODULE_HOOKS, MODULE_TABLES
+from streambp.known_names import GLOBAL_HOOKS, LORA_FACTORS, MODULE_HOOKS, MODULE_TABLES
 from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness, rows_of
 
@@ -100,6 +100,11 @@ def hooked_everywhere() -> bool:
 
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
+
+
+def is_factor(name: str) -> bool:
+    """Whether it is a Linear of an adapter, whose output takes as long to read as to compute again."""
+    return not set(name.split(".")).isdisjoint(LORA_FACTORS)
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

@@ -33,7 +33,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
-from streambp.layer.products import See, cast_to, matching, tapped
+from streambp.layer.products import See, cast_to, is_factor, matching, tapped
 from streambp.layer.recompute import Autocast, RandomState
 from streambp.layer.shadows import GradientSum
 from streambp.layer.site import LayerSite
@@ -186,11 +186,11 @@ class Kept:
         with self.autocast.restored():
             products = {
                 name: Product(
-                    linear.out_features * tokens * (cast_to(linear.weight) or linear.weight.dtype).itemsize,
-                    2.0 * linear.weight.numel() * tokens,
+                    linear.out_features * tokens * (cast_to(linear.weight) or _computes_in(linear, hidden_chunk)).itemsize,
+                    2.0 * linear.out_features * linear.in_features * tokens,
                 )
                 for name, linear in self.site.linears.items()
-                if name not in overwritten.products
+                if name not in overwritten.products and not is_factor(name)
             }
         cost = Cost(
             x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.picked),
@@ -372,6 +372,11 @@ class Kept:
 def _is_needed(name: str) -> bool:
     """Whether backward cannot compute it again."""
     return name.split(".")[0] in ("x", "state", "picks")
+
+
+def _computes_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
+    """The dtype of the output for x [..., h]; a packed weight's is no float."""
+    return linear.weight.dtype if linear.weight.is_floating_point() else x.dtype
 
 
 def linear_of(product: str) -> str:

@@ -6,6 +6,7 @@ covers: layer/adapted.py, layer/adapters.py
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -385,8 +386,8 @@ def test_kernels_of_a_forward():
 
 
 def factors_for_each_call(monkeypatch):
-    real = Adaptation._factors
-    monkeypatch.setattr(Adaptation, "_factors", lambda self, *args: (self.factors.clear(), real(self, *args))[1])
+    real = Adaptation._made
+    monkeypatch.setattr(Adaptation, "_made", lambda self, *args: (self.factors.clear(), real(self, *args))[1])
 
 
 def one_part(monkeypatch):
@@ -415,8 +416,8 @@ def unmasked_dx(monkeypatch):
     real = operation._of_input
 
     def of_input(work, *rest):
-        work.groups = [group._replace(mask=None) for group in work.groups]
-        return real(work, *rest)
+        groups = [group._replace(mask=None) for group in work.groups]
+        return real(dataclasses.replace(work, groups=groups), *rest)
 
     monkeypatch.setattr(operation, "_of_input", of_input)
 
@@ -432,12 +433,158 @@ def unscaled(monkeypatch):
 
 def factors_of_the_last_pass(monkeypatch):
     kept = {}
-    real = Adaptation._factors
+    real = Adaptation._made
 
-    def factors(self, dtype, tensors, bias, scales, apart):
-        return kept.setdefault(apart, real(self, dtype, tensors, bias, scales, apart))
+    def made(self, key, held, make):
+        return kept.setdefault(str(key), real(self, key, held, make))
 
-    monkeypatch.setattr(Adaptation, "_factors", factors)
+    monkeypatch.setattr(Adaptation, "_made", made)
+
+
+class Three(nn.Module):
+    """Of one x, or some of another."""
+
+    def __init__(self, reads="xxx"):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(IN, size, bias=size > 20) for size in (OUT, 16, 24))
+        self.reads = reads
+
+    def forward(self, x):
+        inputs = {"x": x, "y": 2.0 * x, "-": None, "d": x.detach()}
+        pairs = zip((self.q_proj, self.k_proj, self.v_proj), self.reads, strict=True)
+        return torch.cat([linear(inputs[name]).tanh() for linear, name in pairs if name != "-"], -1)
+
+
+def of_three(reads, dtype=torch.float64, change=None, wide=True, **settings):
+    lora = peft.LoraConfig(
+        r=4, rank_pattern={"k_proj": 2}, target_modules=r".*[qkv]_proj", init_lora_weights=False, **settings
+    )
+    model = peft.get_peft_model(Three(reads).to(dtype), lora, autocast_adapter_dtype=wide)
+    if dtype == torch.float64:
+        model.double()
+    if change is not None:
+        change(model)
+    return model.train()
+
+
+def both_of_three(model, x, autocast=None, parts=False):
+    """Of peft, and of ours: the output and all gradients; parts: of k and v alone."""
+    results = []
+    for fused in (False, True):
+        model.zero_grad(set_to_none=True)
+        leaf = x.detach().requires_grad_(x.requires_grad)
+        seed_torch(5)
+        with (
+            torch.autocast("cpu", HALF, enabled=autocast is not None),
+            adapters.adapted(readings(model) if fused else {}),
+        ):
+            y = model(leaf * 1.0)
+        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
+        if parts:
+            y, upstream = y[..., OUT:], upstream[..., OUT:]
+        y.backward(upstream)
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append((y.detach(), found | ({} if leaf.grad is None else {"x": leaf.grad})))
+    return results
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """How many Linears each product of an x with their A was for."""
+    seen, real = [], operation.Shared.read
+    monkeypatch.setattr(operation.Shared, "read", lambda self, rows: (seen.append(len(self.factors)), real(self, rows))[1])
+    return seen
+
+
+OF_ONE_INPUT = {
+    "all of one": ({"reads": "xxx"}, [3]),
+    "one of another": ({"reads": "xyx"}, [3, 3, 3]),
+    "one is not called": ({"reads": "xx-"}, [3]),
+    "one of a detached x": ({"reads": "xdd"}, [3, 3]),
+    "biases and scales": ({"reads": "xxx", "lora_bias": True, "use_rslora": True}, [3]),
+    "dropout": ({"reads": "xxx", "lora_dropout": 0.3}, []),
+    "everything trained": ({"reads": "xxx", "change": trained("")}, [3]),
+    "B alone": ({"reads": "xxx", "change": trained("lora_B")}, [3]),
+    "A of one alone": ({"reads": "xxx", "change": trained("v_proj.lora_A")}, [3]),
+    "x alone": ({"reads": "xxx", "change": trained("nowhere")}, [3]),
+}
+
+
+def check_three(name, shared, wants_x=True, parts=False):
+    settings, counts = OF_ONE_INPUT[name]
+    seed_torch(1)
+    model = of_three(**settings)
+    (y, expected), (found, gradients) = both_of_three(model, given().requires_grad_(wants_x), parts=parts)
+    assert (found - y).norm() <= FLOAT64_BAR * y.norm()
+    assert worst_error(gradients, expected) <= FLOAT64_BAR
+    assert shared == counts
+
+
+@pytest.mark.parametrize("name", OF_ONE_INPUT)
+def test_linears_of_one_input(name, shared):
+    check_three(name, shared)
+
+
+@pytest.mark.parametrize("name", ["all of one", "everything trained"])
+def test_an_input_without_a_gradient(name, shared):
+    check_three(name, shared, wants_x=False)
+
+
+def test_an_output_without_a_gradient(shared):
+    """Its adapters have none, and x has that of the others."""
+    check_three("all of one", shared, parts=True)
+
+
+@pytest.mark.parametrize("autocast", [None, HALF], ids=["no autocast", "autocast"])
+@pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])
+def test_linears_of_one_input_are_as_precise_as_peft(wide, autocast, shared):
+    ours, pefts = 0.0, 0.0
+    for seed in range(16):
+        seed_torch(seed)
+        model, x = of_three("xxx", HALF, wide=wide), given(HALF).requires_grad_()
+        true = both_of_three(copy.deepcopy(model).double(), x.detach().double().requires_grad_())[0][1]
+        (_, stock), (_, found) = both_of_three(model, x, autocast)
+        off = [
+            sum(float((g[name].double() - value).square().sum() / value.square().sum()) for name, value in true.items())
+            ** 0.5
+            for g in (found, stock)
+        ]
+        ours, pefts = ours + off[0], pefts + off[1]
+    print(f"{ours / pefts:.3f} of peft's own error")
+    assert shared
+    assert ours <= BAR * pefts
+
+
+def no_skinny_dx(monkeypatch):
+    """The sum of the large products is all of dx."""
+    real = operation._shared_backward
+
+    def backward(ctx, x, grad):
+        total, ctx.shared.total = ctx.shared.total, None
+        found = real(ctx, x, grad)
+        return (*found[:2], None if total is None else total.view(x.shape), *found[3:])
+
+    monkeypatch.setattr(operation, "_shared_backward", backward)
+
+
+def one_large_product_is_lost(monkeypatch):
+    real = operation.Shared.collect
+
+    def collect(self, place, left, flat, weight):
+        real(self, place, left, flat, weight if place else None)
+
+    monkeypatch.setattr(operation.Shared, "collect", collect)
+
+
+def any_x_is_that_of_the_first(monkeypatch):
+    real = adapters.Siblings.shared
+
+    def shared(self, given, x, member):
+        if self.held is not None:
+            self.held = (given, (given._version, torch.is_grad_enabled()), *self.held[2:4], set())
+        return real(self, given, x, member)
+
+    monkeypatch.setattr(adapters.Siblings, "shared", shared)
 
 
 def a_step_between(calls):
@@ -478,6 +625,9 @@ def test_factors_follow_a_change_within_a_pass(calls):
         (biases_left_out, lambda calls: test_float64("a bias", calls)),
         (unscaled, lambda calls: test_float64("plain", calls)),
         (factors_of_the_last_pass, a_step_between),
+        (no_skinny_dx, lambda calls: check_three("all of one", [3])),
+        (one_large_product_is_lost, lambda calls: check_three("all of one", [3])),
+        (any_x_is_that_of_the_first, lambda calls: check_three("one of another", [3])),
         (factors_for_each_call, lambda calls: test_kernels_of_a_forward()),
     ],
 )

@@ -1,21 +1,24 @@
 """Streamed layers whose Linears have LoRA adapters: gradients are those of the unpatched model, whatever is saved, and the
 adapters cost nothing of the size of what the Linears read and write.
 
-covers: layer/adapters.py, layer/adapted.py, layer/products.py, layer/site.py
+covers: layer/adapters.py, layer/adapted.py, layer/products.py, layer/site.py, model/adapters.py
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 
 import pytest
 import torch
 
 import streambp
+from streambp.admission import trials
 from streambp.layer import adapted as operation
-from streambp.layer import adapters, call
+from streambp.layer import adapters, call, saved
 from tests.families import build, make_batch
+from tests.oracle import BAR as PRECISE
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
 from tests.tiers import thinned
@@ -253,6 +256,22 @@ def test_what_saves_name(calls):
     assert "mlp.down_proj" in unread.recompute
 
 
+def test_a_wrong_trace_is_found(monkeypatch):
+    """Of products with adapters, too: a trial leaves them out."""
+    real = trials.trace
+
+    def trace(linears, run):
+        flow = real(linears, run)
+        flow.read = frozenset()
+        return flow
+
+    monkeypatch.setattr(trials, "trace", trace)
+    ours = streamed(with_adapters(build("qwen3"), torch.float32), saves=())
+    gradients(ours, **make_batch("plain"))
+    for site in ours._streambp.steps.sites:
+        assert {name for found in site.unread.values() for name in found.recompute} <= {"mlp.down_proj"}
+
+
 def in_pefts_way(monkeypatch):
     """Values that are known are computed all the same, and their adapters' gradients are lost."""
     real = operation._backward
@@ -290,3 +309,56 @@ def test_mutants(mutant, named, calls, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
         named(calls)
+
+
+def error_of(found, true):
+    return sum(float((found[n].double() - g.double()).square().sum()) for n, g in true.items()) ** 0.5
+
+
+def in_half(family, seed, std, autocast=False, wide=True):
+    """Our error and peft's, of the whole gradient of a streamed model in bfloat16, against float32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    base = build(family, torch.bfloat16, seed, **sizes)
+    seed_torch(1000 + seed)
+    config = peft.LoraConfig(r=8, target_modules="all-linear")
+    stock = peft.get_peft_model(base, config, autocast_adapter_dtype=wide)
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, std)
+    batch = make_batch("plain", length=97, seed=2000 + seed)
+    true = gradients(copy.deepcopy(stock).float(), **batch)[1]
+    ours = streamed(stock, chunk_size=40, saves=("attn_out", "kv", "*"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = [gradients(model, **batch)[1] for model in (ours, stock)]
+    return [error_of(one, true) for one in found]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("std", [0.02, 0.2])
+@pytest.mark.parametrize(
+    ("family", "autocast", "wide"),
+    [("qwen3", False, True), ("qwen2", False, True), ("qwen3", True, True), ("qwen3", False, False)],
+    ids=["qwen3", "qwen2", "autocast", "bfloat16 adapters"],
+)
+def test_bfloat16_is_as_precise_as_peft(family, autocast, wide, std):
+    """Both are draws of one noise: the ratio of their means over models is known to its standard error."""
+    pairs = [in_half(family, seed, std, autocast, wide) for seed in range(16)]
+    ours, pefts = (statistics.fmean(column) for column in zip(*pairs, strict=True))
+    ratio = ours / pefts
+    off = [(one - ratio * other) / pefts for one, other in pairs]
+    error = statistics.stdev(off) / len(off) ** 0.5
+    print(f"{ratio:.3f} +- {error:.3f} of peft's own error over {len(pairs)} models")
+    assert ratio <= PRECISE + error
+
+
+@pytest.mark.parametrize("kernels", ["own", "auto"])
+def test_no_memory_is_spent_on_the_products_of_adapters(kernels, monkeypatch):
+    """They take as long to read as to compute again."""
+    seen, real = [], saved.Cost
+    monkeypatch.setattr(saved, "Cost", lambda **costs: (seen.append(costs["products"]), real(**costs))[1])
+    ours = streamed(with_adapters(build("qwen3"), torch.float32), saves="auto", kernels=kernels)
+    gradients(ours, **make_batch("plain"))
+    names = {name for products in seen for name in products}
+    assert {name.removesuffix(".base_layer") for name in names} >= {"mlp.gate_proj", "self_attn.q_proj"}
+    assert not any("lora_" in name for name in names)

@@ -187,7 +187,7 @@ def test_bytes_that_operations_move():
     """Written once, read once: by hand for each rule of [Note: bytes moved]."""
     make = dict(device="meta", dtype=torch.bfloat16)  # noqa: C408
     x, row, index = torch.empty(6, 8, **make), torch.empty(8, **make), torch.empty(3, dtype=torch.long, device="meta")
-    wide = torch.empty(6, 6, device="meta")
+    wide = torch.empty(65, 65, device="meta")
     cases = {
         "in and out": (lambda: x + x, 3 * 96),
         "in place": (lambda: x.mul_(2), 2 * 96),
@@ -198,8 +198,9 @@ def test_bytes_that_operations_move():
         "a copy": (lambda: x.copy_(torch.empty_like(x)), 2 * 96),
         "a gather": (lambda: x[index], 2 * 48),
         "a scatter": (lambda: x.index_add_(0, index, torch.empty(3, 8, **make)), 2 * 48),
-        "a product": (lambda: x @ x.t(), 0),
-        "a product onto a sum": (lambda: wide.addmm_(wide, wide), 2 * 144),
+        "a product": (lambda: wide @ wide, 0),
+        "a product onto a sum": (lambda: wide.addmm_(wide, wide), 2 * 4 * 65**2),
+        "a skinny product": (lambda: x @ x.t(), 2 * 96 + 72),
         "a reduction": (lambda: x.sum(-1), 96 + 12),
     }
     for name, (run, expected) in cases.items():
