@@ -1,4 +1,4 @@
-"""The command line: `streambp plan`, `verify`, `profile`, `launch` and `env`."""
+"""The commands `streambp plan`, `verify`, `profile`, `launch` and `env`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ FAILED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 is success (exact, fits), 1 the opposite, 2 bad usage or a model that cannot be judged.
+    """Run a command and return its exit code.
 
+    0 is success (exact, fits) and 1 the opposite. 2 is bad usage or a model that cannot be judged.
     `streambp launch` returns the exit code of its program.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> Any:
-    """A command's arguments, judged without torch; or the exit code of a line that asks for help.
+    """Return a command's parsed arguments, or an exit code if the line asks for help; without
+    torch.
 
     Raises:
         ConfigError: the line is wrong.
@@ -50,9 +52,10 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def _run(arguments: Any) -> int:
-    """The exit code of a command whose arguments could be read; all errors begin with its name.
+    """Run a command with valid arguments and return its exit code; errors begin with its name.
 
-    Other libraries print where they like: behind `arguments.out`, which has the command's own words, that is stderr.
+    Other libraries may print to stdout. stdout is therefore redirected to stderr, except for
+    `arguments.out`, the command's own output.
     """
     name = f"streambp {arguments.command}"
     try:
@@ -65,7 +68,7 @@ def _run(arguments: Any) -> int:
         return code
     except StreamBPError as error:
         raise StreamBPError(f"{name}: {error}") from error
-    except Exception as error:  # an exit code of 1 would be a verdict
+    except Exception as error:  # exit code 1 would mean a verdict
         if "torch" in sys.modules and importlib.import_module("streambp.device").is_out_of_memory(error):
             advice = "Pass a smaller --seq-len, --dtype bfloat16, or --device cpu."
             raise StreamBPError(f"{name}: {str(error).splitlines()[0]} {advice}") from error

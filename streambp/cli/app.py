@@ -1,6 +1,7 @@
-"""The command line as typer reads it: each command's function returns its arguments, which `runs` then carries out.
+"""Define the command line for typer.
 
-Nothing here imports torch or transformers, so that help and a wrong argument cost no seconds.
+Each command's function returns its arguments, and `runs` executes the command. No import of torch
+or transformers here, so that help and argument errors take no seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MODEL, LENGTH, MEMORY, GPUS, TRAINING, TIME, OUTPUT = (
 
 
 def _option(panel: str, told: str, *names: str, **more: Any) -> Any:
+    """Return a typer option in a help panel."""
     return typer.Option(*names, help=told, rich_help_panel=panel, **more)
 
 
@@ -179,10 +181,12 @@ app = typer.Typer(
 
 
 def _arguments(context: typer.Context) -> SimpleNamespace:
+    """Return a command's name and arguments."""
     return SimpleNamespace(command=context.info_name, **context.params)
 
 
 def _version(asked: bool) -> None:
+    """Print the version and exit if requested."""
     if asked:
         typer.echo(f"streambp {streambp.__version__}")
         raise typer.Exit
@@ -300,7 +304,9 @@ def launch(
     uninstall: Annotated[bool, typer.Option("--uninstall", help="remove that file")] = False,
     **settings: Any,
 ) -> SimpleNamespace:
-    """Its flags are `StreamConfig`'s fields. Words that it does not know are kept, for a message of its own."""
+    """Return the arguments; flags are `StreamConfig`'s fields, and unknown words are kept for an
+    error.
+    """
     return SimpleNamespace(extra=context.args, **vars(_arguments(context)))
 
 

@@ -1,4 +1,4 @@
-"""What can be said of a command's arguments before torch is imported and a model is read."""
+"""Checks of a command's arguments before torch is imported and a model is read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.fields import shown
 from streambp.rates import rates_of
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # the Hub's names
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # names on the Hub
 LONGEST_ID = 96
-LONGEST_STEP = 2**30  # tokens that are run
+LONGEST_STEP = 2**30  # maximal tokens of a step that runs
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 LAUNCH = "streambp launch --chunk-size 8k -- trl sft ..."
 EXAMPLE = "streambp plan Qwen/Qwen3-8B --gpu-memory 24GiB --lora 16"
 
 
 def check(arguments: Any) -> None:
-    """Judge a command's arguments, and the model's name, without reading the model.
+    """Check a command's arguments and the model's name, without reading the model.
 
     Raises:
-        StreamBPError: something is wrong with them.
+        StreamBPError: an argument is invalid.
     """
     if arguments.command == "launch" and arguments.extra:
         raise ConfigError(f"{shown(arguments.extra[0])} is no flag; the command to run comes after --: {LAUNCH}.")
@@ -39,16 +39,20 @@ def check(arguments: Any) -> None:
 
 
 def check_model(name: str, file: bool) -> None:
-    """Whether a name can be a checkpoint's folder, an id on the Hub, or, if `file`, a config.json.
+    """Check that a name can be a checkpoint's folder, an id on the Hub, or a config.json.
+
+    Args:
+        name: the model's name.
+        file: True if a config.json is allowed.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the name can be none of these.
     """
     expected = "a folder with a config.json" + (", a config.json" if file else "") + ", or an id on the Hub"
     try:
         path = Path(name)
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError):  # too long, or with a NUL byte
+    except (OSError, ValueError):  # the name is too long or has a NUL byte
         is_folder = is_file = False
     if is_file and file:
         return
@@ -68,10 +72,11 @@ def check_model(name: str, file: bool) -> None:
 
 
 def _check_plan(arguments: Any) -> None:
+    """Check the arguments of `streambp plan`."""
     for option, file in (("--html", arguments.html), ("--measure-device", arguments.measure_device)):
         if file is None:
             continue
-        try:  # before minutes of counting rather than after; the file is as it was
+        try:  # checked before minutes of counting; an existing file is not changed
             new = not file.exists()
             with file.open("a"):
                 pass
@@ -101,7 +106,7 @@ def _check_plan(arguments: Any) -> None:
 
 
 def _check_batch(arguments: Any) -> None:
-    """Of a micro-batch that is planned as rows and packed; `arguments.lengths` are numbers from here on."""
+    """Check the arguments of a micro-batch of several rows, and read `arguments.lengths`."""
     ways = ("group", "lengths", "mean_length")
     named = [f"--{name.replace('_', '-')}" for name in ways if getattr(arguments, name) is not None]
     if len(named) > 1:
@@ -131,7 +136,7 @@ def _check_batch(arguments: Any) -> None:
 
 
 def _lengths(file: Path) -> list[int]:
-    """Tokens of each row of a data set."""
+    """Read the tokens of each row of a data set."""
     try:
         words = re.sub(r"[\[\],]", " ", file.read_text("utf-8")).split()
     except (OSError, ValueError) as error:
@@ -147,6 +152,7 @@ def _lengths(file: Path) -> list[int]:
 
 
 def _check_step(arguments: Any) -> None:
+    """Check the arguments of `verify` and `profile`, and set `arguments.config`."""
     for option, length in (("--seq-len", arguments.seq_len), ("--chunk-size", arguments.chunk_size)):
         if length is not None and length > LONGEST_STEP:
             raise ConfigError(f"{option} is {length}; it must be at most {LONGEST_STEP:,}, since the step is run.")

@@ -22,11 +22,11 @@ PACKAGES = (
     "flash-linear-attention", "mamba-ssm", "causal-conv1d", "axolotl", "ms-swift", "verl", "unsloth",
 )  # fmt: skip
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "STREAMBP_LAUNCH")
-HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # of the attention whose kernel is told
+HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # heads of the attention call whose kernel is reported
 
 
 def environment() -> dict[str, Any]:
-    """What was found, by name; a part that cannot be told says why."""
+    """Return versions and devices by name; for a part that fails, the error."""
     found: dict[str, Any] = {
         "streambp": streambp.__version__,
         "python": f"{sys.version.split()[0]} on {platform.platform()}",
@@ -46,7 +46,7 @@ def environment() -> dict[str, Any]:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    """Name and memory of a device, and the attention kernels and the engine of offloading that a step would use there."""
+    """Return a device's name and memory, its attention kernels and its offload engine."""
     parts: dict[str, Any] = {"device": str(device)}
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -67,13 +67,14 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the attention kernel of a step on this device and in this dtype."""
     q = torch.empty(1, HEADS, 1, HEAD_SIZE, device=device, dtype=dtype)  # [B, H, T, D]
     v = torch.empty(1, KV_HEADS, 1, HEAD_SIZE, device=device, dtype=dtype)  # [B, H_kv, T, D]
     return f"{choose_backend('auto', q, v, 0.0).name} for heads of {HEAD_SIZE}"
 
 
 def as_text(found: dict[str, Any], indent: str = "") -> str:
-    """One line for each part, to copy into an issue."""
+    """Return one line for each part, to copy into an issue."""
     lines = []
     for name, value in found.items():
         if isinstance(value, dict | list):

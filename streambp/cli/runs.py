@@ -1,4 +1,4 @@
-"""The commands that read or run a model."""
+"""Commands that read or run a model."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ FITS, DOES_NOT_FIT = 0, 1
 
 
 def run_env(arguments: Any) -> int:
-    """Print what a bug report needs."""
+    """Print the information that a bug report needs."""
     found = environment()
     print(as_json(found) if arguments.json else as_text(found), file=arguments.out)
     return 0
 
 
 def _accelerator() -> str | None:
-    """The type of this machine's GPUs, if torch finds some that can work beside the host."""
+    """Return the type of this machine's GPUs, if torch finds a supported one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or not is_accelerator(found) else found.type
 
 
 def _device(asked: str) -> str:
-    """The device that was asked for, or this machine's GPU, or the host."""
+    """Return the requested device; by default this machine's GPU, or the host."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if not asked:
         return _accelerator() or "cpu"
@@ -72,7 +72,7 @@ def _device(asked: str) -> str:
 
 
 def run_verify(arguments: Any) -> int:
-    """Print how far the streamed gradients are from the unpatched model's."""
+    """Print the distances between the streamed gradients and the unpatched model's."""
     device = _device(arguments.device)
     with progress(sys.stderr, "running") as said:
         said("nothing yet: weights are loaded", 0.0)
@@ -87,7 +87,7 @@ def run_verify(arguments: Any) -> int:
 
 
 def run_plan(arguments: Any) -> int:
-    """Print what fits, and how to train with it."""
+    """Print the settings that fit and the code to train with them."""
     rates = _rates(arguments)
     if not arguments.model:
         return FITS
@@ -138,7 +138,10 @@ def run_plan(arguments: Any) -> int:
 
 
 def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]) -> None:
-    """Commands with which a plan fits that does not; beside one that does, LoRA where no training was named."""
+    """Print commands of plans that fit if this plan does not.
+
+    For a plan that fits, print a LoRA plan unless a training was requested.
+    """
     if found.choice is None:
         anew = remedies(found, arguments.seq_len, training, lambda how: counted(lora=how.lora, bits=how.bits).profile)
         others = list(anew)
@@ -153,8 +156,11 @@ def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: C
 
 
 def _batches(arguments: Any) -> list[Batch]:
-    """Micro-batches that are planned as rows and packed: a group's, with the usual completions or those that --seq-len
-    leaves; one of a data set's rows, which --seq-len cuts."""
+    """Return the micro-batches to plan both as rows and packed.
+
+    For a group: the default completions, or the rest of --seq-len behind the prompt. For a data
+    set: its rows, cut at --seq-len.
+    """
     row, rows = arguments.seq_len, arguments.batch_size
     if arguments.group is not None:
         prompt = arguments.prompt
@@ -169,7 +175,9 @@ def _batches(arguments: Any) -> list[Batch]:
 
 
 def _rates(arguments: Any) -> Rates:
-    """Of the device that was named or measured, or of a usual one with so much memory."""
+    """Return the rates of the named or measured device, or of a usual device with this much
+    memory.
+    """
     if arguments.measure_device is None:
         usual = None if arguments.gpu_memory is None else device_of(arguments.gpu_memory)
         return rates_of(arguments.device or usual or DEFAULT)
@@ -185,13 +193,13 @@ def _rates(arguments: Any) -> Rates:
 
 
 def _write_page(arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]) -> None:
-    """With the other trainings that this model can have, for its switch and for what would help."""
+    """Write the page, with the model's other trainings for its switch and its remedies."""
     path = Path(arguments.model).resolve()
     name = path.parent.name if path.is_file() else path.name if path.is_dir() else arguments.model
     profiles = {training: found.profile}
     for how in (Training(), *training.smaller()):
         if how not in profiles:
-            with contextlib.suppress(StreamBPError):  # adapters do not fit every model
+            with contextlib.suppress(StreamBPError):  # not every model can have adapters
                 profiles[how] = counted(lora=how.lora, bits=how.bits).profile
     fused = fusion(arguments.kernels, "cuda") is not None
     own = {str(how): counted(lora=how.lora, bits=how.bits, kernels="own").profile for how in profiles if fused}
@@ -200,7 +208,7 @@ def _write_page(arguments: Any, found: Plan, training: Training, counted: Callab
 
 
 def run_profile(arguments: Any) -> int:
-    """Print the memory of a real step beside its prediction."""
+    """Print the memory of a real step next to its prediction."""
     length, config = arguments.seq_len, arguments.config
     chunk = plan_chunks(length, 1, config.chunk_size).size
     device = _device(arguments.device)
@@ -223,7 +231,9 @@ def run_profile(arguments: Any) -> int:
 
 
 def _load(arguments: Any) -> PreTrainedModel:
-    """The checkpoint with transformers' default attention: sdpa wherever the model has it."""
+    """Load the checkpoint with transformers' default attention: sdpa wherever the model supports
+    it.
+    """
     name, trusted = arguments.model, arguments.trust_remote_code
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -231,7 +241,7 @@ def _load(arguments: Any) -> PreTrainedModel:
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # transformers' code, with files from anywhere
+    except Exception as error:  # transformers' code may raise anything for such files
         advice = f"{TRUST} " if needs_trust(error) else ""
         raise StreamBPError(
             f"{shown(name)} could not be loaded as a causal language model ({reason(error)}). {advice}Pass the folder that "

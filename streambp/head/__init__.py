@@ -1,4 +1,4 @@
-"""Per-token log-probabilities without logits, and the tensors that stand for logits that do not exist."""
+"""Per-token log-probabilities without logits, and recipes for logits that are not computed."""
 
 from streambp.head.log_probs import TokenLogProbs, token_log_probs
 

@@ -1,11 +1,13 @@
-"""The arithmetic of one block of logits: project, fold into running statistics, differentiate.
+"""Arithmetic of one block of logits: project, fold into running statistics, differentiate.
 
-Everything is computed in promote_types(dtype, float32) once the matrix product is done; the product itself runs in the
-hidden states' dtype, as in the model, and so does its gradient. N tokens, V vocabulary entries, h hidden size.
+Everything after the matrix product is computed in promote_types(dtype, float32). The product and
+its gradient are computed in the hidden states' dtype, as in the model. N tokens, V vocabulary
+entries, h hidden size.
 
-[Note: logits in place] Where the kernels run (`triton_fold.serves`), nothing of a block exists but the raw products, in the
-dtype of the matrix product: one kernel reads them for the statistics, one writes the gradient over them. torch's way needs
-float32 copies, so its blocks are smaller.
+[Note: logits in place] With the Triton kernels (`triton_fold.serves`) a block consists of the raw
+products only, in the dtype of the matrix product. One kernel reads them for the statistics, and one
+overwrites them with the gradient. torch's operators need float32 copies, so their blocks are
+smaller.
 """
 
 from __future__ import annotations
@@ -21,21 +23,26 @@ from streambp.head.triton_fold import fold_rows, serves
 from streambp.head.triton_gradient import write_gradient
 from streambp.torchs_own import nn_own, torch_own
 
-LOGITS_PER_BLOCK = 2**25  # torch's blocks: 128 MiB of float32 logits, several times
-BYTES_PER_BLOCK = 2**29  # the kernels' blocks: 2**28 logits in half precision, once
+LOGITS_PER_BLOCK = 2**25  # logits of a block for torch: 128 MiB in float32, several times
+BYTES_PER_BLOCK = 2**29  # bytes of a block for the kernels: 2**28 logits in half precision, once
 TOKENS_PER_BLOCK = 1024
 TOKENS_IN_PLACE = 2048
 
 
 def block_size(vocabulary: int, dtype: torch.dtype, device: torch.device, whole: bool = False) -> tuple[int, int]:
-    """How logits of this dtype are cut: tokens of a block of hidden states, and entries of the vocabulary in one of its
-    blocks of logits. A rule of shapes alone, so that a run repeats itself bit by bit.
+    """Return the tokens of a block of hidden states, and the vocabulary entries of a block of
+    logits.
 
-    Each block of tokens passes over dW, 4 V h bytes in and out, so tokens are what a block should have many of. With 2,048,
-    or as many as BYTES_PER_BLOCK holds, that is less than the matrix products take. [Note: logits in place]
+    The result depends on shapes only, so that runs are bitwise reproducible. Each block of tokens
+    reads and writes dW, 4 V h bytes each, so blocks need many tokens. With 2,048 tokens, or as many
+    as BYTES_PER_BLOCK allows, this takes less time than the matrix products.
+    [Note: logits in place]
 
     Args:
-        whole: a block must hold all of the vocabulary.
+        vocabulary: V.
+        dtype: dtype of the products.
+        device: device of the products.
+        whole: True if a block must contain all of the vocabulary.
     """
     if serves(device, dtype):
         tokens = min(TOKENS_IN_PLACE, max(1, BYTES_PER_BLOCK // (vocabulary * dtype.itemsize)))
@@ -47,9 +54,13 @@ def block_size(vocabulary: int, dtype: torch.dtype, device: torch.device, whole:
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """How logits come from normed hidden states: softcap(scale * (hidden @ W^T + bias)) / temperature.
+    """Logits from normed hidden states: softcap(scale * (hidden @ W^T + bias)) / temperature.
 
-    slope: of a model's own tanh, what stands in front of it; logit_scale / softcap would be rounded.
+    Attributes:
+        logit_scale: factor of the products.
+        softcap: bound of the logits; None: no softcap.
+        temperature: divisor of the logits.
+        slope: factor in front of the model's own tanh; logit_scale / softcap would be rounded.
     """
 
     logit_scale: float = 1.0
@@ -58,7 +69,7 @@ class Projection:
     slope: float = 1.0
 
     def logits(self, product: Tensor) -> Tensor:
-        """Raw products [n, v] -> logits [n, v] in promote_types(dtype, float32)."""
+        """Return logits [n, v] in promote_types(dtype, float32) for raw products [n, v]."""
         logits = product.to(torch.promote_types(product.dtype, torch.float32))
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -67,27 +78,36 @@ class Projection:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """d loss / d product [n, v] from the logits [n, v] and d loss / d logits, `grad` [n, v], which is overwritten."""
+        """Return d loss / d product [n, v] from the logits [n, v] and d loss / d logits.
+
+        Args:
+            grad: d loss / d logits [n, v]; overwritten.
+            logits: [n, v].
+        """
         if self.softcap is not None:
             grad.mul_(1.0 - (logits * (self.temperature / self.softcap)).square())
         return grad.mul_(self.logit_scale / self.temperature)
 
 
 class Products:
-    """Raw products of hidden states with a weight [V, h] and a bias [V] or None, which take the hidden states' dtype."""
+    """Raw products of hidden states with a weight [V, h] and a bias [V] or None.
+
+    Weight and bias are cast to the hidden states' dtype.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self.vocabulary: int = weight.shape[0]
 
     def of(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
+        """Return raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
         weight, bias = self.weight(hidden.dtype), self._bias
-        with without_autocast(hidden.device.type):  # the hidden states have its dtype, unless another is wanted
+        # hidden states are in autocast's dtype already, unless float32 is required
+        with without_autocast(hidden.device.type):
             return nn_own.linear(hidden, weight[columns], None if bias is None else bias[columns])
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """[V, h]; cast once for all blocks."""
+        """Return the weight [V, h] in this dtype; cast once for all blocks."""
         if self._weight.dtype != dtype:
             self._weight = self._weight.to(dtype)
             self._bias = None if self._bias is None else self._bias.to(dtype)
@@ -95,16 +115,27 @@ class Products:
 
 
 def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:
-    """The slices that cut `count` tokens, or vocabulary entries, into blocks of `tokens`; the last may be shorter."""
+    """Return slices that cut `count` tokens, or vocabulary entries, into blocks of `tokens`.
+
+    The last block may be shorter.
+    """
     return (slice(start, min(start + tokens, count)) for start in range(0, count, tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Softmax statistics of n tokens over one or more vocabulary blocks, [n] each in the accumulation dtype.
+    """Softmax statistics of n tokens over one or more vocabulary blocks, [n] each.
 
-    max, sum: lse = max + log(sum); target: the label's logit, 0 if it lies elsewhere; mean: sum of exp(z - max) * z;
-    squares: sum of exp(z - max)^2; total: sum of z; best: the first entry with the largest logit, an integer.
+    All but `best` are in the accumulation dtype.
+
+    Attributes:
+        max: the largest logit.
+        sum: sum of exp(z - max); lse = max + log(sum).
+        target: the label's logit, or 0 if the label is in another block.
+        mean: sum of exp(z - max) * z.
+        squares: sum of exp(z - max)^2.
+        total: sum of z.
+        best: index of the first entry with the largest logit.
     """
 
     max: Tensor
@@ -116,11 +147,18 @@ class Fold:
     best: Tensor
 
     def lse(self) -> Tensor:
-        """[n], the log of the sum of exp(logit)."""
+        """Return [n], the log of the sum of exp(logit)."""
         return self.max + torch_own.log(self.sum)
 
     def results(self, labels: Tensor, wanted: Collection[str], entries: int) -> tuple[Tensor | None, ...]:
-        """The fields of `TokenLogProbs` in order, [n] each: of the labels [n], and None for what is not `wanted`."""
+        """Return the fields of `TokenLogProbs` in order, [n] each; None for fields that are not
+        `wanted`.
+
+        Args:
+            labels: [n].
+            wanted: names of optional fields.
+            entries: number of vocabulary entries.
+        """
         lse, mean_logits = self.lse(), self.total / entries
         return (
             self.target - lse,
@@ -132,7 +170,9 @@ class Fold:
         )
 
     def merge(self, other: Fold) -> Fold:
-        """Of both sets of entries; the other's come later in the vocabulary."""
+        """Return the statistics of both sets of entries; the other's come later in the
+        vocabulary.
+        """
         top = torch_own.maximum(self.max, other.max)
         base = _finite(top)
         mine, theirs = torch_own.exp(self.max - base), torch_own.exp(other.max - base)
@@ -148,9 +188,15 @@ class Fold:
 
 
 def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) -> Fold:
-    """The statistics of one block of raw products [n, v] for labels [n]: one Triton kernel on CUDA, torch elsewhere.
+    """Return the statistics of one block of raw products [n, v] for labels [n].
 
-    Both give the same numbers. block: the vocabulary entries of the columns.
+    Computed by one Triton kernel on CUDA and by torch elsewhere, with the same numbers.
+
+    Args:
+        product: [n, v].
+        projection: the path from products to logits.
+        labels: [n].
+        block: vocabulary entries of the columns.
     """
     if serves(product.device, product.dtype):
         values = fold_rows(product, labels, block.start, projection.logit_scale, projection.softcap, projection.temperature)
@@ -159,7 +205,7 @@ def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) 
 
 
 def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
-    """`fold` of logits [n, v] by torch's operators, which the kernel is tested against."""
+    """Compute `fold` of logits [n, v] by torch's operators, the reference in the kernel's tests."""
     top, best = logits.max(-1)
     weights = (logits - _finite(top)[:, None]).exp_()  # [n, v]
     here, column = locate(labels, block)
@@ -172,15 +218,19 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
 
 
 def _finite(top: Tensor) -> Tensor:
-    """The largest logits, to be subtracted; where all are -inf, -inf - -inf would be NaN."""
+    """Return the largest logits for subtraction, with 0 for -inf, because -inf - -inf is NaN."""
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
 def fold_vocabulary(normed: Tensor, products: Products, projection: Projection, labels: Tensor, entries: int) -> Fold:
-    """The statistics of n tokens over the whole vocabulary, `entries` of it at a time.
+    """Return the statistics of n tokens over the full vocabulary, `entries` at a time.
 
     Args:
-        normed: [n, h]; labels: [n].
+        normed: [n, h].
+        products: the output projection.
+        projection: the path from products to logits.
+        labels: [n].
+        entries: vocabulary entries of a block.
     """
     folded: Fold | None = None
     for columns in token_blocks(products.vocabulary, entries):
@@ -191,17 +241,26 @@ def fold_vocabulary(normed: Tensor, products: Products, projection: Projection, 
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which labels [n] lie in a vocabulary block, [n] in bool, and their column there, [n] (0 for the others)."""
+    """Return a mask [n] of labels [n] in a vocabulary block, and their columns there [n]
+    (else 0).
+    """
     here = (labels >= block.start) & (labels < block.stop)
     return here, torch_own.where(here, labels - block.start, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenGradients:
-    """What the gradient of a block of logits needs to know of n tokens, [n] each.
+    """Values of n tokens for the gradient of a block of logits, [n] each.
 
-    labels; lse and, if a gradient of it comes, entropy: of their distributions over all `vocabulary` entries; and the
-    gradients of their values, None for one that is not wanted or not used.
+    Attributes:
+        labels: the labels.
+        lse: log of the sum of exp(logit) over the full vocabulary.
+        entropy: entropy over the full vocabulary; None without a gradient of it.
+        vocabulary: V.
+        d_log_probs: gradient of log_probs; None: unused.
+        d_entropy: gradient of entropy; None: unused.
+        d_mean_log_probs: gradient of mean_log_probs; None: unused.
+        d_lse: gradient of lse; None: unused.
     """
 
     labels: Tensor
@@ -214,15 +273,16 @@ class TokenGradients:
     d_lse: Tensor | None = None
 
     def at(self, block: slice) -> TokenGradients:
-        """Of some of the n tokens."""
+        """Return the values of the tokens in `block`."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return TokenGradients(*(x[block] if isinstance(x, Tensor) else x for x in values))  # type: ignore[arg-type]
 
 
 def product_gradient(product: Tensor, projection: Projection, given: TokenGradients, block: slice) -> Tensor:
-    """d loss / d product [n, v] of one vocabulary block, from its raw products [n, v], in their dtype.
+    """Return d loss / d product [n, v] of one vocabulary block, in the dtype of its raw products
+    [n, v].
 
-    Where the kernels run it is written over the products. [Note: logits in place]
+    With the kernels, the gradient overwrites the products. [Note: logits in place]
     """
     if not serves(product.device, product.dtype):
         return gradient_in_torch(product, projection, given, block)
@@ -235,19 +295,22 @@ def product_gradient(product: Tensor, projection: Projection, given: TokenGradie
 
 
 def gradient_in_torch(product: Tensor, projection: Projection, given: TokenGradients, block: slice) -> Tensor:
-    """`product_gradient` [n, v] by torch's operators, which the kernel is tested against; the products stay."""
+    """Compute `product_gradient` [n, v] by torch's operators, the reference in the kernel's tests.
+
+    The products are not changed.
+    """
     logits = projection.logits(product)
     return projection.backward(logits_gradient(logits, given, block), logits).to(product.dtype)
 
 
 def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tensor:
-    """d loss / d logits [n, v] of one vocabulary block.
+    """Return d loss / d logits [n, v] of one vocabulary block.
 
-    log p_y = z_y - lse gives (onehot - p) g; H = -sum p log p gives -p (log p + H) g_H; mean log p = mean z - lse gives
-    (1 / V - p) g_mean; lse gives p g_lse.
+    log p_y = z_y - lse gives (onehot - p) g; H = -sum p log p gives -p (log p + H) g_H. mean log p
+    = mean z - lse gives (1 / V - p) g_mean; lse gives p g_lse.
     """
     lse, entropy = given.lse[:, None], given.entropy
-    grad = (logits - lse).exp_()  # p, in the one buffer of [n, v] that this needs
+    grad = (logits - lse).exp_()  # p, in the single buffer [n, v] of this function
     scale = torch.zeros_like(lse)  # [n, 1]
     if given.d_log_probs is not None:
         scale = scale - given.d_log_probs[:, None]

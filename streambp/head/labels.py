@@ -9,11 +9,14 @@ from streambp.errors import StreamBPError
 
 
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
-    """Refuse a label outside the vocabulary: it would select nothing and look like a log-probability. Waits for the device.
+    """Raise if a label is outside the vocabulary. Synchronizes with the device.
+
+    Such a label would select nothing, and the result would still look like a log-probability.
 
     Args:
-        labels: [...] integers; those without data are not checked.
-        ignore_index: a label that is allowed beside; None: there is none.
+        labels: [...] integers; labels without data are not checked.
+        vocabulary: V.
+        ignore_index: an additional valid label; None: there is none.
 
     Raises:
         StreamBPError: a label is negative, or not below `vocabulary`.

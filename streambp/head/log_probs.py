@@ -1,9 +1,9 @@
-"""Per-token log-probabilities of hidden @ W^T without the logits (DESIGN.md section 2, "Head").
+"""Per-token log-probabilities of hidden @ W^T without logits (DESIGN.md section 2, "Head").
 
 token_log_probs
   -> BlockwiseLogProbs      autograd Function: one pass forward, blocks recomputed in backward
-  -> one_pass_nll           the sum of -log p with its gradient taken in forward (`one_pass.py`)
-       both on HeadInputs   what a token block is made of: rows, norm, weight
+  -> one_pass_nll           sum of -log p, with its gradient computed in forward (`one_pass.py`)
+       both on HeadInputs   inputs of a token block: rows, norm, weight
        and blocks.*         arithmetic of one [tokens, vocabulary] block
 """
 
@@ -44,12 +44,17 @@ METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogProbs:
-    """What `token_log_probs` returns, everything shaped like the labels and 0 (False) where they are ignored.
+    """Result of `token_log_probs`: tensors shaped like the labels, 0 (False) at ignored labels.
 
-    log_probs, entropy, mean_log_probs (the mean of log p over the vocabulary): in promote_types(hidden dtype, float32),
-    with gradients. The others have none:
-    is_top1: the label has the largest logit; mean_logits: the mean of the logits over the vocabulary;
-    log_sum_sq_probs: log of the sum of the squared probabilities.
+    The first three have gradients and are in promote_types(hidden dtype, float32).
+
+    Attributes:
+        log_probs: log-probability of the label.
+        entropy: entropy of the distribution.
+        mean_log_probs: mean of log p over the vocabulary.
+        is_top1: True if the label has the largest logit.
+        mean_logits: mean of the logits over the vocabulary.
+        log_sum_sq_probs: log of the sum of the squared probabilities.
     """
 
     log_probs: Tensor
@@ -60,16 +65,24 @@ class TokenLogProbs:
     log_sum_sq_probs: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
-        """Every value [...] changed in the same way, to another shape for example."""
+        """Return the result of `change` on every value [...], with another shape for example."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return TokenLogProbs(*(None if value is None else change(value) for value in values))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
 class HeadInputs:
-    """The head's tensors and modules: hidden [N, h], labels [N], weight [V, h], bias [V], the final norm or an Identity.
+    """The head's tensors and modules: hidden [N, h], weight [V, h], bias [V].
 
-    in_float32: the products are computed in float32 or wider, autocast or not. let_go: `Pending.let_go`.
+    Attributes:
+        labels: [N].
+        projection: the path from products to logits.
+        norm: the final norm, or an Identity.
+        norm_parameters: parameters of the norm.
+        ignore_index: label of positions without a label.
+        autocast: autocast's state in forward.
+        in_float32: True if products are computed in float32 or wider, also under autocast.
+        let_go: see `Pending.let_go`.
     """
 
     labels: Tensor
@@ -83,10 +96,10 @@ class HeadInputs:
 
     @functools.cached_property
     def rows(self) -> Tensor | None:
-        """The positions [n] with a label, in order; None if all N have one.
+        """Return the positions [n] with a label, in order; None if all N have a label.
 
-        Labels without data (a count of bytes) get what most batches get: the last position of a row has no next token,
-        so that not all positions have a label.
+        Labels without data (in a count of bytes) are treated like most batches. The last position
+        of a row has no next token, so not all positions have a label.
         """
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
@@ -95,26 +108,27 @@ class HeadInputs:
 
     @property
     def labelled(self) -> int:
-        """The number of positions with a label."""
+        """Return the number of positions with a label."""
         positions = self.labels if self.rows is None else self.rows
         return positions.shape[0]
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The final norm of a token block [n, h], in the dtype that the projection is computed in."""
+        """Return the final norm of a token block [n, h], in the dtype of the projection."""
         with self.autocast.restored():
-            hidden = self.norm.forward(hidden)  # its hooks belong to the model's own call
+            hidden = self.norm.forward(hidden)  # the norm's hooks run in the model's own call only
             return hidden.to(self.product_dtype(hidden.dtype, hidden.device))
 
     def product_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """What the projection of normed hidden states in `dtype` is computed in."""
+        """Return the dtype in which normed hidden states in `dtype` are projected."""
         if self.in_float32:
             return torch.promote_types(dtype, torch.float32)
         kind, enabled, autocast_dtype = self.autocast.states[0]
-        casts = enabled and kind == device.type and dtype != torch.float64  # which autocast leaves alone
+        # autocast does not cast float64
+        casts = enabled and kind == device.type and dtype != torch.float64
         return autocast_dtype if casts else dtype
 
     def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> tuple[int, int]:
-        """How the logits of `hidden` [N, h] are cut, as `blocks.block_size` says it."""
+        """Return the block sizes for the logits of `hidden` [N, h], as `blocks.block_size`."""
         # A norm in float32 returns float32.
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype)
         return block_size(vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole)
@@ -135,23 +149,32 @@ def token_log_probs(
     metrics: Sequence[str] = (),
     ignore_index: int = -100,
 ) -> TokenLogProbs:
-    """log softmax(logits)[label] of every token, with logits = softcap(logit_scale * (norm(hidden) @ W^T + bias)) /
-    temperature that never exist all at once.
+    """Compute log softmax(logits)[label] of every token without all logits in memory at once.
+
+    logits = softcap(logit_scale * (norm(hidden) @ W^T + bias)) / temperature.
 
     Args:
-        hidden_states: [..., h], any floating dtype; the input of `norm` if one is given.
-        weight: [V, h]; bias: [V].
-        labels: [...] integers, already shifted; `ignore_index` marks positions without one.
+        hidden_states: [..., h], any floating dtype; the input of `norm` if there is one.
+        weight: [V, h].
+        labels: [...] integers, already shifted; `ignore_index` marks positions without a label.
+        norm: the final norm; None: hidden_states are normed already.
+        bias: [V].
+        logit_scale: factor of the products.
+        softcap: bound of the logits; None: no softcap.
+        temperature: divisor of the logits.
         entropy: also return the entropy of each position's distribution, differentiable.
-        mean_log_probs: also return the mean of log p over the vocabulary, differentiable (for label smoothing).
-        metrics: further fields of `TokenLogProbs`, out of "is_top1", "mean_logits" and "log_sum_sq_probs".
+        mean_log_probs: also return the mean of log p over the vocabulary, differentiable (for label
+            smoothing).
+        metrics: further fields of `TokenLogProbs`, out of "is_top1", "mean_logits" and
+            "log_sum_sq_probs".
+        ignore_index: label of ignored positions.
 
     Returns:
         TokenLogProbs of shape [...]; ignored positions are 0 and get no gradient.
 
     Raises:
-        StreamBPError: an argument is no tensor, or of another shape or kind, a label lies outside the vocabulary, or a
-            metric is unknown.
+        StreamBPError: an argument is no tensor, or its shape or kind does not fit, a label lies outside
+            the vocabulary, or a metric is unknown.
     """
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown:
@@ -174,10 +197,13 @@ def token_log_probs(
 def make_inputs(
     hidden_states: Tensor, labels: Tensor, projection: Projection, norm: nn.Module | None, ignore_index: int
 ) -> HeadInputs:
-    """The head's inputs for hidden_states [..., h] and labels [...], which become [N]; autocast is as it is now.
+    """Return the head's inputs for hidden_states [..., h] and labels [...], which become [N].
+
+    The autocast state is the current one.
 
     Raises:
-        UnsupportedModelError: a trainable parameter of the norm is a DTensor, or on meta where hidden_states are not.
+        UnsupportedModelError: a trainable parameter of the norm is a DTensor, or on meta although
+            hidden_states are not.
     """
     autocast = Autocast.capture(hidden_states.device)
     norm = nn.Identity() if norm is None else norm
@@ -186,14 +212,16 @@ def make_inputs(
 
 
 def refuse_second_derivatives() -> None:
-    """Raises BackwardError inside a backward pass with create_graph."""
+    """Raise BackwardError inside a backward pass with create_graph."""
     if torch.is_grad_enabled():
         raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
 
 
 class BlockwiseLogProbs(torch.autograd.Function):
-    """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> the fields of TokenLogProbs, each [N]
-    or None."""
+    """Autograd Function from flat hidden [N, h] to the fields of TokenLogProbs, [N] each or None.
+
+    Further inputs: weight [V, h], bias [V] or None, and the norm's parameters.
+    """
 
     @staticmethod
     def forward(
@@ -205,9 +233,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         *norm: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """The fields of TokenLogProbs, [N] each, None beside log_probs if not `wanted`; 0 at positions without a label.
+        """Return the fields of TokenLogProbs, [N] each, with 0 at positions without a label.
 
-        hidden, weight, bias and the lse [n] of the n positions with a label are saved for backward.
+        All fields but log_probs are None if not `wanted`. Saved for backward are hidden, weight,
+        bias, and the lse [n] of the n positions with a label.
         """
         rows = inputs.rows
         labels = inputs.labels if rows is None else inputs.labels[rows]
@@ -227,7 +256,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
                 parts = [empty.results(labels, wanted, 1)]
             values = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
             ctx.inputs, ctx.rows = inputs, rows
-            ctx.entropies = None if values[1] is None else values[1].clone()  # what is returned may be written to
+            # the caller may overwrite the returned tensor
+            ctx.entropies = None if values[1] is None else values[1].clone()
             ctx.save_for_backward(hidden, weight, bias, lse)
             ctx.seen = Seen(norm, [x for x in (weight, bias, *norm) if x is not None])
             if rows is not None:  # 0 at positions without a label
@@ -239,16 +269,21 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters, in their own dtypes.
+        """Return gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters.
+
+        Each is in its tensor's dtype.
 
         Args:
-            grads: of the values, [N] each or None; the last three values are not differentiable, and theirs are not read.
+            grads: gradients of the values, [N] each or None. The last three are ignored, because
+                their values are not differentiable.
 
         Raises:
-            BackwardError: second derivatives are wanted (create_graph), or the head or the norm changed since forward.
+            BackwardError: second derivatives are requested (create_graph), or the head or the norm
+                changed since forward.
         """
         refuse_second_derivatives()
-        saved = ctx.saved_tensors  # once: a checkpoint around the head hands them out a single time
+        # read once: a checkpoint around the head unpacks saved tensors a single time
+        saved = ctx.saved_tensors
         written, seen = ctx.seen.written(), ctx.seen
         changed = seen.changed() if written is None else written
         if changed is not None:
@@ -261,6 +296,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Recompute the logits block by block and return the gradients."""
         inputs, rows = ctx.inputs, ctx.rows
         hidden, weight, bias, lse = saved
         labels = inputs.labels if rows is None else inputs.labels[rows]
@@ -283,9 +319,17 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
 
 class HeadGradients:
-    """Sums the head's gradients over blocks: dW in promote_types(dtype, float32), dhidden in the hidden dtype.
+    """Sums of the head's gradients over blocks.
 
-    `needs` says which of hidden, weight, bias and the norm's parameters want a gradient.
+    dW is in promote_types(dtype, float32), dhidden in the hidden dtype.
+
+    Args:
+        inputs: the head's modules and labels.
+        hidden: [N, h].
+        weight: [V, h].
+        bias: [V] or None.
+        needs: True for each of hidden, weight, bias and the norm's parameters that requires a
+            gradient.
     """
 
     def __init__(
@@ -303,7 +347,7 @@ class HeadGradients:
         self.d_normed: Tensor | None = None
 
     def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
-        """A token block [n, h] as a leaf, and its norm with a graph from the leaf to it."""
+        """Return a token block [n, h] as a leaf, and its norm with a graph from the leaf."""
         leaf = (self.hidden[block] if rows is None else self.hidden[rows[block]]).detach().requires_grad_(self.needs_hidden)
         with torch.enable_grad():
             normed = self.inputs.normed(leaf)
@@ -342,28 +386,34 @@ class HeadGradients:
         self.d_norm.add(parts)
 
     def places(self) -> tuple[Tensor | None, ...]:
-        """Where `results` may write the gradients of hidden [N, h], weight [V, h] and bias [V]: sums that have their dtype
-        already, and new tensors for others."""
+        """Return output buffers of `results` for gradients of hidden [N, h], weight [V, h] and bias
+        [V].
+
+        A sum in the tensor's dtype is its own buffer; for others a new tensor is created.
+        """
         sums = ((self.d_hidden, self.hidden), (self.d_weight, self.weight), (self.d_bias, self.bias))
         return tuple(None if total is None or like is None else _place(total, like) for total, like in sums)
 
     def results(
         self, upstream: Tensor | None = None, places: tuple[Tensor | None, ...] = (None, None, None)
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters, in their own dtypes.
+        """Return gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters.
+
+        Each is in its tensor's dtype.
 
         Args:
-            upstream: a scalar tensor that multiplies the gradients, in place where a sum has that dtype already. None
-                leaves them as they are.
-            places: of `places`, or made here.
+            upstream: a scalar tensor that multiplies the gradients, in place if a sum has the right
+                dtype. None: no factor.
+            places: result of `places`; None entries are created here.
         """
         values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
         d_norm: list[Tensor | None] = [
             torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)
         ]
-        # A loss over no token divides by zero, and autograd's own zeros are not multiplied by that infinity: nor are ours,
-        # in all sums without a labelled token, and in the rows of dhidden that have none.
+        # A loss over no token divides by zero, and upstream is infinite. autograd's own zeros are
+        # not multiplied by that infinity, so ours must not be either: sums without a labelled
+        # token, and rows of dhidden without a label, have no factor.
         factor = upstream if self.inputs.labelled else None
         d_hidden = _finished(self.d_hidden, self._of_labelled_rows(factor), self.hidden, places[0])
         d_weight = _finished(self.d_weight, factor, self.weight, places[1])
@@ -371,7 +421,9 @@ class HeadGradients:
         return d_hidden, d_weight, d_bias, *(_finished(g, factor, v) for g, v in zip(d_norm, values, strict=True))
 
     def _of_labelled_rows(self, factor: Tensor | None) -> Tensor | None:
-        """The factor of each row of dhidden, [N, 1]: `factor`, a scalar, where a row has a label, and 1 elsewhere."""
+        """Return each row's factor of dhidden, [N, 1]: the scalar `factor` for labelled rows, 1
+        elsewhere.
+        """
         rows = self.inputs.rows
         if factor is None or rows is None or self.d_hidden is None:
             return factor
@@ -381,6 +433,7 @@ class HeadGradients:
 
 
 def _place(total: Tensor, like: Tensor) -> Tensor:
+    """Return `total` if its dtype is that of `like`, else an empty tensor in that dtype."""
     return total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
 
 
@@ -398,7 +451,8 @@ def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor, place: 
     factors: Sequence[Tensor]
     if factor.dim() == 2:
         factors = factor.split(ROWS)
-    else:  # with a dimension, lest it be rounded to total's dtype before it multiplies
+    else:
+        # with a dimension, because a 0-d tensor would be rounded to total's dtype before the product
         factors = [factor.reshape(1)] * len(parts)
     for part, one, place in zip(parts, factors, places, strict=True):
         torch_own.mul(part, one, out=place)

@@ -1,19 +1,24 @@
-"""The sum of -log p over all labelled tokens, with its gradient taken in forward.
+"""Sum of -log p over all labelled tokens, with its gradient computed in forward.
 
-When the loss is a sum or mean of -log p, d loss / d log p is known up to one scalar before backward starts. So forward
-computes the gradients at an expected scale while each block's logits are there, which saves one of the head's four matrix
-products, and backward multiplies *everything* by the true upstream gradient over the expected one. float16, the hidden
-states' own or autocast's, stays with two passes: small gradients would underflow that a GradScaler keeps. The gradients (dW
-in float32) live from forward to backward, so a head with one such forward pending does not start a second one (`Pending`).
-Nor does one inside torch's checkpoint or `save_on_cpu`: a checkpoint runs forward again while the first is pending and must
-find it saving the same tensors.
+If the loss is a sum or mean of -log p, d loss / d log p is known up to one scalar before backward
+starts. Forward therefore computes the gradients at an expected scale while each block's logits
+exist. This saves one of the head's four matrix products. Backward multiplies *all* gradients by the
+true upstream gradient over the expected one.
 
-[Note: expected scale] A late factor that is no power of two rounds dhidden a second time: a loss divided by 3 for gradient
-accumulation cost 7 % of the whole gradient's precision in bf16. The expected scale is 1 / number of labels (or
-1 / num_items_in_batch) times what the last backward's upstream gradient was of that. So the factor is 1 from the second
-backward on, whatever an engine or a trainer divides losses by, if only it is always the same. A factor that no engine has
-is not expected again: at a scale of 1e-36 the next loss's gradients would underflow. A scale that is infinite, NaN or zero
-(num_items_in_batch of 0) is replaced by 1. A batch without labels says nothing about the factor.
+float16, as the hidden states' dtype or autocast's, uses two passes, because small gradients that a
+GradScaler preserves would underflow. The gradients (dW in float32) live from forward to backward.
+While one forward of a head is pending, the head starts no second one (`Pending`). One pass is also
+disabled inside torch's checkpoint and `save_on_cpu`. A checkpoint repeats forward while the first
+run is pending, and the repetition must save the same tensors.
+
+[Note: expected scale] A late factor that is no power of two rounds dhidden a second time. A loss
+divided by 3 for gradient accumulation lost 7 % of the full gradient's precision in bf16. The
+expected scale is 1 / number of labels (or 1 / num_items_in_batch), times the ratio of the last
+backward's upstream gradient to that scale. If an engine or trainer always divides losses by the
+same number, the factor is 1 from the second backward on. A factor of implausible size is not
+expected again: at a scale of 1e-36 the next loss's gradients would underflow. A scale that is
+infinite, NaN or zero (num_items_in_batch of 0) is replaced by 1. A batch without labels does not
+change the expected factor.
 """
 
 from __future__ import annotations
@@ -36,10 +41,13 @@ SMALLEST = 2.0**-64
 
 
 class Pending:
-    """Whether gradients of a head's earlier forward still wait for their backward, and how the last loss was scaled.
+    """Gradients of a head's earlier forward that wait for backward, and the scale of the last loss.
 
-    work: these gradients; it does not keep them alive. factor: what the last upstream gradient was of an unscaled loss's.
-    let_go: lets go of what layers keep of their own accord, and says whether something was there; None: they keep nothing.
+    Attributes:
+        work: weak reference to these gradients.
+        factor: the last upstream gradient relative to that of an unscaled loss.
+        let_go: frees tensors that layers have saved automatically, and returns True if there were
+            any; None: layers save nothing automatically.
     """
 
     work: weakref.ref[HeadGradients] | None = None
@@ -54,7 +62,8 @@ class Pending:
 
         0, and what is smaller than 2^-64 or larger than 2^64, counts as 1. [Note: expected scale]
         """
-        if type(factor) is Tensor and not factor.is_meta:  # fake tensors would outlive their mode
+        # fake tensors must not outlive their mode
+        if type(factor) is Tensor and not factor.is_meta:
             self.factor = _usual(factor)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,9 +77,10 @@ def _usual(scale: Tensor) -> Tensor:
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
-    """Whether the gradient for hidden [N, h] may be taken in forward; the module's docstring says why not.
+    """True if the gradient for hidden [N, h] may be computed in forward.
 
-    Not without gradients, in float16, under hooks for saved tensors, or while an earlier forward is pending.
+    False without gradients, in float16, under saved-tensor hooks, or while an earlier forward is
+    pending. The module's docstring gives the reasons.
     """
     in_float16 = torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -78,9 +88,10 @@ def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
 
 
 class OnePassNLL(torch.autograd.Function):
-    """Flat hidden [N, h], weight [V, h], bias [V] or None, the norm's parameters -> sum of -log p, a scalar.
+    """Autograd Function from flat hidden [N, h] to the sum of -log p, a scalar.
 
-    `scale` is the upstream gradient of a loss that is not scaled, a scalar tensor in promote_types(hidden dtype, float32).
+    Further inputs: weight [V, h], bias [V] or None, and the norm's parameters. `scale` is the
+    upstream gradient of an unscaled loss, a scalar in promote_types(hidden dtype, float32).
     """
 
     @staticmethod
@@ -94,9 +105,10 @@ class OnePassNLL(torch.autograd.Function):
         bias: Tensor | None,
         *norm: Tensor,
     ) -> Tensor:
-        """The sum of -log p, a scalar in promote_types(hidden dtype, float32).
+        """Return the sum of -log p, a scalar in promote_types(hidden dtype, float32).
 
-        Gradients for hidden [N, h], weight [V, h], bias [V] and the norm's parameters wait in the context.
+        The context stores the gradients of hidden [N, h], weight [V, h], bias [V] and the norm's
+        parameters.
         """
         rows = inputs.rows
         labels = inputs.labels if rows is None else inputs.labels[rows]
@@ -109,7 +121,7 @@ class OnePassNLL(torch.autograd.Function):
         upstream = (-expected).repeat(labels.shape[0])
         tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
-            # The whole vocabulary at once: the softmax must be known before the logits are let go.
+            # The full vocabulary at once: the softmax must be known before the logits are freed.
             for block in token_blocks(labels.shape[0], tokens):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
@@ -128,10 +140,13 @@ class OnePassNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of forward, times `upstream`, a scalar, over what was expected of it. [Note: expected scale]
+        """Return forward's gradients times `upstream`, a scalar, over its expected value.
+
+        [Note: expected scale]
 
         Raises:
-            BackwardError: it is the second backward, or second derivatives are wanted (create_graph).
+            BackwardError: this is the second backward, or second derivatives are requested
+                (create_graph).
         """
         work, ctx.work = ctx.work, None
         if work is None or torch.is_grad_enabled():
@@ -141,7 +156,7 @@ class OnePassNLL(torch.autograd.Function):
             )
         where = "in the loss' backward"
         places = once_more(work.hidden.device, work.inputs.let_go, work.places, where)
-        with explaining(where):  # results are made in place: this cannot be repeated
+        with explaining(where):  # results are computed in place, so this cannot be retried
             if work.inputs.labelled:
                 ctx.pending.learn(upstream / ctx.scale)
             return None, None, None, *work.results(upstream / ctx.expected, places)

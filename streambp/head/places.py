@@ -1,13 +1,14 @@
-"""Hidden states that several tokens of a batch share: each token's is where its place says.
+"""Hidden states shared by several tokens of a batch, with an index for each token.
 
-[Note: places] A model whose rows share prefixes ends with the hidden states [N, h] of its packed row. What the head reads
-of them is taken at places [B, T], or at those of them that are labelled, and never as [B, T, h]. A gradient of a hidden
-state that several tokens read is their sum, added in promote_types(dtype, float32) and rounded once.
+[Note: places] A model whose rows share prefixes ends with the hidden states [N, h] of its packed
+row. The head reads them at places [B, T], or at the labelled places only, and never as [B, T, h].
+The gradient of a hidden state that several tokens read is a sum, added in promote_types(dtype,
+float32) and rounded once.
 
 [Note: padding that is read] A packed row has no padding, and a program may read logits there: a
 mean over all of them, a maximum, an index. Then the call's rows are computed after all, padding and
-tokens, and padding's hidden states stand behind those of the packed row: place N + i is that of the
-i-th token of the batch [B, T]. Tokens keep the places that they have.
+tokens. Hidden states of the batch [B, T] stand behind those of the packed row: place N + i is that
+of the i-th token of the batch. Tokens keep their places.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ ROWS = 4096
 
 
 class AtPlaces(torch.autograd.Function):
-    """source [N, h] and places [M] -> [M, h]."""
+    """Autograd Function that selects rows: source [N, h] and places [M] -> [M, h]."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, places: Tensor) -> Tensor:
-        """A new tensor [M, h] in source's dtype."""
+        """Return a new tensor [M, h] in source's dtype."""
         ctx.save_for_backward(places)
         ctx.count = source.shape[0]
         return source.index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The sums [N, h] of grad [M, h], in its dtype. [Note: places]"""
+        """Return the sums [N, h] of grad [M, h], in its dtype. [Note: places]"""
         (places,) = ctx.saved_tensors
         total = grad.new_zeros(ctx.count, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
         for part, at in zip(grad.split(ROWS), places.split(ROWS), strict=True):
@@ -45,7 +46,7 @@ class AtPlaces(torch.autograd.Function):
 
 
 def taken(source: Tensor, places: Tensor) -> Tensor:
-    """source [N, h] at places [...] -> [..., h], in its dtype."""
+    """Return source [N, h] at places [...], [..., h] in source's dtype."""
     flat: Tensor = AtPlaces.apply(source, places.reshape(-1))
     return flat.view(*places.shape, source.shape[-1])
 

@@ -1,4 +1,6 @@
-"""What stands between hidden states that exist and logits that do not: how to build these, or a loss without them."""
+"""Recipes for deferred logits: the steps from hidden states to logits, or to a loss without
+logits.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,28 @@ from streambp.torchs_own import nn_own, torch_own
 
 @dataclasses.dataclass(eq=False)
 class HeadRequest:
-    """What one forward wants of its output projection, and what became of its deferred tensors.
+    """Options of one forward's output projection, and the state of its deferred tensors.
 
-    wanted: fields of `TokenLogProbs` beside log_probs; None: the loss is enough.
-    temperature: logits are divided by it. in_float32: their products are computed in float32.
-    norms: the final norms of the decoder that ends in this head; others (of an encoder's) are not deferred to it.
-    num_items: what the model's loss will divide a sum by.
-    beside_loss: these logits were handed out beside a loss, whose backward tells engines that the model's begins.
-    handed_out: the call's logits go to its caller, who may read padding.
-
-    values: [N] each, of the labels.
-    hidden_states: gives [N, h], what the values were computed from, before `norm` if there is one.
-    used: a loss was computed block by block.
-    empty: that loss had no labelled token.
-    computed: what lazy logits gave without being built.
-    built_for: the operation that needed real logits; hidden_built_for: the one that needed the output projection's input.
-    projecting: the output projection is running.
+    Attributes:
+        pending: the head's pending gradients.
+        wanted: fields of `TokenLogProbs` besides log_probs; None: the loss suffices.
+        temperature: divisor of the logits.
+        in_float32: True if products are computed in float32.
+        norms: final norms of the decoder that ends in this head; other norms (an encoder's) are not
+            deferred to this head.
+        num_items: the number by which the model's loss will divide a sum.
+        beside_loss: True if these logits were returned together with a loss whose backward starts
+            the model's backward for engines.
+        handed_out: True if the caller gets the call's logits and may read padding.
+        values: [N] each, values of the labels.
+        hidden_states: returns [N, h], the source of the values, before `norm` if there is one.
+        norm: the final norm, or None.
+        used: True if a loss was computed block by block.
+        empty: True if that loss had no labelled token.
+        computed: names of results that lazy logits returned without being built.
+        built_for: the operation that required real logits.
+        hidden_built_for: the operation that required the output projection's input.
+        projecting: True while the output projection runs.
     """
 
     pending: Pending
@@ -71,13 +79,19 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What stands between the stored hidden states and a deferred tensor's value.
+    """The steps from the stored hidden states to a deferred tensor's value.
 
-    weight: [V, h] or None, for hidden states; bias: [V] or None.
-    projection: scale and softcap of the product, in hidden states the scale alone; the temperature is the request's.
-    logits: it is the output projection's result, or made of it.
-    places: [...], where the stored ones [N, h] have those of each token; None: they have the tokens' shape. [Note: places]
-    late: padding's, which are not among the stored ones. [Note: padding that is read]
+    Attributes:
+        request: the forward's request.
+        norm: the final norm, or None.
+        weight: [V, h]; None for hidden states.
+        bias: [V] or None.
+        projection: scale and softcap of the product, or only the scale for hidden states; the
+            temperature is in `request`.
+        logits: True for the output projection's result and tensors derived from it.
+        places: [...], index of each token in the stored hidden states [N, h]; None: these have the
+            tokens' shape. [Note: places]
+        late: hidden states of padding, computed when they are read. [Note: padding that is read]
     """
 
     request: HeadRequest
@@ -96,21 +110,26 @@ class Recipe:
         return self.late.completed()
 
     def projected(self) -> Projection:
-        """The projection with the temperature that the request wants the logits at."""
+        """Return the projection with the request's temperature."""
         return dataclasses.replace(self.projection, temperature=self.request.temperature)
 
     def inputs(self) -> list[Tensor]:
-        """What a value that is made after this recipe depends on, beside its source: weight [V, h], bias [V] and the norm's
-        parameters."""
+        """Return the tensors that a value depends on besides its source.
+
+        These are weight [V, h], bias [V] and the norm's parameters.
+        """
         norm = [] if self.norm is None else list(self.norm.parameters())
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
 
     def build(self, source: Tensor) -> Tensor:
-        """The value for `source` [..., h], at the recipe's places if it has any: [..., h], or [..., V] with a weight;
-        differentiable."""
+        """Compute the value for `source` [..., h], at the recipe's places if it has any.
+
+        The result is [..., h], or [..., V] with a weight; differentiable.
+        """
         if self.places is not None:
             source = taken(self.reaching(source, self.places), self.places)
-        value: Tensor = source if self.norm is None else self.norm.forward(source)  # its hooks ran in the model's own call
+        # the norm's hooks ran in the model's own call
+        value: Tensor = source if self.norm is None else self.norm.forward(source)
         if self.weight is not None:
             value = nn_own.linear(value, self.weight, self.bias)
         softcap = self.projection.softcap
@@ -149,15 +168,23 @@ class Recipe:
 
 
 def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """F.cross_entropy of the logits that `recipe` makes of `source` [N, h], with labels `target` [N], without them.
+    """Compute F.cross_entropy of the recipe's logits with labels `target` [N], without the logits.
 
-    Where the recipe has places [M], there are M labels, and the hidden states of labelled tokens alone are taken there.
+    With places [M] there are M labels, and only hidden states of labelled tokens are selected.
+
+    Args:
+        source: hidden states [N, h].
+        recipe: the steps from source to logits.
+        target: labels [N].
+        ignore_index: label of ignored positions.
+        reduction: as in F.cross_entropy.
 
     Returns:
-        In promote_types(source dtype, float32): a scalar, or [N] for reduction "none". 0 where no label is valid.
+        In promote_types(source dtype, float32): a scalar, or [N] for reduction "none". 0 if no
+            label is valid.
 
     Raises:
-        StreamBPError: there are not N labels, or one is outside the vocabulary.
+        StreamBPError: the number of labels is not N, or a label is outside the vocabulary.
     """
 
     positions = (source if recipe.places is None else recipe.places).shape[0]
@@ -173,7 +200,7 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
 
 
 def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """`blockwise_loss` of all positions. An attempt that fails leaves nothing behind."""
+    """Compute `blockwise_loss` of all positions. A failed attempt leaves no state behind."""
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request = recipe.request
@@ -207,7 +234,11 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
 def _loss_at_places(
     source: Tensor, recipe: Recipe, places: Tensor, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Where rows share enough labelled tokens, each place and label is computed once, in two passes. [Note: places]"""
+    """Compute `blockwise_loss` at places. [Note: places]
+
+    If rows share enough labelled tokens, each pair of place and label is computed once, in two
+    passes.
+    """
     chosen = (target != ignore_index).nonzero().squeeze(-1)
     plain = dataclasses.replace(recipe, places=None, late=None)
     read, labels, repeats = places[chosen], target[chosen], None
@@ -220,8 +251,10 @@ def _loss_at_places(
     if request.values is not None:
 
         def spread(values: Tensor) -> Tensor:
+            """Return values [M] for all labels, 0 (False) at positions without a label."""
             values = values if repeats is None else values[repeats]
-            return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)  # 0 (False) without a label
+            # 0 (False) without a label
+            return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)
 
         request.values = request.values.each(spread)
         request.hidden_states = lambda: taken(recipe.reaching(source, places), places)

@@ -1,8 +1,8 @@
-"""Whether tensors still hold what they held.
+"""Detect changes of tensors.
 
-A tensor's version counts what torch itself writes to it, and not what comes through
-`.data` or a pointer, as much of what optimizers, weight averages and engines write does. So some entries are kept as well.
-Which is no proof: an update that leaves every one of SAMPLE entries as it was passes.
+A tensor's version counts torch's own writes. Writes through `.data` or a pointer do not count,
+although many optimizers, weight averages and engines use them. Some entries are therefore stored as
+well. This is no proof: an update that changes none of the SAMPLE entries is not detected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SAMPLE = 256
 
 
 class Seen:
-    """Tensors as they are now: their versions and, of `sampled` ones, some of their entries."""
+    """Versions of tensors now, and some entries of the `sampled` ones."""
 
     def __init__(self, tensors: Sequence[Tensor], sampled: Sequence[Tensor]) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
@@ -26,11 +26,13 @@ class Seen:
         self._entries = [(tensor, tensor.shape, _entries(tensor)) for tensor in plain]
 
     def written(self) -> Tensor | None:
-        """One of the tensors [...] that torch wrote to; None if there is none."""
+        """Return a tensor [...] that torch wrote to; None if there is none."""
         return next((tensor for tensor, version in self._versions if tensor._version != version), None)
 
     def changed(self) -> Tensor | None:
-        """A sampled tensor [...] that is here and holds something else now."""
+        """Return a sampled tensor [...] with data that has other entries now; None if there is
+        none.
+        """
         for tensor, shape, before in self._entries:
             if not has_data(tensor):
                 continue
@@ -40,7 +42,7 @@ class Seen:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """[SAMPLE] or fewer, from all over it."""
+    """Return at most SAMPLE entries [SAMPLE], spread over the tensor."""
     with torch.no_grad():
         count = min(SAMPLE, tensor.numel())
         places = torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)  # [count]

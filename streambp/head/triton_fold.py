@@ -1,7 +1,8 @@
-"""One pass over a block of raw logits, in Triton: all softmax statistics of a row while it is read once.
+"""Triton kernel for all softmax statistics of a block of raw logits in one read.
 
-torch would read the block once for each statistic and write a float32 copy of it. Numbers are those of
-`blocks.fold_in_torch`, which this kernel is tested against (in Triton's interpreter where there is no GPU).
+torch would read the block once for each statistic and write a float32 copy. The numbers are those
+of `blocks.fold_in_torch`, the reference in this kernel's tests (in Triton's interpreter without a
+GPU).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a CPU build of torch comes without it
+except ImportError:  # CPU builds of torch do not include Triton
     triton = None
 
 AVAILABLE = triton is not None
-BLOCK = 4096  # entries that a program holds at once at most; Triton wants a power of two
+BLOCK = 4096  # maximal number of entries in a program at once, a power of two
 WARPS = 8
 FIELDS = 6
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,9 +29,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @functools.lru_cache
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the head's kernels compute blocks of this dtype there; torch does where they do not.
+    """True if the head's kernels compute blocks of this dtype on this device; otherwise torch does.
 
-    They compute in float32, so float64 is torch's. Tensors on meta stand for those on CUDA: nothing is launched for them.
+    The kernels compute in float32 and do not support float64. Tensors on meta represent tensors on
+    CUDA, without launches.
     """
     if dtype not in DTYPES:
         return False
@@ -40,7 +42,10 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, wherever its arguments lie."""
+    """Context manager for launches on this device.
+
+    Triton launches on the current device, whatever device its arguments are on.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -92,11 +97,15 @@ if AVAILABLE:
 def fold_rows(
     product: Tensor, labels: Tensor, first: int, scale: float, softcap: float | None, temperature: float
 ) -> tuple[Any, ...]:
-    """max, sum, target, mean, squares, total in float32 and best, [n] each, of raw products [n, v].
+    """Return max, sum, target, mean, squares, total in float32 and best, [n] each.
 
     Args:
-        product: [n, v] in float32 or half precision, read once.
-        labels: [n]; first: the vocabulary entry of the first column.
+        product: raw products [n, v] in float32 or half precision, read once.
+        labels: [n].
+        first: vocabulary entry of the first column.
+        scale: factor of the products.
+        softcap: bound of the logits, or None.
+        temperature: divisor of the logits.
     """
     rows, columns = product.shape
     product = product if product.stride(1) == 1 else product.contiguous()

@@ -1,8 +1,9 @@
-"""d loss / d product of a block of raw logits, in Triton, written over the logits themselves.
+"""Triton kernel for d loss / d product of a block of raw logits, written over the logits.
 
-torch would make three to six float32 copies of the block on the way from logits to gradient; here each entry is read and
-written once, in the dtype that the matrix product gave it. Numbers are those of `blocks.gradient_in_torch`, which this
-kernel is tested against (in Triton's interpreter where there is no GPU).
+torch would make three to six float32 copies of the block between logits and gradient. This kernel
+reads and writes each entry once, in the dtype of the matrix product. The numbers are those of
+`blocks.gradient_in_torch`, the reference in this kernel's tests (in Triton's interpreter without a
+GPU).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from streambp.head.triton_fold import AVAILABLE, WARPS, on_device
 
-BLOCK = 2048  # as `triton_fold.BLOCK`
+BLOCK = 2048  # see `triton_fold.BLOCK`
 
 if AVAILABLE:
     import triton
@@ -75,10 +76,18 @@ def write_gradient(
     """Overwrite raw products [n, v] with d loss / d product.
 
     Args:
-        product: [n, v] in float32 or half precision, its last dimension contiguous; read and written once.
-        labels: [n]; first: the vocabulary entry of the first column; vocabulary: entries in all.
-        lse: [n] over the whole vocabulary; entropy: [n], where its gradient is given. float32.
-        upstream: d loss / d log_probs, entropy, mean_log_probs and lse, [n] in float32 each; None for what has none.
+        product: [n, v] in float32 or half precision, with a contiguous last dimension; read and
+            written once.
+        labels: [n].
+        first: vocabulary entry of the first column.
+        lse: [n] in float32, over the full vocabulary.
+        upstream: gradients of log_probs, entropy, mean_log_probs and lse, [n] in float32 each; None
+            for unused values.
+        entropy: [n] in float32; None without a gradient of it.
+        vocabulary: V.
+        scale: factor of the products.
+        softcap: bound of the logits, or None.
+        temperature: divisor of the logits.
     """
     rows, columns = product.shape
     if product.stride(1) != 1:
@@ -92,7 +101,8 @@ def write_gradient(
         _kernel[(rows, triton.cdiv(columns, width))](
             product, labels.contiguous(), lse, lse if entropy is None else entropy.float().contiguous(),
             lse if d_log_probs is None else d_log_probs, lse if d_entropy is None else d_entropy,
-            lse if d_mean is None else d_mean, lse if d_lse is None else d_lse,  # lse stands where nothing is read
+            # lse is a placeholder for arguments that are not read
+            lse if d_mean is None else d_mean, lse if d_lse is None else d_lse,
             product.stride(0), columns, first, scale, softcap or 1.0, temperature, 1.0 / vocabulary,
             capped=softcap is not None, has_log_probs=d_log_probs is not None,
             has_entropy=d_entropy is not None and entropy is not None, has_mean=d_mean is not None,

@@ -1,1 +1,4 @@
-"""Streaming in training programs that know nothing of it: `streambp launch`, or `python -m streambp.launch script.py`."""
+"""Stream the models of unchanged training programs.
+
+The entry points are `streambp launch` and `python -m streambp.launch script.py`.
+"""

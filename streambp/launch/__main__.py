@@ -1,7 +1,9 @@
-"""`python -m streambp.launch [flags] script.py ...`: the hook in this process alone, for torchrun and accelerate launch.
+"""`python -m streambp.launch [flags] script.py ...`: install the hook in this process alone.
 
-torchrun --nproc-per-node 8 -m streambp.launch --chunk-size 8192 run_clm.py ...
-python -m streambp.launch -m a_package.train ...
+For torchrun and accelerate launch:
+
+    torchrun --nproc-per-node 8 -m streambp.launch --chunk-size 8192 run_clm.py ...
+    python -m streambp.launch -m a_package.train ...
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a script as `python` would; its exit code, or that no model was patched."""
+    """Run a script as `python` would and return its exit code, or the code for "no model was
+    patched".
+    """
     try:
         given = parsed(app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch")
         if isinstance(given, int):
@@ -59,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             runpy.run_module(given.script, run_name="__main__", alter_sys=True)
         else:
             if not getattr(sys.flags, "safe_path", False):
-                sys.path[0] = os.path.dirname(os.path.abspath(given.script))  # it was the working directory, for our own -m
+                # `-m streambp.launch` has set it to the working directory
+                sys.path[0] = os.path.dirname(os.path.abspath(given.script))
             runpy.run_path(given.script, run_name="__main__")
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):

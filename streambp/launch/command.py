@@ -1,4 +1,4 @@
-"""`streambp launch`: run a program with the hook in its processes, and report on it."""
+"""`streambp launch`: run a program with the hook in its processes, and print a report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from streambp.launch.settings import Settings, from_flags
 from streambp.reporting import reason
 
 SITE = Path(__file__).parent / "site"
-NOT_EXECUTABLE, NOT_FOUND = 126, 127  # as shells have them
+NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of shells
 UNPATCHED = 96
 ALLOWED = "--allow-unpatched"
 PASSED_ON = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -33,7 +33,7 @@ FROM_TERMINAL = ("SIGINT", "SIGQUIT")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is `streambp launch`'s and what is the program's, of `launch ... -- COMMAND ...`."""
+    """Split `launch ... -- COMMAND ...` into `streambp launch`'s arguments and the program."""
     if list(argv[:1]) != ["launch"] or "--" not in argv:
         return list(argv), []
     at = list(argv).index("--")
@@ -41,7 +41,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: Any) -> int:
-    """Exit code of `streambp launch`, of its arguments and its `program`.
+    """Run `streambp launch` with these arguments and return the exit code.
 
     Raises:
         ConfigError: the flags do not make a `StreamConfig`, or there is no command.
@@ -63,7 +63,7 @@ def run(arguments: Any) -> int:
     folder, lost = "", ""
     try:
         folder = tempfile.mkdtemp(prefix="streambp-launch-")
-    except OSError as error:  # processes report by themselves
+    except OSError as error:  # without a folder, each process prints its own report
         lost = reason(error)
     try:
         code = call(program, environment(settings, folder))
@@ -71,7 +71,7 @@ def run(arguments: Any) -> int:
             try:
                 accounts, untold = collect(Path(folder))
                 for account in accounts:
-                    leave(account)  # for the launch that this one may be run by
+                    leave(account)  # for an outer `streambp launch`
                 say(f"end of {shlex.join(program)}")
                 say("\n".join([*untold, *([table(accounts)] if accounts or not untold else [])]))
                 return code if untold else judge(code, streamed(accounts), arguments.allow_unpatched)
@@ -85,7 +85,9 @@ def run(arguments: Any) -> int:
 
 
 def judge(code: int, patched: int, allowed: bool) -> int:
-    """A program's exit code, unless it succeeded without what it was launched for."""
+    """Return a program's exit code, or `UNPATCHED` for a successful program without a patched
+    model.
+    """
     if patched:
         return code
     if code == 0 and not allowed:
@@ -100,13 +102,13 @@ def judge(code: int, patched: int, allowed: bool) -> int:
 
 
 def environment(settings: Settings, folder: str) -> dict[str, str]:
-    """This process's, with what the hook needs."""
+    """Return the environment variables of this process plus those of the hook."""
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, VARIABLE: settings.to_json(), FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def call(program: Sequence[str], variables: dict[str, str]) -> int:
-    """Run a program to its end, with the signals that come here; its exit code as a shell gives it."""
+    """Run a program to its end, forward signals, and return the exit code in a shell's form."""
     came: queue.SimpleQueue[int] = queue.SimpleQueue()
     with _signals_to(came.put):
         try:
@@ -123,13 +125,19 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
 
 @contextlib.contextmanager
 def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
-    """Within, signals are for the program. What a terminal's keys send has reached it already."""
+    """Context manager that forwards signals to `receive`.
+
+    Signals from a terminal's keys have reached the program already and are not forwarded.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
+        """Forward a signal unless the terminal has sent it to the program as well."""
         if signal.Signals(number).name in FROM_TERMINAL:
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # no terminal
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no terminal
                 if os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp():  # type: ignore[union-attr]
-                    return  # this process is of those that its keys are for
+                    # this process group is in the foreground, so the terminal signals the program
+                    # too
+                    return
         receive(number)
 
     numbers = [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]

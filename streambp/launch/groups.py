@@ -1,10 +1,11 @@
-"""Rows of one prompt in one micro-batch, for trainers of TRL that shuffle a generation batch before they cut it.
+"""Put rows of one prompt into one micro-batch, for TRL trainers that shuffle a generation batch.
 
-[Note: whole groups] GRPO's and RLOO's trainers draw a permutation of all completions and cut them into micro-batches, so
-that rows of one prompt are far apart, where nothing can be shared. What has been cut is put together again here: prompts in
-the order in which the permutation has them first, their rows one after the other. That is a shuffle of whole groups. It
-draws no random number, so whatever is generated next is the same, and which rows an optimizer step has is the same where
-one step takes the whole generation batch.
+[Note: whole groups] GRPO's and RLOO's trainers permute all completions and split them into
+micro-batches. Rows of one prompt end up far apart and cannot share computation. This module
+regroups the split rows: prompts stay in the order of their first rows in the permutation, and all
+rows of a prompt follow each other. The result is a shuffle of complete groups. Regrouping draws no
+random number, so later generations are the same. An optimizer step has the same rows if it covers
+the full generation batch.
 """
 
 from __future__ import annotations
@@ -18,28 +19,35 @@ from torch import Tensor
 
 from streambp.known_names import IMAGES_OF_ROWS, PREPARES, PROMPTS, ROLLOUTS
 
-Batch = dict[str, Any]  # values of rows: a tensor [B, ...] or a list of B; others are the same for all rows: None, 0-d
+# One value for each row: a tensor [B, ...] or a list of length B. Other values hold for all rows:
+# None, 0-d.
+Batch = dict[str, Any]
 
 
 def keep_groups(trainer: Any) -> None:
-    """Have a trainer of TRL's that generates (GRPO, RLOO) keep a prompt's rows together. [Note: whole groups]
+    """Make a generating TRL trainer (GRPO, RLOO) keep a prompt's rows together.
 
-    Only while its model has rows="packed"; a trainer that does not buffer rollouts is not changed by it.
-    `StreamGRPOTrainer` and `streambp launch` do it by themselves.
+    [Note: whole groups]
+
+    Effective only while the trainer's model has rows="packed". Trainers that do not buffer rollouts
+    do not change. `StreamGRPOTrainer` and `streambp launch` call this function themselves.
     """
-    if PREPARES not in vars(trainer):  # once, and not where its user has put another function there
+    if PREPARES not in vars(trainer):  # only once, and never over a function that the user has set
         setattr(trainer, PREPARES, functools.partial(prepare_groups, trainer))
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
-    """What a trainer's `_prepare_inputs` gives a step, of micro-batches that hold whole groups."""
+    """Return the result of a trainer's `_prepare_inputs`, with micro-batches that hold complete
+    groups.
+    """
     before = getattr(trainer, ROLLOUTS, None)
     inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
     cut = getattr(trainer, ROLLOUTS, None)
     if cut is None or cut is before:
         return inputs
     patched = [part.__dict__["_streambp"] for part in trainer.model.modules() if "_streambp" in part.__dict__]
-    if not any(state.config.rows == "packed" for state in patched):  # with "auto" no micro-batch is another
+    # with "auto", micro-batches do not change
+    if not any(state.config.rows == "packed" for state in patched):
         return inputs
     together = grouped(cut)
     setattr(trainer, ROLLOUTS, together)
@@ -47,10 +55,10 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
 
 
 def grouped(batches: list[Batch]) -> list[Batch]:
-    """Micro-batches with the same rows, each as large as before, those of one prompt next to each other.
+    """Return micro-batches of the same sizes with the same rows, each prompt's rows adjacent.
 
-    A prompt is known by its ids and its mask. Micro-batches come back as they are if they have none, or hold anything that
-    is not row by row (images).
+    A prompt is identified by its ids and its mask. Micro-batches stay unchanged if they have no
+    prompts, or if some value is not row by row (images).
     """
     first = batches[0]
     if not all(isinstance(first.get(name), Tensor) for name in PROMPTS) or IMAGES_OF_ROWS in first:
@@ -60,7 +68,7 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     if any(len(batch[name]) != size for batch, size in zip(batches, sizes, strict=True) for name in of_rows):
         return batches
     prompts = torch.cat([torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches])  # [rows, 2 P]
-    found: dict[int, int] = {}  # of a prompt its first row
+    found: dict[int, int] = {}  # prompt -> its first row
     which = prompts.unique(dim=0, return_inverse=True)[1].tolist()
     order = sorted(range(len(which)), key=lambda row: found.setdefault(which[row], row))
     whole: dict[str, Any] = {}

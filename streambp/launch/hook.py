@@ -1,10 +1,11 @@
-"""What `streambp launch` puts into every Python process of the program that it starts.
+"""The import hook that `streambp launch` installs in every Python process of a program.
 
-[Note: launch hook] This file runs when an interpreter starts, loaded by its path: importing streambp would import torch
-into processes that have no use for it. So nothing is imported before a program makes a Trainer or trains a model, of the
-standard library neither: `typing` and `json` would be most of what the hook costs at every start. Until then a finder on
-sys.meta_path waits for the modules in which that happens, and changes them when they have been loaded. The settings are
-read from the environment when they are needed.
+[Note: launch hook] This file runs at interpreter start and is loaded by its path. An import of
+streambp would import torch into processes that do not use torch. Therefore nothing is imported
+until a program creates a Trainer or trains a model. This includes the standard library: `typing`
+and `json` would be most of the hook's cost at every start. A finder on sys.meta_path waits for the
+modules of interest and changes each after its import. The settings are read from the environment on
+first use.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ WITH_TRLS_HEAD = ("sft", "dpo", "grpo", "rloo", "kto")
 
 
 class Hook:
-    """A finder for the modules that are changed once they are loaded. [Note: launch hook]"""
+    """Import finder that changes certain modules after their import. [Note: launch hook]"""
 
-    streambp_launch = True  # tells another copy of this file that there is one
+    streambp_launch = True  # marks the finder for other copies of this file
 
     def __init__(self) -> None:
         self.actions: dict[str, Callable[[ModuleType], None]] = {
@@ -38,7 +39,10 @@ class Hook:
         self._launched: Launched | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """What the other finders find; its loader's class and interface stay as they are."""
+        """Return the spec of the other finders, with a loader that changes the module afterwards.
+
+        The loader keeps its class and its interface.
+        """
         action = self.actions.get(name)
         if action is None:
             return None
@@ -49,6 +53,7 @@ class Hook:
         if load is not None:
 
             def exec_module(module: ModuleType) -> None:
+                """Load the module, then change it."""
                 load(module)
                 action(module)
 
@@ -57,11 +62,11 @@ class Hook:
 
     @property
     def launched(self) -> Launched:
-        """What patches the models of this process.
+        """Return the object that patches the models of this process.
 
         Raises:
             ImportError: the interpreter that runs this program cannot import streambp.
-            ConfigError: a setting is unknown, or has a value that it cannot have.
+            ConfigError: a setting is unknown, or its value is invalid.
         """
         if self._launched is None:
             try:
@@ -76,7 +81,10 @@ class Hook:
         return self._launched
 
     def change_trainer(self, module: ModuleType) -> None:
-        """HF Trainer patches its model at the end of its own `__init__`, before what a subclass does afterwards."""
+        """Make HF Trainer patch its model at the end of `Trainer.__init__`.
+
+        Later statements of a subclass's `__init__` then see the patched model.
+        """
         from functools import wraps
 
         original = module.Trainer.__init__
@@ -89,7 +97,9 @@ class Hook:
         module.Trainer.__init__ = __init__  # type: ignore[attr-defined]
 
     def change_trls_head(self, module: ModuleType) -> None:
-        """TRL's trainers give their models, the reference too, a fused head through a function of theirs."""
+        """Replace the function by which TRL's trainers add a fused head to models and
+        references.
+        """
         from functools import wraps
 
         original = getattr(module, "add_fused_lm_head", None)
@@ -103,7 +113,10 @@ class Hook:
         module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
 
     def change_models(self, module: ModuleType) -> None:
-        """With at="train", a transformers model is patched when `train()` is called on it or on what holds it."""
+        """Make `train()` of a transformers model patch the model, for at="train".
+
+        A call on a parent module counts as well.
+        """
         from functools import wraps
 
         if read().get("at") != "train":
@@ -120,10 +133,10 @@ class Hook:
 
 
 def read() -> dict[str, Any]:
-    """The settings in the environment.
+    """Return the settings in the environment.
 
     Raises:
-        ValueError: they are no JSON object.
+        ValueError: the variable is no JSON object.
     """
     import json
 
@@ -141,7 +154,10 @@ def read() -> dict[str, Any]:
 
 
 def install() -> Any:
-    """The hook of this process, put in place if there is none; modules that are loaded already are changed now."""
+    """Return the hook of this process, installed first if necessary.
+
+    Modules that are already imported are changed immediately.
+    """
     present = next((finder for finder in sys.meta_path if getattr(finder, "streambp_launch", False)), None)
     if present is not None:
         return present

@@ -1,4 +1,4 @@
-"""What each step did, in a Trainer's logs: on its console, in its history, and in whatever its logs are reported to."""
+"""Numbers of each step in a Trainer's logs: console, history, and reporting integrations."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from streambp.model.last_step import last_step
 from streambp.model.record import StepRecord
 
 logger = logging.getLogger(__name__)
-LOSS = "loss"  # what the logs of training have, and those of evaluations have not
+LOSS = "loss"  # present in training logs, absent from evaluation logs
 
 
 class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Adds numbers of the last step (`last_step(model)`) to the logs of a Trainer whose model is patched.
+    """Trainer callback that adds numbers of the last step (`last_step(model)`) to the training
+    logs.
 
-    They are `stream_tokens`, `stream_chunks`, `stream_chunk_size`, `stream_kept_gib`, `stream_free_gib`, `stream_peak_gib`,
-    `stream_host_gib`, `stream_shared_tokens` and `stream_whole_layers`, each where it is known; and since the log before,
-    `stream_unpatched` (the share of micro-batches that ran as unpatched), `stream_let_go` (how many let go of saved
-    tensors) and `stream_stall_s` (seconds that compute waited for copies). Nothing else of the logs changes, and nothing
-    is raised.
+    The added keys are `stream_tokens`, `stream_chunks`, `stream_chunk_size`, `stream_kept_gib`,
+    `stream_free_gib`, `stream_peak_gib`, `stream_host_gib`, `stream_shared_tokens` and
+    `stream_whole_layers`. A key is absent if its value is unknown. Three more keys cover the steps
+    since the previous log: `stream_unpatched` (fraction of micro-batches that ran unpatched),
+    `stream_let_go` (number of micro-batches that freed saved tensors), and `stream_stall_s`
+    (seconds that compute waited for copies). Other log entries stay the same, and no exception is
+    raised. Models that are not patched add nothing.
 
-    `StreamCallback.add_to(trainer)` gives it to a Trainer; Stream trainers and `streambp launch` have it already. A Trainer
-    calls wandb's, trackio's and TensorBoard's callbacks before those of its user: what is passed among `callbacks` adds to
-    the history and the console alone.
+    `StreamCallback.add_to(trainer)` adds the callback to a Trainer. Stream trainers and
+    `streambp launch` add it themselves. A Trainer calls the callbacks of wandb, trackio and
+    TensorBoard before a user's callbacks. If passed in `callbacks`, this callback therefore changes
+    the history and the console only.
     """
 
     def __init__(self) -> None:
@@ -34,20 +38,22 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     @classmethod
     def add_to(cls, trainer: Any) -> None:
-        """Put it in the first place of a Trainer's callbacks, before those that report logs; one that is there, or a new
-        one."""
-        handler = getattr(trainer, "callback_handler", None)  # a stand-in of a trainer may have none
+        """Put this callback first among a Trainer's callbacks, before those that report logs.
+
+        An existing `StreamCallback` is moved; otherwise a new one is added.
+        """
+        handler = getattr(trainer, "callback_handler", None)  # a mock trainer may have none
         if handler is not None:
             ours = [callback for callback in handler.callbacks if isinstance(callback, StreamCallback)]
             others = [callback for callback in handler.callbacks if not isinstance(callback, StreamCallback)]
             handler.callbacks[:] = [*(ours or [cls()]), *others]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Steps before training are not told of."""
+        """Exclude steps before training from the counts."""
         self._before = _last_step(kwargs.get("model"))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
-        """Adds to the logs of training, and to their copy in the Trainer's history."""
+        """Add numbers to training logs and to their copy in the Trainer's history."""
         try:
             if not isinstance(logs, dict) or LOSS not in logs:
                 return
@@ -64,12 +70,12 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             same = all(history.get(name) == value for name, value in logs.items())
             for entry in (logs, history) if same else (logs,):
                 entry.update({name: value for name, value in found.items() if name not in entry})
-        except Exception:  # it only reports
+        except Exception:  # a report must not end training
             logger.warning("The numbers of the last step could not be added to the logs.", exc_info=True)
 
 
 def _last_step(model: Any) -> StepRecord | None:
-    """None for a model that is not patched, too."""
+    """Return the last step's record; None for a model that is not patched, or None."""
     try:
         return None if model is None else last_step(model)
     except StreamBPError:
@@ -77,7 +83,9 @@ def _last_step(model: Any) -> StepRecord | None:
 
 
 def _counts(record: StepRecord | None) -> tuple[float, float, float, float]:
-    """Steps so far, those that ran as unpatched, those that let go of saved tensors; seconds of stalls."""
+    """Return counts of steps, unpatched steps, steps that freed saved tensors; and stalled
+    seconds.
+    """
     if record is None:
         return 0.0, 0.0, 0.0, 0.0
     stalls = 0.0 if record.host is None else record.host.stalls

@@ -1,4 +1,4 @@
-"""Placing the hook in this environment, so that STREAMBP_LAUNCH alone switches it on."""
+"""Install the hook in this environment, so that the variable STREAMBP_LAUNCH alone enables it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ NAME = "streambp_launch.pth"
 
 
 def place(folder: Path | None = None) -> Path:
-    """Write the file; over one that is there.
+    """Write the .pth file, over an existing one if necessary.
 
     Args:
-        folder: a folder whose .pth files Python reads; this interpreter's site-packages if None.
+        folder: a folder whose .pth files Python reads; None: this interpreter's site-packages.
 
     Raises:
-        StreamBPError: it cannot be written.
+        StreamBPError: the file cannot be written.
     """
     file = Path(folder or sysconfig.get_path("purelib"), NAME)
-    # What Python runs at each start: one look into the environment, and nothing else without STREAMBP_LAUNCH.
+    # Python runs this line at each start. Without STREAMBP_LAUNCH it only reads the environment.
     loader = str(Path(__file__).parent / "site" / "sitecustomize.py")
     names = f"{{'__name__': 'streambp_launch', '__file__': {loader!r}}}"
     run = f"exec(compile(open({loader!r}).read(), {loader!r}, 'exec'), {names})"
@@ -34,10 +34,10 @@ def place(folder: Path | None = None) -> Path:
 
 
 def remove(folder: Path | None = None) -> Path | None:
-    """Take it off again; None if there was none.
+    """Delete the .pth file and return its path; None if there was none.
 
     Raises:
-        StreamBPError: it cannot be removed.
+        StreamBPError: the file cannot be removed.
     """
     file = Path(folder or sysconfig.get_path("purelib"), NAME)
     try:

@@ -1,4 +1,4 @@
-"""Patching the models of a program that does not know of it, and keeping account of them."""
+"""Patch the models of a program without changes to the program, and record the results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from streambp.reporting import reason, told
 
 
 class Launched:
-    """The models of one process.
+    """Patches the models of one process and records the results.
 
     Args:
-        config: how they stream.
+        config: settings for all models.
     """
 
     def __init__(self, config: StreamConfig) -> None:
@@ -42,26 +42,34 @@ class Launched:
         atexit.register(self.tell, at_end=True)
 
     def __reduce__(self) -> tuple[type[Launched], tuple[StreamConfig]]:
-        """Sweeps send a Trainer to other processes, which keep accounts of their own."""
+        """Return a new object with the same config for pickle.
+
+        Hyperparameter sweeps send a Trainer to other processes, which record their own results.
+        """
         return Launched, (self.config,)
 
     def trainer_made(self, trainer: Any) -> None:
-        """Patch the model of an HF Trainer that has just been made, and see to those that come later."""
+        """Patch the model of a newly created HF Trainer, and add callbacks for its later models."""
         self.streams(trainer.model, self.for_trainer(trainer))
         trainer.add_callback(Watcher(self, trainer))
         StreamCallback.add_to(trainer)
         keep_groups(trainer)
 
     def for_trainer(self, trainer: Any) -> StreamConfig:
-        """With logits in evaluation where the trainer hands them to functions of its user's. Arguments that say how to
-        stream, as our own trainers' do, come before what the program was launched with."""
+        """Return the config for a trainer.
+
+        Evaluation returns logits if the trainer passes them to user functions. The trainer's own
+        streaming arguments, as in our trainers, take precedence over the launch settings.
+        """
         own = getattr(trainer.args, "stream_config", None)
         config = self.config if own is None else own()
         wanted = trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
         return dataclasses.replace(config, eval_logits=True) if wanted and config.head else config
 
     def head_wanted(self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Where TRL gives a model its fused head (`theirs`): ours, where the model streams and has one."""
+        """Add our head in place of TRL's fused head (`theirs`) if the model streams and has
+        a head.
+        """
         causal = streamed_head(model) if self.streams(model) and self.config.head else None
         if causal is None:
             theirs(model, *args, **kwargs)
@@ -69,15 +77,17 @@ class Launched:
         add_head(causal, *args, **kwargs)
 
     def training(self, model: nn.Module) -> None:
-        """`train()` was called on a model."""
+        """Patch a model on which `train()` was called."""
         if not self._busy and not self._knows(model) and not is_patched(model) and self.streams(model):
             model.register_forward_hook(Watcher(self), with_kwargs=False)
 
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
-        """Patch a model, unless it is patched already with settings of its user's; False if it cannot be.
+        """Patch a model, unless the user has patched it already; return False if it cannot be
+        patched.
 
         Args:
-            config: None: as it is patched already, or as the program was launched.
+            model: the model of a trainer or of a loop.
+            config: None: the model's present config, or the launch config.
 
         Raises:
             ConfigError: the settings do not fit the model.
@@ -92,7 +102,7 @@ class Launched:
             return False
         config = self.config if config is None else config
         try:
-            self._busy = True  # `train()` on copies that `patch` makes means nothing
+            self._busy = True  # `patch` makes copies whose `train()` must be ignored
             try:
                 patch(model, config)
             finally:
@@ -108,7 +118,7 @@ class Launched:
         return True
 
     def _note(self, model: nn.Module) -> None:
-        """Take a patched model into the account, once; a part of one that is there counts with it."""
+        """Add a patched model to the record once, unless it is part of a recorded model."""
         if self._knows(model):
             return
         self._seen[model] = Model(type(model).__name__)
@@ -116,11 +126,14 @@ class Launched:
         self.account()
 
     def _knows(self, model: nn.Module) -> bool:
+        """True if the model is recorded, or is part of a recorded model."""
         return any(part is model for seen in self._seen for part in seen.modules())
 
     def account(self) -> Account:
-        """What was done so far, left for the command that started the program; models that are gone as last seen.
-        [Note: reports]"""
+        """Return the record so far and write it for the parent command. [Note: reports]
+
+        Deleted models keep their last description.
+        """
         try:
             for model, known in list(self._seen.items()):
                 if known.left is None and is_patched(model):
@@ -138,22 +151,25 @@ class Launched:
             return Account(os.getpid(), None, reason(error), self._models)
 
     def tell(self, at_end: bool = False) -> None:
-        """Say what is known now: which layers stream, and what became of the head.
+        """Print the present record: the layers that stream and the state of the head.
 
-        at_end: of the process. The last account is said here if no command waits for it.
+        Args:
+            at_end: True at process exit. The record is then printed only if no parent command reads
+                it.
         """
         account = self.account()
         if at_end and (self._left or not account.models):
             return
-        if os.environ.get("RANK", "0") == "0":  # the other ranks of a machine would say the same
+        if os.environ.get("RANK", "0") == "0":  # other ranks would print the same
             say(told(table, [account], otherwise=lambda why: f"what this process did could not be told ({why})"))
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Sees to models that a Trainer gets after its `__init__`, and tells after its first step.
+    """Trainer callback that patches models created after `Trainer.__init__`, and reports once.
 
-    A forward hook as well, of a model whose loop is the program's own (trainer: None): tells after its first forward in
-    training. A copy of the model has a copy of it, which has told.
+    The report follows the first step. As a forward hook (trainer: None), for a model in the
+    program's own loop, it reports after the first training forward. Copies of the model copy the
+    hook with its state, so they do not report again.
     """
 
     def __init__(self, launched: Launched, trainer: Any = None) -> None:
@@ -162,23 +178,27 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
         self.told = False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """`model_init` makes the model anew; other libraries make a reference after or outside of `Trainer.__init__`."""
+        """Patch the model that `model_init` has created anew, and a reference model.
+
+        Other libraries create the reference after or outside of `Trainer.__init__`.
+        """
         self.launched.streams(self.trainer.model, self.launched.for_trainer(self.trainer))
         reference = getattr(self.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):
             self.launched.streams(reference)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Tells what streams, after the first step alone."""
+        """Print the report after the first step only."""
         if not self.told:
             self.told = True
             self.launched.tell()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """The process may be ended by others before it ends by itself."""
+        """Write the record, because the process may be killed before its normal exit."""
         self.launched.account()
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Print the report after the first training forward."""
         if model.training:
             self.on_step_end()

@@ -1,4 +1,4 @@
-"""What each process of a launched program did, and the report that is made of it."""
+"""Record of each process of a launched program, and the combined report."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from pathlib import Path
 from streambp.fields import check_fields
 from streambp.reporting import reason, told
 
-FOLDER = "STREAMBP_LAUNCH_REPORT"  # in the environment: where processes leave their accounts
-DIGITS = 10  # fewer are a rank's number
+FOLDER = "STREAMBP_LAUNCH_REPORT"  # environment variable with the folder for the records
+DIGITS = 10  # a longer number is no rank
 
 
 @dataclasses.dataclass
 class Model:
-    """One model of a process: what `describe` says of it, or why it was left as it was."""
+    """One model of a process.
+
+    Attributes:
+        kind: class name.
+        description: text of `describe`; None: not patched.
+        left: the reason for an unpatched model; None: patched.
+    """
 
     kind: str
     description: str | None = None
@@ -29,9 +35,14 @@ class Model:
 
 @dataclasses.dataclass
 class Account:
-    """What launch did in one process.
+    """Record of one process.
 
-    peak: bytes of device memory, if the process used a GPU.
+    Attributes:
+        process: process id.
+        rank: the variable RANK.
+        program: path of the program.
+        models: its models.
+        peak: bytes of peak device memory; None: no device was used.
     """
 
     process: int
@@ -47,7 +58,7 @@ class Account:
 
 
 def leave(account: Account) -> bool:
-    """Write an account where the command that started the program will look; False if there is no such place."""
+    """Write a record into the parent command's folder; return False if there is no such folder."""
     folder = os.environ.get(FOLDER, "")
     file = Path(folder, f"{account.process}.json")
     try:
@@ -55,14 +66,17 @@ def leave(account: Account) -> bool:
             return False
         written = file.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(dataclasses.asdict(account)), "utf-8")
-        written.replace(file)  # at once: the program may be killed at any time
-    except (OSError, ValueError):  # another machine's folder, or none that can be written to
+        written.replace(file)  # atomic, because the program may be killed at any time
+    except (OSError, ValueError):  # folder of another machine, or not writable
         return False
     return True
 
 
 def collect(folder: Path) -> tuple[list[Account], list[str]]:
-    """The accounts in a folder, by rank, and why others could not be told. [Note: reports]"""
+    """Return the records in a folder by rank, and messages about missing records.
+
+    [Note: reports]
+    """
     found: list[Account] = []
     left = []
     try:
@@ -81,19 +95,19 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
 
 
 def _place(rank: str | None) -> tuple[bool, int, str]:
-    """Ranks by their numbers, then those that a scheduler names otherwise ("worker-0")."""
+    """Return a sort key: numeric ranks first, then other names ("worker-0")."""
     text = rank or ""
     number = int(text) if text.isdecimal() and len(text) < DIGITS else -1
     return bool(text) and number < 0, number, text
 
 
 def streamed(accounts: Iterable[Account]) -> int:
-    """How many models were patched."""
+    """Return the number of patched models."""
     return sum(model.description is not None for account in accounts for model in account.models)
 
 
 def table(accounts: list[Account]) -> str:
-    """The report; processes that did the same are told of together."""
+    """Return the report; processes with the same results share an entry."""
     if not accounts:
         return "no process made a Trainer or trained a model that streambp launch could have patched"
     groups: dict[str, list[Account]] = {}
@@ -119,6 +133,6 @@ def table(accounts: list[Account]) -> str:
 
 
 def say(text: str) -> None:
-    """To people, beside what the program prints; to nobody, where they have closed it. [Note: reports]"""
+    """Print to stderr, beside the program's output; ignore a closed stderr. [Note: reports]"""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print("\n".join(f"streambp: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)

@@ -1,4 +1,6 @@
-"""What `streambp launch` is told: `StreamConfig`'s fields as flags, and as the JSON that the processes it starts read."""
+"""Settings of `streambp launch`: `StreamConfig`'s fields as flags, and as JSON for the child
+processes.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,20 @@ from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.fields import check_fields
 
 T = TypeVar("T")
-DEFAULTS = StreamConfig(lazy_logits=True)  # programs that know nothing of streambp ask for logits
+DEFAULTS = StreamConfig(lazy_logits=True)  # unchanged programs read logits
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the models of a program stream, and where they are found.
+    """Settings for streaming the models of a program.
 
-    at: "trainer" patches what HF Trainer and its subclasses train; "train" any transformers model as well whose
-        `train()` is called.
+    Attributes:
+        config: settings of every model.
+        at: "trainer": patch the models of HF Trainer and its subclasses. "train": also patch any
+            transformers model when its `train()` is called.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: `at` has another value.
     """
 
     config: StreamConfig = DEFAULTS
@@ -36,30 +40,33 @@ class Settings:
         check_fields(self)
 
     def to_json(self) -> str:
-        """What differs from the defaults, for the environment of a program."""
+        """Return the differences from the defaults as JSON, for an environment variable."""
         given = {name: getattr(self.config, name) for name in FIELDS}
         changed: dict[str, Any] = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
         return json.dumps(changed if self.at == "trainer" else {**changed, "at": self.at})
 
 
 def from_fields(found: dict[str, Any]) -> Settings:
-    """Of `StreamConfig`'s fields and "at", as JSON gives them.
+    """Return settings from `StreamConfig`'s fields and "at", as parsed from JSON.
 
     Raises:
-        ConfigError: a name is unknown, or a value cannot be.
+        ConfigError: a name is unknown, or a value is invalid.
     """
     config = {name: value for name, value in found.items() if name != "at"}
     return Settings(config_from(config, "streambp launch"), found.get("at", "trainer"))
 
 
 def config_from(found: dict[str, Any], source: str) -> StreamConfig:
-    """A `StreamConfig` of its fields by name; logits are lazy if nothing is said of them, and the head is ours.
+    """Return a `StreamConfig` from fields by name.
+
+    Logits are lazy unless `lazy_logits` is passed or the head is switched off.
 
     Args:
-        source: where they come from, for the message.
+        found: fields by name.
+        source: origin of the fields, for the message.
 
     Raises:
-        ConfigError: a name is unknown, or a value cannot be.
+        ConfigError: a name is unknown, or a value is invalid.
     """
     lazy_logits = DEFAULTS.lazy_logits and found.get("head") is not False
     return config_of({"lazy_logits": lazy_logits, **found}, source, DEFAULTS)
@@ -69,8 +76,10 @@ Allowed = Annotated[bool, typer.Option("--allow-unpatched", help="succeed where 
 
 
 def with_flags(function: Callable[..., T]) -> Callable[..., T]:
-    """The function as typer reads it: with a flag for each of `StreamConfig`'s fields, and --at, in place of `**settings`.
-    Those that are not given are None."""
+    """Return the function with a typer signature: `**settings` becomes one flag for each field.
+
+    The fields are `StreamConfig`'s and --at. Flags absent from the command line are None.
+    """
     signature = inspect.signature(function, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     hints = typing.get_type_hints(StreamConfig)
@@ -96,10 +105,10 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def from_flags(arguments: Any) -> Settings:
-    """Of a command line's arguments.
+    """Return settings from a command line's arguments.
 
     Raises:
-        ConfigError: `StreamConfig` does not take a value.
+        ConfigError: `StreamConfig` rejects a value.
     """
     found = {name: value for name, value in vars(arguments).items() if name in (*FIELDS, "at") and value is not None}
     if "saves" in found:

@@ -42,7 +42,8 @@ from streambp.rates import DEFAULT, DEVICES, Rates
 
 Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")
-# a chunk's tensors in backward, as a multiple of the inputs and outputs of a layer's weights
+# bytes of recomputing and differentiating a chunk, as a multiple of the inputs and outputs of a
+# layer's weights
 WORK = 8
 WIDE = 2.0  # float32 weights under autocast: a tensor takes at most twice its half-precision bytes
 # fraction of a machine's free memory for a step, because other processes use it too and exhausting
@@ -112,7 +113,10 @@ class StepNeed(Need):
 
 
 def waiting(phase: str) -> float:
-    """Return the last layer whose backward is still to come in a phase; -1 for none."""
+    """Return the index of the last layer that waits for its backward in a phase.
+
+    -1: no layer waits; infinity: all layers wait.
+    """
     kind, _, number = phase.rpartition(" ")
     if phase == EMBEDDING_BACKWARD:
         return -1.0

@@ -131,8 +131,8 @@ class Shapes:
     """Cache of operation results on meta tensors, by the shapes of the inputs.
 
     A step repeats a few hundred operations thousands of times, and a count spends most of its time
-    on torch's inference of output shapes. Cached are operations that return new tensors, their
-    first argument after an in-place change, or their `out`.
+    on torch's inference of output shapes. Cached operations return new tensors, their first
+    argument after an in-place change, or their `out`.
 
     Args:
         mode: mode of the fake tensors; None: the tensors are on meta.

@@ -52,7 +52,10 @@ class OnHost:
 
     @property
     def freed(self) -> int:
-        """Return the bytes that this frees on the device: the weights minus two layers' slots."""
+        """Return the bytes that become free on the device.
+
+        These are the weights of all `layers`, minus two layers and one layer's decoded weights.
+        """
         return self.bytes - SLOTS * self.largest - self.decoded
 
 

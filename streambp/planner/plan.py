@@ -288,7 +288,7 @@ def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
     """
     sizes, trained = profile.frozen, 0
     if setting.weights == "cpu" and profile.trained:
-        # one of the two is 0 for each layer
+        # each layer has frozen or trained bytes, and 0 of the other kind
         sizes, trained = tuple(map(max, sizes, profile.trained)), sum(profile.trained)
     if setting.gpus > 1 or not any(sizes):
         return None

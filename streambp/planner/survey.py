@@ -198,7 +198,7 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-Works = dict[Point, dict[str, Work]]  # of a full step, by kind of phase
+Works = dict[Point, dict[str, Work]]  # work of a full step, by point and kind of phase
 
 
 @dataclasses.dataclass

@@ -1,6 +1,6 @@
-"""First on PYTHONPATH of a launched program: loads the hook, then the sitecustomize that it stands in front of.
+"""First entry on PYTHONPATH of a launched program: loads the hook, then the hidden sitecustomize.
 
-The folder holds nothing else, since all that is in it can be imported by every program. [Note: launch hook]
+The folder contains no other file, because every program could import it. [Note: launch hook]
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from importlib.machinery import PathFinder, SourceFileLoader
 HERE = os.path.dirname(os.path.abspath(__file__))
 HOOK = "streambp_launch_hook"
 
-if os.environ.get("STREAMBP_LAUNCH"):  # by its path, in a module of its own: streambp itself is not imported
+# loaded by its path as a separate module, without an import of streambp
+if os.environ.get("STREAMBP_LAUNCH"):
     hook = type(sys)(HOOK)
     sys.modules[HOOK] = hook
     SourceFileLoader(HOOK, os.path.join(os.path.dirname(HERE), "hook.py")).exec_module(hook)
     hook.install()
-if __name__ == "sitecustomize":  # the one that would have been found without ours takes its place
+if __name__ == "sitecustomize":  # the sitecustomize hidden by this file replaces it
     others = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
