@@ -64,6 +64,7 @@ Kind = frozenset[tuple[str, Any]]
 NAMED_AT_MOST = 3
 SHORT = 8  # entries of a list whose flags tell kinds of calls apart
 KEEPS_VALUES = "it, or a hook inside it, keeps values for later, of which chunks would leave others than the whole sequence"
+OUT_OF_SIGHT = "tensors out of sight"
 MISSING = object()
 _DIGITS = re.compile(r"\d+")
 
@@ -249,7 +250,8 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
     if not differing:
         return None
     otherwise = _differing(whole, trial.left(trial.at_once), coarsest(call, x))
-    otherwise = {path: told for path, told in otherwise.items() if path in differing}
+    # What graphs hold is out of sight as well, and another for another attention.
+    otherwise = {path: told for path, told in otherwise.items() if path in differing and path != OUT_OF_SIGHT}
     if otherwise:
         raise UnsupportedModelError(
             f"{type(call.layer).__name__}, or a hook inside it, keeps values that its unpatched forward makes and streamed "
@@ -284,10 +286,14 @@ class _Trial:
         documents = in_several(named, length) if self.call.packing.told else {}
         rows = None if self.call.packing.rows is None else tried_rows(self.x.shape[-3], length)
         given = self.call.arguments.replaced({**nothing_masked(named, length), **documents}, rows)
-        # Weights are drawn within, so that each run has the same.
-        with undone(self.roots) as (before, writes), self.random.replayed(), given, as_trained(self.call) as shadows:
-            run(shadows or [])
-            return Memory(self.roots).changed(before, writes)
+        with undone(self.roots) as (before, writes):
+            # Weights are drawn within, so that each run has the same.
+            with self.random.replayed(), given, as_trained(self.call) as shadows:
+                run(shadows or [])
+            del shadows
+            after = Memory(self.roots)
+            found, elsewhere = after.changed(before, writes), writes.kept_elsewhere(after)
+            return {**found, OUT_OF_SIGHT: elsewhere} if elsewhere else found
 
     def whole(self, shadows: list[Tensor]) -> None:
         """As unpatched: once, with a graph where there is one."""

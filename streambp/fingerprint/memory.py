@@ -10,10 +10,13 @@ Looked at are the `MOST` nearest things, and the last `WIDE` entries of a long c
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import gc
 import itertools
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,21 +26,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streambp.fingerprint.holders import (
+    GONE,
+    WIDE,
+    Content,
+    Entries,
+    Holder,
+    attributes_of,
+    attributes_of_class,
+    entries_of,
+    slots_of_class,
+    value_of_context,
+)
 from streambp.fingerprint.leaves import name_of
 from streambp.fingerprint.looks import THEIRS, TORCHS, Generator
 from streambp.foreign import home_of, wrapped_functions
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
+from streambp.nested import tensors_in
 
-MOST, WIDE = 4000, 64
+MOST = 4000
 CONTAINERS = (list, set, dict, deque)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ARRAYS = (Tensor, np.ndarray)
 # Of the standard library only what programs keep values in.
 HOLDS = ("SimpleNamespace", "_local", "UserDict", "UserList", "WeakKeyDictionary", "WeakValueDictionary")
 KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names))
-GONE = object()
-Content = dict[Any, Any]
 
 
 def is_theirs(function: Any) -> bool:
@@ -47,65 +61,6 @@ def is_theirs(function: Any) -> bool:
     if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
         return True  # which keeps what it is given
     return any(home_of(one).partition(".")[0] not in KNOWN for one in wrapped_functions(function))
-
-
-class Holder:
-    """A place with values in it, and what was in it when it was found.
-
-    Args:
-        owner: what values are put into. read: gives its content. write, delete: one entry.
-    """
-
-    def __init__(
-        self,
-        owner: Any,
-        read: Callable[[], Content],
-        write: Callable[[Any, Any], None],
-        delete: Callable[[Any], None],
-    ) -> None:
-        self.owner, self._read, self._write, self._delete = owner, read, write, delete
-        self.content = read()
-
-    def restore(self) -> None:
-        """Put back what was there."""
-        now = self._read()
-        for key in now.keys() - self.content.keys():
-            self._delete(key)
-        for key, value in self.content.items():
-            if now.get(key, GONE) is not value:
-                self._write(key, value)
-
-
-class Entries(Holder):
-    """A list, a deque or a set: it is filled anew if its entries are others.
-
-    A long one is cut to the length that it had.
-    """
-
-    def __init__(self, owner: Any) -> None:
-        self.owner, self.length = owner, len(owner)
-        self.short = self.length <= WIDE or isinstance(owner, set)
-        tail = list(owner) if self.short else list(itertools.islice(reversed(owner), WIDE))[::-1]
-        start = self.length - len(tail)
-        self.content = {start + index: value for index, value in enumerate(tail)}
-
-    def restore(self) -> None:
-        """Put back what was there."""
-        if not self.short:
-            while len(self.owner) > self.length:
-                self.owner.pop()
-            return
-        now, before = list(self.owner), list(self.content.values())
-        if len(now) != len(before) or any(map(_is_not, now, before)):
-            self.owner.clear()
-            if isinstance(self.owner, set):
-                self.owner.update(before)
-            else:
-                self.owner.extend(before)
-
-
-def _is_not(one: Any, other: Any) -> bool:
-    return one is not other
 
 
 class Memory:
@@ -167,7 +122,7 @@ class Memory:
         self._seen.add(id(value))
         self._held.append(value)
         if isinstance(value, nn.Module):
-            self._open(path, _attributes(value, lambda name: name in TORCHS or name.startswith(THEIRS)))
+            self._open(path, attributes_of(value, lambda name: name in TORCHS or name.startswith(THEIRS)))
         elif isinstance(value, dict):
             self._open_mapping(path, value)
         elif isinstance(value, (list, deque, set)):
@@ -185,6 +140,11 @@ class Memory:
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):  # such as a list's `append`
             if not isinstance(value.__self__, types.ModuleType):
                 self._waiting.append((path, value.__self__))
+        elif isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            self._waiting.extend([] if frame is None else frame.f_locals.items())
+        elif isinstance(value, contextvars.ContextVar):
+            self._open(value.name, value_of_context(value), "{}".format)
         elif isinstance(value, (staticmethod, classmethod)):
             self._waiting.append((path, value.__func__))
         elif isinstance(value, property):
@@ -193,7 +153,7 @@ class Memory:
             self._visit_function(path, value)
         elif isinstance(value, type):
             if _home(value) not in KNOWN:
-                self._open(path, _of_class(value))
+                self._open(path, attributes_of_class(value))
         else:
             self._visit_object(path, value)
 
@@ -208,16 +168,16 @@ class Memory:
         self._waiting.append((path, function.__defaults__))
         self._waiting.append((path, function.__kwdefaults__))
         if function.__dict__:
-            self._open(name, _table(function.__dict__), ".{}".format)
+            self._open(name, entries_of(function.__dict__), ".{}".format)
         if home_of(function).partition(".")[0] in KNOWN:
             return  # a library's wrapper
         names = _names(function.__code__)
         own = function.__globals__
         mine = [n for n in names if n in own and not (isinstance(own[n], types.ModuleType) and _is_known(own[n]))]
-        self._open("", _table(own, [n for n in mine if not isinstance(own[n], types.ModuleType)]), "{}".format)
+        self._open("", entries_of(own, [n for n in mine if not isinstance(own[n], types.ModuleType)]), "{}".format)
         for name in mine:
             if isinstance(own[name], types.ModuleType):
-                self._open(name, _table(vars(own[name]), names), ".{}".format)
+                self._open(name, entries_of(vars(own[name]), names), ".{}".format)
 
     def _visit_cell(self, path: str, cell: types.CellType) -> None:
         if id(cell) in self._seen:
@@ -233,7 +193,7 @@ class Memory:
     def _open_mapping(self, path: str, table: dict[Any, Any]) -> None:
         self._note(f"len({path})", len(table))
         if len(table) <= WIDE:
-            self._open(path, _table(table), lambda key: f"[{_key(key)}]")
+            self._open(path, entries_of(table), lambda key: f"[{_key(key)}]")
             return
         length = len(table)
         before = dict(itertools.islice(reversed(table.items()), WIDE))
@@ -256,8 +216,8 @@ class Memory:
         if home in KNOWN and not (home in sys.stdlib_module_names and known.__name__ in HOLDS):
             return
         if isinstance(getattr(value, "__dict__", None), dict):
-            self._open(path, _attributes(value, lambda name: name.startswith(THEIRS)))
-        slots = [n for base in known.__mro__ for n in _slots(base)]
+            self._open(path, attributes_of(value, lambda name: name.startswith(THEIRS)))
+        slots = [n for base in known.__mro__ for n in slots_of_class(base)]
         if slots:
 
             def read() -> Content:
@@ -283,6 +243,7 @@ class Writes(TorchDispatchMode):
         found = [x for x in memory.values.values() if isinstance(x, Tensor)]
         self._known = {_storage(x): x for x in found if _storage(x) is not None}
         self._before: dict[Any, Any] = {}
+        self._made: list[weakref.ref[Tensor]] = []
         self._arrays = [(x, x.copy()) for x in memory.values.values() if isinstance(x, np.ndarray) and x.size <= 2**20]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -292,7 +253,21 @@ class Writes(TorchDispatchMode):
             for index, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._note(args[index] if index < len(args) else kwargs.get(argument.name))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._made += [weakref.ref(x) for x in tensors_in(result, Tensor)]
+        return result
+
+    def kept_elsewhere(self, memory: Memory) -> str:
+        """The shapes of tensors that were made and that somebody keeps where the memory finds none; "" if nobody does."""
+        found = self._alive(memory)
+        if found:
+            del found
+            gc.collect()  # of graphs in cycles
+        return ", ".join(sorted(str(tuple(x.shape)) for x in self._alive(memory)))
+
+    def _alive(self, memory: Memory) -> list[Tensor]:
+        there = {id(value) for value in memory.values.values()}
+        return [x for x in (made() for made in self._made) if x is not None and id(x) not in there]
 
     def _note(self, given: Any) -> None:
         for x in given if isinstance(given, (list, tuple)) else (given,):
@@ -327,41 +302,6 @@ def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
     finally:
         writes.restore()
         before.restore()
-
-
-def _attributes(owner: Any, left_out: Callable[[str], bool]) -> Holder:
-    table = owner.__dict__
-
-    def read() -> Content:
-        return {name: value for name, value in table.items() if not left_out(str(name))}
-
-    return Holder(owner, read, table.__setitem__, table.__delitem__)
-
-
-def _table(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Holder:
-    """All entries of a dictionary, or those of these names alone."""
-    wanted = None if names is None else list(names)
-
-    def read() -> Content:
-        return dict(table) if wanted is None else {name: table[name] for name in wanted if name in table}
-
-    return Holder(table, read, table.__setitem__, table.__delitem__)
-
-
-def _of_class(owner: type) -> Holder:
-    """A class's own attributes and methods; special names are left out, but for a call's."""
-
-    def read() -> Content:
-        table = vars(owner).items()
-        return {name: value for name, value in table if not name.startswith("__") or name == "__call__"}
-
-    return Holder(owner, read, functools.partial(setattr, owner), functools.partial(delattr, owner))
-
-
-def _slots(base: type) -> list[str]:
-    own = vars(base).get("__slots__", ())
-    names = (own,) if isinstance(own, str) else own
-    return [name for name in names if not name.startswith("__")]
 
 
 @functools.lru_cache(maxsize=1024)

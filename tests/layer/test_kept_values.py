@@ -1,12 +1,13 @@
 """What layers, forwards and hooks keep without a graph is what they keep unpatched, in training and in evaluation.
 
-covers: admission/kept_values.py, fingerprint/memory.py
+covers: admission/kept_values.py, fingerprint/holders.py, fingerprint/memory.py
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -217,6 +218,36 @@ def array(layer):
     return lambda: store.copy()
 
 
+def generator(layer):
+    kept = []
+
+    def collect():
+        while True:
+            kept.append((yield))
+
+    collector = collect()
+    next(collector)
+    layer.mlp.register_forward_hook(lambda module, args, out: collector.send(seen(out)))
+    return lambda: list(kept)
+
+
+def variable_of_the_context(layer):
+    variable = contextvars.ContextVar("recorded", default=None)
+
+    def hook(module, args, out):
+        variable.set(seen(out))
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: variable.get()
+
+
+def bound_append(layer):
+    kept = []
+    append = kept.append
+    layer.mlp.register_forward_hook(lambda module, args, out: append(seen(out)))
+    return lambda: list(kept)
+
+
 def numbers(layer):
     kept = {}
 
@@ -349,7 +380,7 @@ WAYS = {
         default_argument, attribute_of_a_function, global_dict, slot_of_an_object, entry_of_a_class, bound_by_a_partial,
         value_of_a_thread, without_gradients, called_by_the_hook, buffer_of_ones_own, array, numbers, counted_calls,
         running_mean, sum_of_all, gradient, gradient_of_a_tensor, instance_forward, forward_of_the_layer, class_of_its_own,
-        all_modules, forward_of_a_class,
+        all_modules, generator, variable_of_the_context, bound_append, forward_of_a_class,
     )
 }  # fmt: skip
 WITHOUT_A_GRAPH = ("sum_of_all", "gradient", "gradient_of_a_tensor")  # each token is seen once, or nothing is kept
@@ -691,6 +722,24 @@ def test_weights_of_attention_are_refused_by_name():
     assert kept["weights"].shape[-2:] == (LENGTH, LENGTH)
 
 
+def check_out_of_sight():
+    """A hook puts what it sees into a queue: the trial's stay there, and the layer runs whole."""
+    models, queues = [build("qwen3", torch.float64) for _ in range(2)], [queue.SimpleQueue() for _ in range(2)]
+    for model, kept in zip(models, queues, strict=True):
+        model.model.layers[1].mlp.register_forward_hook(lambda m, args, out, put=kept.put: put(seen(out)))
+    streambp.patch(models[1], CONFIG)
+    for model, kept in zip(models, queues, strict=True):
+        evaluate(model)
+        while not kept.empty():
+            last = kept.get()
+        assert last.shape == (2, LENGTH, 32)
+    assert paths(models[1]) == ["streams", "checkpoints"]
+
+
+def test_what_is_kept_out_of_sight():
+    check_out_of_sight()
+
+
 # What streams as before.
 
 
@@ -780,6 +829,10 @@ def kinds_are_not_told(monkeypatch):
     monkeypatch.setattr(kept_values, "tell", lambda site, look, kind, hidden_states: kind)
 
 
+def nothing_is_out_of_sight(monkeypatch):
+    monkeypatch.setattr(memory.Writes, "kept_elsewhere", lambda self, found: "")
+
+
 def recomputations_leave_something(monkeypatch):
     monkeypatch.setattr(kept_values, "recomputed", lambda site, look: contextlib.nullcontext())
 
@@ -811,6 +864,7 @@ def chunks_are_not_watched(monkeypatch):
     [
         (nothing_is_tried, lambda: check(attribute, (train,))),
         (nothing_is_tried, lambda: check(end_of_a_list, (evaluate,))),
+        (nothing_is_out_of_sight, lambda: check_out_of_sight()),
         (shapes_alone, lambda: check(running_mean, (evaluate,))),
         (recomputations_leave_something, lambda: check(end_of_a_list, (train,))),
         (trials_leave_something, lambda: check(counted_calls, (evaluate,))),

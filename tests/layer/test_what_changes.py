@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 import streambp
 from streambp.admission import checkpointed as whole
 from streambp.admission import entry, kept_values, probe
-from streambp.errors import BackwardError, UnsupportedModelError
+from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.fingerprint import hooks as watched
 from streambp.fingerprint import leaves
 from streambp.fingerprint import looks as fingerprint
@@ -587,7 +587,8 @@ def test_a_hook_that_starts_to_collect(how):
     for start, _ in watchers:
         start()
     if how == "queue":
-        with pytest.raises(BackwardError, match=r"keeps tensors with their graph|a hook inside a streamed layer kept"):
+        message = r"keeps tensors with their graph|keeps values of single chunks|inside a streamed layer kept"
+        with pytest.raises(StreamBPError, match=message):
             step(ours, watchers[1][1])
     for _ in range(2):
         assert worst_error(step(ours, watchers[1][1]), step(stock, watchers[0][1])) <= EXACT
@@ -871,7 +872,14 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
         test(monkeypatch)
 
 
+def test_graphs_alone_tell_of_a_hook_that_starts_to_collect(monkeypatch):
+    """Values that are of no chunk, such as a mean, show in backward."""
+    monkeypatch.setattr(kept_values, "_is_of_a_chunk", lambda *_: False)
+    test_a_hook_that_starts_to_collect("queue")
+
+
 def test_without_the_origin_collecting_later_is_lost(monkeypatch):
     monkeypatch.setattr(function, "refuse_kept", lambda *_: None)
+    monkeypatch.setattr(kept_values, "_is_of_a_chunk", lambda *_: False)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         test_a_hook_that_starts_to_collect("queue")

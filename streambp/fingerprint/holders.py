@@ -1,0 +1,118 @@
+"""Places that code can keep values in, each with what was in it when it was found, which can be put back."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+WIDE = 64  # entries of a container, of which the last are noted
+GONE = object()
+Content = dict[Any, Any]
+
+
+class Holder:
+    """A place with values in it, and what was in it when it was found.
+
+    Args:
+        owner: what values are put into. read: gives its content. write, delete: one entry.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        read: Callable[[], Content],
+        write: Callable[[Any, Any], None],
+        delete: Callable[[Any], None],
+    ) -> None:
+        self.owner, self._read, self._write, self._delete = owner, read, write, delete
+        self.content = read()
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        now = self._read()
+        for key in now.keys() - self.content.keys():
+            self._delete(key)
+        for key, value in self.content.items():
+            if now.get(key, GONE) is not value:
+                self._write(key, value)
+
+
+class Entries(Holder):
+    """A list, a deque or a set: it is filled anew if its entries are others.
+
+    A long one is cut to the length that it had.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.length = owner, len(owner)
+        self.short = self.length <= WIDE or isinstance(owner, set)
+        tail = list(owner) if self.short else list(itertools.islice(reversed(owner), WIDE))[::-1]
+        start = self.length - len(tail)
+        self.content = {start + index: value for index, value in enumerate(tail)}
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        if not self.short:
+            while len(self.owner) > self.length:
+                self.owner.pop()
+            return
+        now, before = list(self.owner), list(self.content.values())
+        if len(now) != len(before) or any(map(_is_not, now, before)):
+            self.owner.clear()
+            if isinstance(self.owner, set):
+                self.owner.update(before)
+            else:
+                self.owner.extend(before)
+
+
+def _is_not(one: Any, other: Any) -> bool:
+    return one is not other
+
+
+def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
+    table = owner.__dict__
+
+    def read() -> Content:
+        return {name: value for name, value in table.items() if not left_out(str(name))}
+
+    return Holder(owner, read, table.__setitem__, table.__delitem__)
+
+
+def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
+    def read() -> Content:
+        value = variable.get(GONE)
+        return {} if value is GONE else {"": value}
+
+    def write(_: Any, value: Any) -> None:
+        variable.set(value)
+
+    return Holder(variable, read, write, lambda key: write(key, None))
+
+
+def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Holder:
+    """All entries of a dictionary, or those of these names alone."""
+    wanted = None if names is None else list(names)
+
+    def read() -> Content:
+        return dict(table) if wanted is None else {name: table[name] for name in wanted if name in table}
+
+    return Holder(table, read, table.__setitem__, table.__delitem__)
+
+
+def attributes_of_class(owner: type) -> Holder:
+    """A class's own attributes and methods; special names are left out, but for a call's."""
+
+    def read() -> Content:
+        table = vars(owner).items()
+        return {name: value for name, value in table if not name.startswith("__") or name == "__call__"}
+
+    return Holder(owner, read, functools.partial(setattr, owner), functools.partial(delattr, owner))
+
+
+def slots_of_class(base: type) -> list[str]:
+    own = vars(base).get("__slots__", ())
+    names = (own,) if isinstance(own, str) else own
+    return [name for name in names if not name.startswith("__")]
