@@ -109,6 +109,7 @@ class InstanceForward:
 
     A wrapper says what it does in `call`.
 
+    order: by which a patch puts its wrappers on.
     retired: it was to be taken off while another library's wrapper stood around it, as accelerate's does under mixed
         precision. It stays there, and passes every call on to the original.
     """
@@ -119,7 +120,14 @@ class InstanceForward:
         self.stood: Callable[..., Any] | None = module.__dict__.get(self.slot)
         self.unwrapped: Any = module.__dict__.get(ACCELERATE_ORIGINAL)
         self.retired = False
-        self.index = 0
+        self.index = self.order = 0
+
+    def __setstate__(self, own: dict[str, Any]) -> None:
+        """A copied or pickled wrapper enters itself in the state that its patch shares."""
+        self.__dict__.update(own)
+        enter = getattr(own.get("state"), "enter", None)
+        if enter is not None:
+            enter(self)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1322,3 +1322,69 @@ def _(t: Trial) -> None:
         t.forward()
     t.steps = 0
     t.step()
+
+
+class FusedLoss(torch.autograd.Function):
+    """The mean logsumexp, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits.softmax(-1))
+        return logits.logsumexp(-1).mean()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        return upstream * p / p[..., 0].numel()
+
+
+@program(BEFORE, "has an `autograd.Function` compute the model's loss from its logits")
+def _(t: Trial) -> None:
+    t.model.loss_function = lambda logits, *_, **__: FusedLoss.apply(logits)
+    t.patch()
+    t.step()
+
+
+class Product(torch.autograd.Function):
+    """What `F.linear` gives of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, own: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        product: Tensor = own(x, weight)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return upstream @ weight, upstream.flatten(0, -2).mT @ x.flatten(0, -2), None
+
+
+@program(BETWEEN, "leaves an `autograd.Function` in the place of `F.linear`, as DeepSpeed's ZeRO-3 does")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    own = nn.functional.linear
+    nn.functional.linear = lambda x, weight, bias=None: Product.apply(x, weight, own)  # type: ignore[assignment]
+    try:
+        t.step()
+    finally:
+        nn.functional.linear = own
+
+
+@program(BETWEEN, "patches the model anew with settings that are refused, and goes on")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    if t.streamed:
+        with contextlib.suppress(streambp.StreamBPError):
+            streambp.patch(t.model, streambp.StreamConfig(saves=("no.such_linear",)))
+    t.step()
+
+
+@program(BETWEEN, "copies the model out of a wrapper that was patched, and trains the copy")
+def _(t: Trial) -> None:
+    inner, t.model = t.model, nn.Sequential(t.model)
+    t.patch()
+    t.model = copy.deepcopy(inner)
+    t.step()

@@ -43,7 +43,8 @@ class FusedHead(InstanceForward):
     def install(self) -> None:
         """Also for `unpatch` to take off."""
         super().install()
-        self.state.wrappers.append(self)
+        self.order = 1 + max(wrapper.order for wrapper in self.state.wrappers)
+        self.state.enter(self)
 
     def call(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """A `FusedCausalLMOutput` where it is asked for; the model's output otherwise."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from streambp.admission.registry import refuse_foreign_attention
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
+from streambp.alive import Home
 from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, InstanceForward, as_unpatched, forwards, unmark
@@ -66,7 +67,7 @@ def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn
     Args:
         heads: that models had when the patch was called.
     """
-    if any(hasattr(module, "_streambp") for module in model.modules()):
+    if any(hasattr(module, PATCH) for module in model.modules()) or _left_of_another(model):
         unpatch(model)
     _check_products(found, config)
     if is_patched(model):  # two patches on the same layers would leave it open whose settings count
@@ -76,23 +77,25 @@ def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn
         )
     layers = [layer for stack in found.stacks for layer in stack.layers]
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
-    state = PatchState(config, root=model, left_alone=found.left_alone, shares_through_cache=shared)
+    state = PatchState(config, home=Home(model), left_alone=found.left_alone, shares_through_cache=shared)
     if config.offload != "none":
         host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
         state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory)
     resident = config.weights == "device" or (config.weights == "auto" and several_ranks())
-    state.weights = None if resident else HostWeights(model, config.host_memory)  # type: ignore[arg-type]
+    state.weights = None if resident else HostWeights(state.home, config.host_memory)  # type: ignore[arg-type]
     state.steps = Steps(state.offloader)
-    _add_wrappers(state, model, found.stacks, layers)
-    for wrapper in state.wrappers:
+    wrappers = _make_wrappers(state, model, found.stacks, layers)
+    for wrapper in wrappers:
         if isinstance(wrapper, BackboneForward):
             refuse_foreign_attention(wrapper.attentions)
     state.fused = choose_kernels(model, config)
-    for wrapper in state.wrappers:
+    for order, wrapper in enumerate(wrappers):
+        wrapper.order = order
+        state.enter(wrapper)
         wrapper.install()
     if state.weights is not None:
         state.weights.ranges.install(state.steps.sites)
-    for causal in [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]:
+    for causal in [wrapper for wrapper in wrappers if isinstance(wrapper, CausalLMForward)]:
         head = head_again(causal, heads.get(causal.module))
         if head is not None and config.head and causal.foreign is None:
             head.install()
@@ -100,12 +103,15 @@ def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn
     model.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, model))
 
 
-def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]) -> None:
+def _make_wrappers(
+    state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]
+) -> list[InstanceForward]:
     """Of backbones, layers and language models, in the order in which they are installed."""
+    wrappers: list[InstanceForward] = []
     norms: dict[int, nn.Module] = {}  # the final one of each backbone
     for stack in stacks:
         backbone = stack.backbone
-        state.wrappers.append(BackboneForward(backbone, state, stack.layers))
+        wrappers.append(BackboneForward(backbone, state, stack.layers))
         norm = next((getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name)), None)
         norms.update({} if norm is None else {id(backbone): norm})
         for layer in stack.layers:
@@ -113,8 +119,7 @@ def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...]
             wrapper = LayerForward(layer, state, layers.index(layer), norm if left == 1 else None)
             wrapper.site.config = state.config.of_layer(left)
             wrapper.site.backward_begins = state.steps.in_backward
-            state.steps.sites.append(wrapper.site)
-            state.wrappers.append(wrapper)
+            wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or id(module) in backbones:
@@ -125,12 +130,20 @@ def _add_wrappers(state: PatchState, model: nn.Module, stacks: tuple[Stack, ...]
         decoder = module.get_decoder()
         inside = {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
         own = tuple(norm for key, norm in norms.items() if key in inside or not backbones & inside)
-        state.wrappers.append(CausalLMForward(module, state, own))
+        wrappers.append(CausalLMForward(module, state, own))
+    return wrappers
 
 
 def streamed_head(model: nn.Module) -> CausalLMForward | None:
     """What computes a patched model's loss, whichever module around or inside the model was given to `patch`."""
     return next((f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None)
+
+
+def _left_of_another(model: nn.Module) -> bool:
+    """True if a model streams as what is left of one that was given to `patch`: out of a wrapper, or as a copy."""
+    found = next((f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)), None)
+    root = None if found is None else found.root
+    return root is not None and PATCH not in root.__dict__ and any(module is root for module in model.modules())
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -201,12 +214,16 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     """
     for module in model.modules():
         if PATCH in module.__dict__:
-            return module, module.__dict__[PATCH]
-    states = (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS) and not f.retired)
-    root = next((state.root for state in states if state.root is not None and PATCH in state.root.__dict__), None)
-    if root is None:
+            given: PatchState = module.__dict__[PATCH]
+            if not given.home.known:  # of a copy
+                given.home.name(module)
+            return module, given
+    found = next(
+        (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS) and not f.retired), None
+    )
+    root = None if found is None else found.root
+    if found is None or root is None:
         return None
-    found: PatchState = root.__dict__[PATCH]
     inside, there = (set(map(id, around.modules())) for around in (model, root))
     if any(id(wrapper.module) in there - inside for wrapper in found.wrappers):
         raise StreamBPError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed import is_initialized
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from streambp.alive import Home, Living
 from streambp.attention.interface import own_implementation
 from streambp.config import StreamConfig
 from streambp.distributed.engines import held
@@ -77,7 +79,7 @@ class PatchState:
 
     owner: who is computing with the model. [Note: owner of a step]
     witnesses: compare backward passes with forwards. [Note: witness]
-    root: what was given to `patch`, and has this.
+    home: what was given to `patch`, and has this.
     left_alone: parts of it that do not stream, and why. fused: kernels of others on its modules.
     running: what is known of the running forward alone.
     steps: notes on its steps. [Note: notes on a step]
@@ -98,7 +100,7 @@ class PatchState:
     config: StreamConfig
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False)
     witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False)
-    root: nn.Module | None = dataclasses.field(default=None, repr=False)
+    home: Home = dataclasses.field(default_factory=Home, repr=False)
     left_alone: tuple[str, ...] = ()
     fused: Fused = dataclasses.field(default_factory=Fused, repr=False)
     running: ForwardContext = dataclasses.field(default_factory=ForwardContext, repr=False)
@@ -108,7 +110,7 @@ class PatchState:
     steps: Steps = dataclasses.field(default_factory=Steps, repr=False)
     policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None
-    wrappers: list[InstanceForward] = dataclasses.field(default_factory=list)
+    wrappers: Living[InstanceForward] = dataclasses.field(default_factory=Living)
     split: Shards | None = None
     warned_of_padding: bool = False
     warned_of_documents: bool = False
@@ -117,6 +119,21 @@ class PatchState:
     given_cache: bool = False
     named_cache: bool = False
     shares_through_cache: bool = False
+
+    @property
+    def root(self) -> nn.Module | None:
+        """What was given to `patch`, if it is still there; else the outermost module that streams; None: there is none."""
+        return self.home()
+
+    def enter(self, wrapper: InstanceForward) -> None:
+        """A wrapper is put on, or copied with its module."""
+        self.wrappers.enter(wrapper, operator.attrgetter("order"))
+        self.home.enter(wrapper.module)
+        site = getattr(wrapper, "site", None)
+        if site is not None:
+            self.steps.sites.enter(site, operator.attrgetter("index"))
+            if self.weights is not None:
+                self.weights.ranges.sites[site.index] = site
 
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
         """Asked of a call before it is made without a cache.
@@ -154,7 +171,8 @@ class PatchState:
         if self.unpatched.within:
             return run()
         # It may be begun again, on this rank alone. [Note: what a rank decides alone]
-        if self.root is not None and is_initialized() and any(held(self.root)):
+        root = self.root if is_initialized() else None
+        if root is not None and any(held(root)):
             return None
         cached = self.running.asked_cache and not self.warned_of_documents
         if finds_other_documents(kwargs, own_implementation(config), cached):

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import unserializable_hook
 
+from streambp.alive import Living
 from streambp.device import allocator_count
 from streambp.layer.oom import bare_advice
 from streambp.layer.site import CallReport, LayerSite
@@ -81,7 +82,7 @@ class Steps:
 
     def __init__(self, offloader: OffloadManager | None = None) -> None:
         self.offloader = offloader
-        self.sites: list[LayerSite] = []
+        self.sites = Living[LayerSite]()
         self.tell: Callable[[], StepRecord | None] | None = None
         self.name = ""
         self.last: Step | None = None
@@ -92,12 +93,12 @@ class Steps:
 
     def __getstate__(self) -> Any:
         """A copied or pickled model has seen nothing."""
-        return self.offloader, self.sites, self.tell, self.name
+        return self.offloader, self.tell, self.name
 
     def __setstate__(self, state: Any) -> None:
-        offloader, sites, tell, name = state
+        offloader, tell, name = state
         Steps.__init__(self, offloader)
-        self.sites, self.tell, self.name = sites, tell, name
+        self.tell, self.name = tell, name
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from streambp.alive import Home
 from streambp.errors import HostMemoryError, UnsupportedModelError
 from streambp.known_names import GRADIENT_HOOKED, MOVES, PARTITIONED, STATISTICS_8BIT
 from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
@@ -30,6 +31,13 @@ ALIGNMENT = 512  # bytes: as the allocators of devices align, for kernels that r
 MAP = "hf_device_map"  # transformers': where parts of a model were loaded to
 ALL_OTHERS = -1  # beside the indices of layers
 WANTS_GRADIENT = operator.attrgetter("requires_grad")
+
+
+@dataclasses.dataclass(eq=False)
+class OneLayer:
+    """A layer that does not stream, where ranges are only counted."""
+
+    layer: nn.Module
 
 
 @dataclasses.dataclass
@@ -71,9 +79,10 @@ class HostRanges:
     device. [Note: layers that stay] beside: bytes of host memory for gradients.
     """
 
-    def __init__(self, root: nn.Module, host_memory: int | None) -> None:
-        self.root, self.host_memory = root, host_memory
-        self.sites: dict[int, Any] = {}
+    def __init__(self, root: nn.Module | Home, host_memory: int | None) -> None:
+        self.home = root if isinstance(root, Home) else Home(root)
+        self.host_memory = host_memory
+        self.sites: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.layers: dict[int, LayerRange] = {}
         self.staying: frozenset[int] = frozenset()
         self.beside = 0
@@ -83,7 +92,18 @@ class HostRanges:
 
     def __getstate__(self) -> Any:
         """A copied or pickled model's weights are put on the host when it is first called."""
-        return {**vars(HostRanges(self.root, self.host_memory)), "sites": self.sites}
+        found = vars(HostRanges(self.home, self.host_memory))
+        return {name: value for name, value in found.items() if name != "sites"}
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state, sites=weakref.WeakValueDictionary())
+
+    @property
+    def root(self) -> nn.Module:
+        """The model."""
+        found = self.home()
+        assert found is not None  # which calls this
+        return found
 
     @property
     def bytes(self) -> int:
@@ -92,7 +112,7 @@ class HostRanges:
 
     def install(self, sites: Iterable[Any]) -> None:
         """Have the layers' weights stay on the host when the model is moved from now on."""
-        self.sites = {site.index: site for site in sites}
+        self.sites.update({site.index: site for site in sites})
         for site in self.sites.values():
             site.layer.__dict__[MOVES] = functools.partial(move_others, self, site.index)
         for module in self.root.modules():
@@ -277,7 +297,8 @@ def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[i
     """What the frozen weights of each of a model's layers take of the host, and the weights of layers that train as a
     whole; they need no data."""
     ranges = HostRanges(root, None)
-    ranges.sites = {index: SimpleNamespace(layer=layer) for index, layer in enumerate(layers)}
+    sites = {index: OneLayer(layer) for index, layer in enumerate(layers)}
+    ranges.sites.update(sites)
     frozen, trained = (tuple(ranges.bytes_of(index, trains) for index in ranges.sites) for trains in (False, True))
     return frozen, trained
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_world_size, is_initialized
 
+from streambp.alive import Home
 from streambp.errors import UnsupportedModelError
 from streambp.offload.decoded import FORWARD, DecodedLinear, packed_linears
 from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
@@ -82,7 +83,7 @@ class HostWeights:
     many rows of a length; None: none.
     """
 
-    def __init__(self, root: nn.Module, host_memory: int | None = None, engine: Engine | None = None) -> None:
+    def __init__(self, root: nn.Module | Home, host_memory: int | None = None, engine: Engine | None = None) -> None:
         self.ranges = HostRanges(root, host_memory)
         self.loads: dict[Access, int] = {}
         self.room: Callable[[torch.device, int, int], float] | None = None
@@ -110,7 +111,7 @@ class HostWeights:
 
     def __getstate__(self) -> Any:
         """A copied or pickled model has nothing on its device."""
-        return {**vars(HostWeights(self.ranges.root)), "ranges": self.ranges, "room": self.room}
+        return {**vars(HostWeights(self.ranges.home)), "ranges": self.ranges, "room": self.room}
 
     @property
     def device_bytes(self) -> int:

@@ -19,6 +19,7 @@ from torch import nn
 
 import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
+from streambp.alive import Home
 from streambp.config import LAST, StreamConfig
 from streambp.device import allocator_count, autocast_dtype, counted_bytes, memory_limit, tells_memory
 from streambp.distributed.engines import contents_of
@@ -153,7 +154,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     sizes, saves = state.config.chunk_size == "auto", state.config.saves == "auto"
     on_device = state.config.offload == "auto" and state.config.gpu_memory is None
     link = LinkBudget(state.offloader, on_device) if state.offloader is not None and (saves or on_device) else None
-    states = ModelStates(model, state.config)
+    states = ModelStates(state.home, state.config)
     if state.weights is not None and state.config.weights == "auto":
         state.weights.room = states.room_for_weights
     if not state.steps.sites or not (sizes or saves or link is not None):
@@ -183,8 +184,8 @@ class ModelStates:
         config: its settings.
     """
 
-    def __init__(self, model: nn.Module, config: StreamConfig) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: nn.Module | Home, config: StreamConfig) -> None:
+        self.home, self.config = model if isinstance(model, Home) else Home(model), config
         self._known: dict[tuple[Any, ...], Figures] = {}
         # weights on another device count as if they were on this one
         decides = DECIDES if config.weights == "device" else DECIDES[:-1]
@@ -193,7 +194,21 @@ class ModelStates:
 
     def __reduce__(self) -> Any:
         """Return a new object without counts for copies and pickles."""
-        return ModelStates, (self.model, self.config)
+        return ModelStates, (self.home, self.config)
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the module given to `patch`, or the outermost one that is left."""
+        found = self.home()
+        assert found is not None  # which calls this
+        return found
+
+    @property
+    def installed(self) -> PatchState:
+        """Return the state of the model's patch."""
+        found = patching.patch_of(self.model)
+        assert found is not None
+        return found[1]
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
         """Return the figures for the model's present state, and the fraction of gradients that
@@ -223,8 +238,8 @@ class ModelStates:
         """Count steps of the model in its present state."""
         if any(is_partitioned(parameter) for parameter in self.model.parameters()):
             return Figures(why="parameters that ZeRO-3 has divided cannot be counted")
-        installed: PatchState = self.model._streambp  # type: ignore[assignment]
-        sites = installed.steps.sites
+        installed = self.installed
+        sites = list(installed.steps.sites)
         most = bound(self.model, [site.layer for site in sites])
         if free_memory(device) is None or (self.config.chunk_size != "auto" and self.config.offload != "none"):
             return Figures(most)
@@ -259,7 +274,7 @@ class ModelStates:
         known, present = self(device)
         if known.need is None:
             return 0.0
-        layers = {id(p) for site in model._streambp.steps.sites for p in site.layer.parameters()}  # type: ignore[union-attr]
+        layers = {id(p) for site in self.installed.steps.sites for p in site.layer.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
         there = sum(p.nbytes for p in model.parameters() if p.device == device and id(p) in layers and not p.requires_grad)
         coming = sum(p.nbytes for p in trained if p.device != device)

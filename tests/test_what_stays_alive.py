@@ -1,0 +1,162 @@
+"""A patch keeps nothing alive, and a copied part of what was patched has that part alone.
+
+covers: alive.py, model/state.py, model/patching.py, instance_forward.py
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import streambp
+from streambp import alive
+from streambp.model import patching
+from tests.families import build, make_batch
+from tests.oracle import gradients, worst_error
+
+pytestmark = pytest.mark.usefixtures("float64_oracle")
+CONFIGS = {
+    "chunks": streambp.StreamConfig(chunk_size=5),
+    "defaults": streambp.StreamConfig(),
+    "offload": streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv"), offload="cpu"),
+    "weights": streambp.StreamConfig(chunk_size=5, saves=(), weights="cpu"),
+}
+
+
+class Engine(nn.Module):
+    """Holds a model and what cannot be copied, as DDP and DeepSpeed's engine do."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        raise AttributeError("_parameters")
+
+    def __reduce_ex__(self, protocol):
+        raise AttributeError("_parameters")
+
+
+class Two(nn.Module):
+    """A policy and another model, as TRL's PPO wraps them."""
+
+    def __init__(self, module, other):
+        super().__init__()
+        self.module, self.other = module, other
+
+
+def with_adapters(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+AROUND = {
+    "engine": lambda model: (Engine(model), model),
+    "engine around an engine": lambda model: (Engine(Engine(model)), model),
+    "wrapper": lambda model: (nn.Sequential(model), model),
+    "two models": lambda model: (Two(model, build("qwen3", torch.float64)), model),
+    "adapters": lambda model: ((wrapped := with_adapters(model)), wrapped.get_base_model()),
+    "adapters in an engine": lambda model: (Engine(wrapped := with_adapters(model)), wrapped),
+}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+def layers_alive():
+    gc.collect()
+    return sum(type(o).__name__.endswith("DecoderLayer") for o in gc.get_objects())
+
+
+def streams(model):
+    return {layer.path for layer in streambp.describe(model).layers} == {"streams"}
+
+
+def check(around, config, how):
+    before = layers_alive()
+    wrapper, inner = AROUND[around](build("llama", torch.float64))
+    stock = copy.deepcopy(inner)
+    batch = make_batch("plain")
+    _, expected = gradients(stock, **batch)
+    layers = layers_alive() - before
+    streambp.patch(wrapper, CONFIGS[config])
+    _, found = gradients(inner, **batch)
+    assert worst_error(found, expected) <= 1e-10
+    inner.zero_grad()
+    # A copy of the inner model is that model, patched as it is.
+    made = COPIES[how](inner)
+    assert not any(isinstance(o, Engine) and o is not wrapper and o not in wrapper.modules() for o in gc.get_objects())
+    assert layers_alive() - before - layers == 2
+    assert patching.is_patched(made)
+    _, found = gradients(made, **batch)
+    assert worst_error(found, expected) <= 1e-10
+    assert streams(made)
+    streambp.unpatch(made)
+    assert not patching.is_patched(made)
+    _, found = gradients(made, **batch)
+    assert worst_error(found, expected) <= 1e-10
+    # Nothing but the program keeps what was given to `patch`.
+    given = [weakref.ref(module) for module in wrapper.modules() if module not in set(inner.modules())]
+    del wrapper, made, stock
+    gc.collect()
+    assert not any(ref() is not None for ref in given)
+    _, found = gradients(inner, **batch)
+    assert worst_error(found, expected) <= 1e-10
+    assert streams(inner)
+    assert layers_alive() - before == 2
+    streambp.patch(inner, CONFIGS["chunks"])
+    streambp.unpatch(inner)
+    assert not patching.is_patched(inner)
+    assert not any("forward" in module.__dict__ for module in inner.modules())
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_copied_part_has_that_part_alone(around):
+    check(around, "chunks", "deepcopy")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("around", AROUND)
+def test_each_setting(around, config, how):
+    check(around, config, how)
+
+
+def test_two_models_are_copied_together():
+    both = Two(build("llama", torch.float64), build("qwen3", torch.float64))
+    streambp.patch(both, CONFIGS["chunks"])
+    made = copy.deepcopy(both)
+    del both
+    gc.collect()
+    assert streams(made)
+    assert len(streambp.describe(made).layers) == 4
+    streambp.unpatch(made)
+    assert not patching.is_patched(made)
+
+
+class Strong:
+    """A reference that keeps what it refers to."""
+
+    def __init__(self, item):
+        self.item = item
+
+    def __call__(self):
+        return self.item
+
+
+@pytest.mark.parametrize("around", ["engine", "two models"])
+def test_mutant_references_that_keep(around, monkeypatch):
+    monkeypatch.setattr(alive, "weakref", SimpleNamespace(ref=Strong))
+    monkeypatch.setattr(alive.Living, "__reduce__", lambda self: (alive.Living, (list(self),)))
+    monkeypatch.setattr(alive.Home, "__reduce__", lambda self: (alive.Home, (self(),)))
+    with pytest.raises((AssertionError, AttributeError)):
+        check(around, "chunks", "deepcopy")
