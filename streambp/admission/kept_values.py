@@ -256,7 +256,7 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
         raise UnsupportedModelError(
             f"{type(call.layer).__name__}, or a hook inside it, keeps values that its unpatched forward makes and streamed "
             f"layers do not, such as weights of attention: {_named(otherwise)}. Take off what keeps them, pass "
-            "output_attentions=True, with which a call runs as unpatched, or run the model unpatched "
+            "output_attentions=True, with which a call runs unpatched, or run the model unpatched "
             "(streambp.unpatch(model))."
         )
     return f"{KEEPS_VALUES} ({_named(differing)})"

@@ -48,7 +48,7 @@ TRIED = 3  # tokens of a trial
 # Why a chunk is longer than asked for.
 LONG_MASK = "its attention mask has no end sooner (an image, a prefix)"
 LONG_DOCUMENTS = "documents of packed rows have no end sooner"
-LONG_FORKS = "rows that begin alike part there, and its states leave no shorter chunk between"
+LONG_FORKS = "prefixes that rows share end there, and its states leave no shorter chunk between"
 LONG_STATES = "its states are handed on from {} tokens or more, and the rest of a sequence has less"
 
 
