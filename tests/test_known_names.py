@@ -38,7 +38,10 @@ GONE = {
 }
 PACKAGES_ELSEWHERE = {"deepspeed", "liger_kernel", "torchao", "bitsandbytes"}  # which the tests' environments need not have
 # Of transformers: modules that all models have in common.
-COMMON = ("configuration_utils", "cache_utils", "masking_utils", "trainer", "hub_kernels", "sdpa_", "flash_", "flex_")
+COMMON = (
+    "configuration_utils", "cache_utils", "masking_utils", "trainer", "hub_kernels", "sdpa_", "flash_", "flex_",
+    "output_capturing",
+)  # fmt: skip
 
 
 def sources(library, starts=("modeling_", *COMMON)):
@@ -109,7 +112,7 @@ CHECKED = {
         FILLED_IN CALLED_KERNEL DELTA_RULE STATE_SCAN SELECTIVE_SCAN CONVOLUTION CONVOLUTION_STATE PLANNED_CONVOLUTION
         TRAINERS_LOSS
         PLANNED_DELTA_RULE PLANNED_MAMBA1 PLANNED_SCAN PLANNED_MAMBA2 KERNEL_IMPORTS SHARED_INPUTS EMBEDS PER_TOKEN IN_ORDER
-        HIDDEN_STATES ROUTER_LOGITS Z_LOSS ROTATED ONE_INPUT
+        HIDDEN_STATES ROUTER_LOGITS Z_LOSS ROTATED ONE_INPUT CAPTURES
         SAYS_NOTHING_OF_TOKENS LABELS NOISY_EMBEDDINGS NO_PART_OF_A_STEP ROTARY GATED_MLP FUSED_MLP ACTIVATIONS NORM""",
     ("torch", of_torch): """
         MODULE_HOOKS FORWARD_HOOKS BACKWARD_HOOKS WITH_KWARGS MODULE_TABLES GLOBAL_HOOKS TENSOR_HOOKS UNSEEN_WRITES

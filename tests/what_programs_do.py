@@ -1388,3 +1388,76 @@ def _(t: Trial) -> None:
     t.patch()
     t.model = copy.deepcopy(inner)
     t.step()
+
+
+class KeptElsewhere(nn.Module):
+    """Multiplies by a number of its first batch, kept by a function that a class, a dict or an attribute is hidden in."""
+
+    number: Tensor | None = None
+
+    def __init__(self, inner: nn.Module, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+        self.kept: dict[str, Tensor] = {}
+        KeptElsewhere.number = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.detach().abs().mean()
+        if self.how == "dict":
+            found = self.kept.setdefault("number", size)
+        elif self.how == "class":
+            KeptElsewhere.number = found = size if KeptElsewhere.number is None else KeptElsewhere.number
+        else:
+            self.found = found = getattr(self, "found", size)
+        y: Tensor = self.inner(x) * found
+        return y
+
+
+@program(BEFORE, "has a module whose first batch sets an attribute that is not there before")
+def _(t: Trial) -> None:
+    first_batch(t, "attribute")
+
+
+@program(BEFORE, "has a module that keeps a number of its first batch in a dict")
+def _(t: Trial) -> None:
+    first_batch(t, "dict")
+
+
+@program(BEFORE, "has a module that keeps a number of its first batch in its class")
+def _(t: Trial) -> None:
+    first_batch(t, "class")
+
+
+def first_batch(t: Trial, how: str) -> None:
+    t.layer.mlp = KeptElsewhere(t.layer.mlp, how)
+    t.patch()
+    t.step()
+    t.step()
+
+
+class RunningScale(nn.Module):
+    """Divides by a running mean, which each call moves."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.mean = inner, torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()
+        y: Tensor = self.inner(x / self.mean)
+        return y
+
+
+@program(BEFORE, "has a module that keeps a running value in an attribute")
+def _(t: Trial) -> None:
+    t.layer.mlp = RunningScale(t.layer.mlp)
+    t.patch()
+    t.step()
+
+
+@program(DURING, "calls the model with an empty batch, which raises, and goes on")
+def _(t: Trial) -> None:
+    t.patch()
+    with contextlib.suppress(RuntimeError):
+        t.model(input_ids=t.batch["input_ids"][:0], labels=t.batch["labels"][:0])
+    t.step()

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import agree, choices_once, chose_alike, coarsest
+from streambp.admission.first_call import SETS, set_once
 from streambp.admission.generators import generator_states, generators_of, has_drawn, on_trial
 from streambp.admission.insides import watched_hooks
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import (
-    WHAT_TO_DO,
     OtherModelError,
     OwnRun,
     gradients_of,
@@ -56,7 +56,6 @@ from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
 from streambp.layer.graphs import Origin, Started, is_kept, nodes_behind
-from streambp.layer.recompute import RandomState
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import remember
 from streambp.nested import rebuilt
@@ -66,8 +65,6 @@ from streambp.recurrent.states import LEAST_TOKENS, leaves_of
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"
 EMPTY = "its batch is empty, which tells nothing of the layer"
-SETS = "its forward initialises itself at its first call ({})"
-LOUDER = 64  # times larger than other tokens: what keeps a running value shows in half precision
 EDITS = "{} changes gradients inside it, and may do so by where a token is in the whole sequence"
 CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 
@@ -86,8 +83,7 @@ def can_stream(call: LayerCall) -> Verdict:
     alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
     well, but their verdict is this call's alone. Without data (meta, fake) values cannot be compared: layers then stream
     that start from the states they keep, or attend and keep none. A single token has nothing to cut; it runs whole,
-    because some layers would not run on chunks at all, or is the only chunk where weights on the host allow no graph. An
-    empty batch is not tried.
+    because some layers would not run on chunks at all, or is the only chunk where weights on the host allow no graph.
 
     Raises:
         KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
@@ -208,64 +204,11 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
             return Found(DRAWS)
         if because is not None and not editing:
             return Found(because)
-        if because is None and (set_once := _set_once(call, x, state)):
-            return Found(SETS.format(", ".join(set_once)), passes=True)
+        if because is None and (names := set_once(call, x, state)):
+            return Found(SETS.format(", ".join(names)), passes=True)
         with evaluated(call), as_trained(call) as shadows:
             found = _why_unlike(call, x, upstream, chunk_size, shadows or [], state)
     return Found(EDITS.format(", ".join(dict.fromkeys(editing)))) if editing else found
-
-
-def _set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
-    """What the layer sets at its first call, by its tokens, and not again: the first chunk would set it in the place of the
-    batch. Few layers set anything; those run some times more, also with other tokens, fewer and much larger.
-
-    Raises:
-        OtherModelError: it computes something else when it is called again.
-    """
-    if not torch.is_grad_enabled():
-        _once(call, x)  # `_try` has run it with a graph
-    names = state.changes()
-    if not names:
-        return []
-    call.look = call.site.fingerprint.learn(call.layer, call.look)
-    state.rewind()
-    first = _once(call, x)
-    state.end_run()
-    _once(call, x[..., :CHUNK, :] * LOUDER)
-    again = _once(call, x)
-    if bool(first.isfinite().all()) and not _repeats(first, again):
-        raise OtherModelError(
-            f"{type(call.layer).__name__} gives something else at each call (it counts, or keeps a running scale): "
-            f"{', '.join(names)} changed while a few random tokens were computed, and then the same tokens gave something "
-            f"else. Chunks of a sequence would be such calls. {WHAT_TO_DO}"
-        )
-    names = state.set_once()
-    if names:  # a constant may be set at any time
-        state.rewind()
-        _once(call, x[..., :CHUNK, :] * LOUDER)
-        names = [name for name in state.set_otherwise() if name in names]
-    return names
-
-
-def _repeats(first: Tensor, again: Tensor) -> bool:
-    """Whether a run gave what another one gave for the same tokens [..., B, t, h]; elsewhere than on a CPU kernels may add
-    up in any order."""
-    if torch.equal(first, again) or first.device.type == "cpu":
-        return torch.equal(first, again)
-    most = 2 * torch.finfo(first.dtype).eps * first.float().norm()
-    return bool((first - again).float().norm() <= most)
-
-
-def _once(call: LayerCall, x: Tensor) -> Tensor:
-    """The layer's output for x [..., B, t, h] in one chunk, in its own mode, with the random numbers of each other time."""
-    graph = torch.is_grad_enabled() and may_have_graphs(call)
-    prefix = causal_prefix(call, x.shape[-2])
-    prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
-    leaf, stage = x.detach().requires_grad_(graph), Stage.RECOMPUTE if graph else Stage.FORWARD
-    with RandomState.capture(call.device).replayed():
-        ((_, output),) = rehearsed(call, leaf, [Chunk(0, 0, x.shape[-2])], stage, prefix, lambda _: None)
-    assert output is not None
-    return output.hidden_states.detach()
 
 
 def _failed(call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored) -> Found:
@@ -286,7 +229,6 @@ def _failed(call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, stat
             "StreamConfig ('flash', or 'math', which uses torch's own products alone), or run the model unpatched "
             "to see whether it fails there too."
         ) from error
-    # Whatever else it is, it comes from cutting the layer, or from the call.
     state.rewind()
     return Found(broken(error), certain=False, passes=runs_unpatched(call, x, upstream))
 
@@ -421,6 +363,7 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 
 def broken(error: Exception) -> str:
+    """Why a layer runs whole that raised this when it was cut."""
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
 
 

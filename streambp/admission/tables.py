@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from streambp.instance_forward import PATCH, REDUCES, WRAPPERS
+from streambp.known_names import MODULE_TABLES
 
 OURS = (PATCH, WRAPPERS, REDUCES)  # attributes that `patch` puts on modules
 
@@ -138,10 +139,12 @@ def _refill_slots(holder: Any, kept: dict[str, Any]) -> None:
 
 
 def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
+    """Those of a file's globals that a function names."""
     return {name: holder[name] for name in names if name in holder}
 
 
 def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Put them back; those that were not there are deleted."""
     for name in names:
         if name in kept:
             holder[name] = kept[name]
@@ -150,10 +153,12 @@ def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[st
 
 
 def dotted(name: str, key: Any) -> str:
+    """How an attribute is called."""
     return f"{name}.{key}" if name else str(key)
 
 
 def bracketed(name: str, key: Any) -> str:
+    """How an entry of a container is called."""
     return f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]"
 
 
@@ -167,7 +172,7 @@ SET = Kind(lambda holder: {value: value for value in holder}, _refill_set, None)
 CLASS = Kind(_read_own, _refill_class, dotted)
 CELL = Kind(_read_cell, _refill_cell, None)
 SLOTS = Kind(_read_slots, _refill_slots, dotted)
-STRUCTURES = {"_parameters": NAMES, "_buffers": NAMES, "_modules": ATTRIBUTES}  # of a module
+STRUCTURES = dict(zip(MODULE_TABLES, (NAMES, NAMES, ATTRIBUTES), strict=True))  # of a module
 CONTAINERS: tuple[tuple[type, Kind], ...] = ((dict, DICT), (list, LIST), (collections.deque, DEQUE), (set, SET))
 
 

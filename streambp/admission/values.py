@@ -59,8 +59,8 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        for index, argument in enumerate(() if schema is None else schema.arguments):
+        arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
+        for index, argument in enumerate(arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[index] if index < len(args) else kwargs.get(argument.name)
                 for x in given if isinstance(given, list | tuple) else (given,):

@@ -70,8 +70,9 @@ def warn_of_trials(sites: list[LayerSite]) -> bool:
     if shown:
         warnings.warn(
             "Hooks inside decoder layers saw the trials of a first call, random tokens and their gradients, beside the "
-            f"batch: {named_hooks(shown)}. If they add up what they see, empty that once now, or call "
-            "streambp.warm_up(model, **inputs) before you set them: then no trial runs with them.",
+            f"batch: {named_hooks(shown)}. Trials put back all that hooks keep in Python, and nothing that they write "
+            "elsewhere (a file, a logger). If they do that, call streambp.warm_up(model, **inputs) before you set them: "
+            "then no trial runs with them.",
             stacklevel=2,
         )
     return bool(shown)

@@ -1,6 +1,7 @@
 """What modules keep of a first batch is of the batch: no trial leaves anything, in whatever way a module keeps it.
 
-covers: admission/snapshot.py, admission/tables.py, admission/values.py, admission/generators.py, admission/probe.py
+covers: admission/snapshot.py, admission/tables.py, admission/values.py, admission/generators.py, admission/probe.py,
+admission/first_call.py
 """
 
 from __future__ import annotations
@@ -537,6 +538,6 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
     elif mutant == "planner":
         monkeypatch.setattr(skeleton, "leaving_no_trace", lambda _: contextlib.nullcontext())
     else:
-        monkeypatch.setattr("streambp.admission.probe._set_once", lambda *_: [])
+        monkeypatch.setattr("streambp.admission.probe.set_once", lambda *_: [])
     with pytest.raises((AssertionError, BackwardError, pytest.fail.Exception)):
         test()

@@ -1,0 +1,71 @@
+"""Whether a layer's first call sets something that later calls read. [Note: a trial leaves nothing]"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streambp.admission.own_run import OtherModelError
+from streambp.admission.rehearsal import CHUNK, causal_prefix, may_have_graphs, rehearsed
+from streambp.admission.snapshot import Restored
+from streambp.attention.prefix import Stage
+from streambp.chunks import Chunk
+from streambp.layer.call import LayerCall
+from streambp.layer.recompute import RandomState
+
+SETS = "its forward initialises itself at its first call ({})"
+LOUDER = 64  # times larger than other tokens: what keeps a running value shows in half precision
+
+
+def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
+    """What the layer sets at its first call, by its tokens x [..., B, t, h], and not again: the first chunk would set it in
+    the place of the batch. Few layers set anything; those run some times more, also with fewer and much larger tokens.
+
+    Raises:
+        OtherModelError: it computes something else when it is called again.
+    """
+    if not torch.is_grad_enabled():
+        _once(call, x)  # `_try` has run it with a graph
+    names = state.changes()
+    if not names:
+        return []
+    call.look = call.site.fingerprint.learn(call.layer, call.look)
+    state.rewind()
+    first = _once(call, x)
+    state.end_run()
+    _once(call, x[..., :CHUNK, :] * LOUDER)
+    again = _once(call, x)
+    if bool(first.isfinite().all()) and not _repeats(first, again):
+        raise OtherModelError(
+            f"{type(call.layer).__name__} gives something else at each call (it counts, or keeps a running scale): "
+            f"{', '.join(names)} changed while a few random tokens were computed, and then the same tokens gave something "
+            "else. Chunks of a sequence would be such calls. Keep the value in a buffer (register_buffer): then the layer "
+            "runs whole, and its recomputation starts from the same value."
+        )
+    names = state.set_once()
+    if names:  # a constant may be set at any time
+        state.rewind()
+        _once(call, x[..., :CHUNK, :] * LOUDER)
+        names = [name for name in state.set_otherwise() if name in names]
+    return names
+
+
+def _repeats(first: Tensor, again: Tensor) -> bool:
+    """Whether a run gave what another one gave for the same tokens [..., B, t, h]; elsewhere than on a CPU kernels may add
+    up in any order."""
+    if torch.equal(first, again) or first.device.type == "cpu":
+        return torch.equal(first, again)
+    most = 2 * torch.finfo(first.dtype).eps * first.float().norm()
+    return bool((first - again).float().norm() <= most)
+
+
+def _once(call: LayerCall, x: Tensor) -> Tensor:
+    """The layer's output for x [..., B, t, h] in one chunk, in its own mode, with the random numbers of each other time."""
+    graph = torch.is_grad_enabled() and may_have_graphs(call)
+    prefix = causal_prefix(call, x.shape[-2])
+    prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
+    leaf, stage = x.detach().requires_grad_(graph), Stage.RECOMPUTE if graph else Stage.FORWARD
+    with RandomState.capture(call.device).replayed():
+        ((_, output),) = rehearsed(call, leaf, [Chunk(0, 0, x.shape[-2])], stage, prefix, lambda _: None)
+    assert output is not None
+    return output.hidden_states.detach()
