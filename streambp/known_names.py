@@ -161,6 +161,7 @@ GLOBAL_HOOKS = (  # tables in torch.nn.modules.module, of hooks on every module
 )
 TENSOR_HOOKS = ("register_hook", "retain_grad")  # methods that ask for a tensor's gradient
 UNSEEN_WRITES = frozenset({"data", "numpy", "data_ptr", "set_", "untyped_storage"})  # ways to write past a version
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of torch's collectives
 REPLICATE = "_replicate_for_data_parallel"  # of a module, called by DataParallel, which is refused
 MOVES = "_apply"  # torch: what a module is moved and cast by
 CAPTURES = "_output_capturing_hooks_installed"  # transformers: set at a model's first call, which puts hooks on it

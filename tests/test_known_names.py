@@ -94,6 +94,11 @@ def modules():
     return {name for name in names if importlib.util.find_spec(name)}
 
 
+def namespaces():
+    """Return the namespaces of torch's operations."""
+    return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+
+
 def indexers():
     return {"Indexer"} if any(word.endswith("Indexer") for word in words("transformers")) else set()
 
@@ -120,6 +125,7 @@ CHECKED = {
         COMPILED COMPILED_CALL COMPILED_FROM USE_COUNT ACCUMULATE_GRAD FUNCTION_OF_NODE DDP_SINK FSDP_UNIT FSDP_GROUPS
         FSDP_PARAMETERS FSDP_GATHERS FSDP_OFFLOADED FSDP1 FLAT_PARAMETER CONTEXT_PARALLEL CONTEXT_PARALLEL_MESH
         CONTEXT_PARALLEL_OPTIONS CONTEXT_PARALLEL_BALANCED GATHER REDUCE_SCATTER""",
+    ("torch", namespaces): "COLLECTIVES",
     ("deepspeed", None): """
         Z3_LEAF PARTITIONED FULL_SHAPE ZERO_GROUP GRADIENT_HOOKED ZERO_OPTIMIZERS OFFLOADS_PARAMETERS OFFLOADS_STATES
         ZERO_COUNTERS PRE_BACKWARD RUNS_BEFORE_BACKWARD SCALING_HOOK ULYSSES_GROUP ULYSSES_ATTENTION ULYSSES_NOT_IN_EVAL""",

@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.errors import UnsupportedModelError
-
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # of torch's collectives
+from streambp.known_names import COLLECTIVES
 
 
 class Watched(TorchDispatchMode):
@@ -32,7 +31,7 @@ class Watched(TorchDispatchMode):
         self.seen: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in NAMESPACES:
+        if func.namespace in COLLECTIVES:
             self.seen = self.seen or str(func._schema.name).rpartition("::")[2].strip("_")
             raise self.error()
         return func(*args, **(kwargs or {}))

@@ -9,12 +9,14 @@ Looked at are the `MOST` nearest things, and the last `WIDE` entries of a long c
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import functools
 import gc
 import itertools
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -49,8 +51,10 @@ MOST = 4000
 CONTAINERS = (list, set, dict, deque)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ARRAYS = (Tensor, np.ndarray)
-# Of the standard library only what programs keep values in.
-HOLDS = ("SimpleNamespace", "_local", "UserDict", "UserList", "WeakKeyDictionary", "WeakValueDictionary")
+# Classes of the standard library whose objects hold what programs put into them.
+HOLDERS = (types.SimpleNamespace, threading.local, collections.UserDict, collections.UserList)
+WEAK_HOLDERS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+HOLDS = frozenset(kind.__name__ for kind in (*HOLDERS, *WEAK_HOLDERS))
 KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names))
 
 
@@ -248,7 +252,7 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
+        schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
         if self._known and schema is not None and schema.is_mutable:
             for index, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
