@@ -1,4 +1,4 @@
-"""`StreamConfig`: everything a user can choose, checked when it is built."""
+"""`StreamConfig`: all settings of a user, checked when it is built."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from streambp.errors import ConfigError
 from streambp.fields import check_fields, parse_bytes, parse_tokens, shown
 
 SAVES = ("attn_out", "kv")
-LAST = "@"  # between a name among `saves` and the number of last layers that it is for
-DIGITS = 9  # of that number at most
+LAST = "@"  # separates a name in `saves` from a number of last layers
+DIGITS = 9  # at most, of a number of last layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,17 +95,20 @@ class StreamConfig:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """The globs among `saves`."""
+        """Return the globs among `saves`."""
         names = (name.partition(LAST)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
     @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
-        """`saves`, or none where they are left to be chosen."""
+        """Return `saves`; () for "auto"."""
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:
-        """That of a layer with so many to go, itself among them: names that end in "@n" are for `n` or fewer."""
+        """Return the configuration of a layer that is one of the last `left` layers.
+
+        Names that end in "@n" apply to the last n layers.
+        """
         if not any(LAST in name for name in self.named_saves):
             return self
         parts = (name.partition(LAST) for name in self.named_saves)
@@ -128,7 +131,7 @@ class StreamConfig:
             warnings.warn(
                 f"share_prefixes={self.share_prefixes} is now rows='{rows}', and will go with the next release.",
                 DeprecationWarning,
-                stacklevel=3,  # of who builds the configuration
+                stacklevel=3,  # the line that builds the configuration
             )
             object.__setattr__(self, "rows", rows)
             object.__setattr__(self, "share_prefixes", None)
@@ -155,13 +158,15 @@ FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
 
 
 def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
-    """`base` with these fields, by name.
+    """Return `base` with these fields, by name.
 
     Args:
-        source: where they come from, for the message.
+        found: values by field.
+        source: their origin, for the message.
+        base: the configuration to change.
 
     Raises:
-        ConfigError: a name is unknown, or a value cannot be.
+        ConfigError: a name is unknown, or a value is not allowed.
     """
     unknown = [name for name in found if name not in FIELDS]
     if unknown:

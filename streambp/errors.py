@@ -1,4 +1,4 @@
-"""The errors that streambp raises on purpose. Catch `StreamBPError` to catch them all."""
+"""Errors that streambp raises on purpose. Catch `StreamBPError` to catch all of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class AttentionChoiceError(StreamBPError):
 
 
 def __getattr__(name: str) -> Any:
-    """`DeviceMemoryError` is in `device`, beside torch: an error of an argument must not wait for it."""
+    """Import `DeviceMemoryError` from `device`, on first access, because `device` imports torch.
+
+    An error about an argument must not wait for this import.
+    """
     if name == "DeviceMemoryError":
         return importlib.import_module("streambp.device").DeviceMemoryError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
