@@ -82,9 +82,15 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
         return ()
     names = _parameters(code)
     annotations = getattr(forward, "__annotations__", {})
-    annotated = [name for name in names if names_a_cache(annotations.get(name), forward.__globals__)]
     used = _called_as_caches(code)
-    called = [name for name in names if name in used and name not in annotated and not _is_mapping(annotations.get(name))]
+    annotated = []
+    called = []
+    for name in names:
+        annotation = annotations.get(name)
+        if names_a_cache(annotation, forward.__globals__):
+            annotated.append(name)
+        elif name in used and not _is_mapping(annotation):
+            called.append(name)
     return (*annotated, *called)
 
 
@@ -93,8 +99,14 @@ def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
 
     [Note: cache arguments]
     """
-    forwards = [vars(base)["forward"] for base in type(layer).__mro__ if "forward" in vars(base) and base is not nn.Module]
-    inner = dict.fromkeys(name for part in layer.modules() if part is not layer for name in _of_class(type(part)))
+    inner: dict[str, None] = {}
+    for part in layer.modules():
+        if part is not layer:
+            inner.update(dict.fromkeys(_of_class(type(part))))
+    forwards = []
+    for base in type(layer).__mro__:
+        if "forward" in vars(base) and base is not nn.Module:
+            forwards.append(vars(base)["forward"])
     for forward in forwards:
         found = cache_parameters(forward)
         if found:

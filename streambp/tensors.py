@@ -35,7 +35,10 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
         if not _is_of(given.dtype, kind):
             raise StreamBPError(f"{name} is of {given.dtype}; it must be {KINDS[kind]} {shape}.")
         dims = text.split()
-        rest = [dim for dim in dims if dim != ANY_DIMS]
+        rest = []
+        for dim in dims:
+            if dim != ANY_DIMS:
+                rest.append(dim)
         count = given.dim() - len(rest)
         found: dict[str, Any] = {ANY_DIMS: tuple(given.shape[: max(0, count)])} if ANY_DIMS in dims else {}
         found.update(zip(rest, given.shape[max(0, count) :], strict=False))

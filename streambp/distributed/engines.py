@@ -41,7 +41,8 @@ from streambp.known_names import (
     Z3_LEAF,
 )
 
-DDP, FSDP2 = "DDP", "FSDP2"  # the names in errors
+DDP = "DDP"  # the names in errors
+FSDP2 = "FSDP2"
 
 
 class Hold(NamedTuple):
@@ -80,7 +81,9 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
         return "DeepSpeed's ZeRO-1 or ZeRO-2"
     if getattr(parameter, FLAT_PARAMETER, False):
         return "FSDP1"
-    return FSDP2 if isinstance(parameter, DTensor) else None
+    if isinstance(parameter, DTensor):
+        return FSDP2
+    return None
 
 
 def reduces_later(parameter: Tensor) -> str | None:
@@ -92,10 +95,14 @@ def reduces_later(parameter: Tensor) -> str | None:
     parameter in a group of several ranks is therefore assumed to be theirs.
     """
     name = engine_of_parameter(parameter)
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = 1
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
     if isinstance(parameter, DTensor):
         there = parameter.device_mesh.size()
-        return None if there == ranks else f"FSDP2 over {there} of {ranks} ranks (a pipeline, or replicas beside it)"
+        if there == ranks:
+            return None
+        return f"FSDP2 over {there} of {ranks} ranks (a pipeline, or replicas beside it)"
     if name is None and ranks > 1:
         return f"DDP, a pipeline or a split sequence over a process group of {ranks} ranks"
     return name

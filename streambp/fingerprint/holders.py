@@ -30,7 +30,10 @@ class Holder:
         write: Callable[[Any, Any], None],
         delete: Callable[[Any], None],
     ) -> None:
-        self.owner, self._read, self._write, self._delete = owner, read, write, delete
+        self.owner = owner
+        self._read = read
+        self._write = write
+        self._delete = delete
         self.content = read()
 
     def restore(self) -> None:
@@ -50,7 +53,8 @@ class Entries(Holder):
     """
 
     def __init__(self, owner: Any) -> None:
-        self.owner, self.length = owner, len(owner)
+        self.owner = owner
+        self.length = len(owner)
         self.short = self.length <= WIDE or isinstance(owner, set)
         tail = list(owner) if self.short else list(itertools.islice(reversed(owner), WIDE))[::-1]
         start = self.length - len(tail)
@@ -62,7 +66,8 @@ class Entries(Holder):
             while len(self.owner) > self.length:
                 self.owner.pop()
             return
-        now, before = list(self.owner), list(self.content.values())
+        now = list(self.owner)
+        before = list(self.content.values())
         if len(now) != len(before) or any(map(_is_not, now, before)):
             self.owner.clear()
             if isinstance(self.owner, set):

@@ -114,7 +114,8 @@ class Memory:
         return found
 
     def _note(self, path: str, value: Any) -> None:
-        name, number = path, 1
+        name = path
+        number = 1
         while name in self.values:  # another function has a variable of that name
             number += 1
             name = f"{path} ({number})"
