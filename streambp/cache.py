@@ -1,4 +1,4 @@
-"""A replacement for a layer's cache in a chunk: counts positions and returns the prefix's K and V."""
+"""Replace a layer's cache in a chunk: count positions and return the prefix's K and V."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _called_as_caches(code: CodeType) -> frozenset[str]:
 
 
 def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Generate pairs (variable, attribute) for attributes that a function reads of its variables."""
+    """Generate pairs (variable, attribute) for each attribute that a function reads."""
     before: Any = None
     for step in dis.get_instructions(code):
         if step.opname.startswith(ASKS) and before is not None:

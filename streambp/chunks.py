@@ -52,7 +52,7 @@ Forks = tuple[tuple[int, int], ...]  # pairs (start, origin), see `ChunkPlan`
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """No chunk may end in `[first, last]`: a position before the end would read one at or after it."""
+    """Forbids chunk ends in `[first, last]`: an earlier position reads a later one there."""
 
     first: int
     last: int
@@ -118,7 +118,7 @@ class ChunkPlan:
 
     @functools.cached_property
     def before(self) -> tuple[int | None, ...]:
-        """Return for each chunk the index of the chunk that it continues; None: it continues none."""
+        """Return for each chunk the index of the chunk that it continues; None: no chunk."""
         ending, origins = {end: index for index, end in enumerate(self.ends)}, dict(self.forks)
         return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
 

@@ -52,9 +52,9 @@ class StreamConfig:
             computation come on top. None: keys and values stay on the device, and all saved tensors
             leave; with offload="auto", the budget is the memory that the device had left in the
             first step.
-        on_host_full: the treatment of a tensor that does not fit into `host_memory`: "keep" leaves
-            it on the device, "recompute" recomputes it in backward (a layer's input stays on the
-            device), "raise" raises.
+        on_host_full: a tensor that does not fit into `host_memory`: "keep" leaves it on the device,
+            "recompute" recomputes it in backward (a layer's input stays on the device), "raise"
+            raises.
         documents: packed documents in recurrences and convolutions. "from_positions": states
             restart where position_ids do not grow by one, like attention, unless the call has an
             attention_mask, seq_idx or cu_seq_lens_q. "as_given": states restart where seq_idx and

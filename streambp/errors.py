@@ -19,15 +19,15 @@ class UnsupportedModelError(StreamBPError):
 
 
 class UnsupportedMaskError(StreamBPError):
-    """The attention mask lets a query read keys that come after it, or does not fit the sequence."""
+    """The attention mask lets a query read later keys, or does not fit the sequence."""
 
 
 class UnsharedError(StreamBPError):
-    """Rows that begin alike cannot be computed as a tree of prefixes; they are computed as rows instead."""
+    """Rows with a common beginning cannot run as a tree of prefixes; they run as rows."""
 
 
 class BackwardError(StreamBPError):
-    """A backward pass was asked for that cannot give the right gradient."""
+    """The requested backward pass cannot compute the right gradient."""
 
 
 class HostMemoryError(StreamBPError):

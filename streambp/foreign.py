@@ -127,7 +127,7 @@ def _called(function: Any) -> Any:
 
 
 def undecorated(function: Any) -> Any:
-    """Return the function inside transformers' deprecation decorators (5.17: around `sdpa_mask`)."""
+    """Return the function in transformers' deprecation decorators (5.17: of `sdpa_mask`)."""
     while home_of(function) == DEPRECATION and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
@@ -197,7 +197,7 @@ def has_compiled_parts(layer: nn.Module) -> bool:
 
 
 def is_region(module: nn.Module) -> bool:
-    """True if the module's forward calls code that `patch` compiles (`model/compiled_regions.py`)."""
+    """True if its forward calls code that `patch` compiles (`model/compiled_regions.py`)."""
     forward = module.__dict__.get("forward")
     return getattr(getattr(forward, "__func__", forward), REGION, None) is not None
 

@@ -42,10 +42,10 @@ UNTYPED_CACHES = ("past_key_values", "past_key_value", "layer_past")
 # xLSTM and RWKV: argument with the layer's states, returned after its hidden states
 STATE = "state"
 PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], keys picked by an earlier layer
-# Arguments of backbones, in order: everything that identifies a token in a tree of prefixes; a
-# replacement of token ids; further arguments per token [B, T]; arguments in the order of the tokens
-# that another argument marks; arguments independent of tokens. For language models, also the
-# arguments that select scored tokens.
+# Arguments of backbones, in this order. First come the arguments that identify a token in a tree of
+# prefixes, a replacement of token ids, and further arguments per token [B, T]. Then come arguments
+# in the order of the tokens that another argument marks, and arguments independent of tokens. Last
+# come arguments of language models that select scored tokens.
 SHARED_INPUTS = ("input_ids", "attention_mask", "position_ids")
 EMBEDS = "inputs_embeds"
 PER_TOKEN = ("token_type_ids", "visual_pos_masks")

@@ -1,4 +1,4 @@
-"""Find and replace tensors in nested containers, and set attributes of several objects temporarily."""
+"""Find and replace tensors in nested containers, and set attributes of objects temporarily."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Slot:
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to every tensor and slot in tuples, lists and mappings."""
+    """Return `value` with `change` applied to all tensors and slots in nested containers."""
     if isinstance(value, Tensor | Slot):
         return change(value)
     if isinstance(value, tuple | list):

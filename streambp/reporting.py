@@ -18,7 +18,7 @@ LONGEST = 400  # characters of an error in a report
 
 
 def told(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
-    """Return the result of `part`; if it raises, `otherwise(reason)`, in one line. [Note: reports]"""
+    """Return the result of `part`, or `otherwise(reason)` if it raises. [Note: reports]"""
     try:
         return part(*args)
     except Exception as error:

@@ -20,7 +20,7 @@ SCORES = 4
 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
-    """Return the dtype with the largest eps among x's [..., B, T, h], the layer's and autocast's."""
+    """Return the dtype with the largest eps: of x [..., B, T, h], the layer or autocast."""
     return call.site.coarsest(x.dtype, x.device.type, call.autocast)
 
 

@@ -226,7 +226,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
 
 
 def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | None:
-    """Return why a layer with states cannot be chunked with this call's documents; None if it can."""
+    """Return why a layer with states cannot be chunked with these documents; None if it can."""
     documents = arguments.documents
     if documents is None:
         return None

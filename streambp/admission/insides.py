@@ -72,7 +72,7 @@ def _harmless(forward: Any) -> bool:
 
 
 def refuse_opacus(where: str) -> NoReturn:
-    """Raise UnsupportedModelError: opacus' hooks would get chunks, and gradients of whole batches."""
+    """Raise UnsupportedModelError: opacus' hooks would get chunks and batch gradients."""
     raise UnsupportedModelError(
         f"{where} has hooks of opacus, which compute a gradient for each sample from what passes a module in one forward "
         "and one backward. A streamed layer passes in chunks, whose gradients are no sample's. Train with opacus without "

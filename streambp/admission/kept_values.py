@@ -334,7 +334,7 @@ class _Trial:
         self._run(stage, [Chunk(0, 0, self.x.shape[-2])], lambda _: None)
 
     def in_chunks(self, _: list[Tensor]) -> None:
-        """Run the layer as a step does: forward without a graph, then once more for the gradient."""
+        """Run the layer as a step does: forward without a graph, then again for the gradient."""
         length = self.x.shape[-2]
         plan = ChunkPlan(length, min(CHUNK, -(-length // 2)))
         packing = self.call.packing

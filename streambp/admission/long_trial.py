@@ -58,7 +58,7 @@ def why_not_at_length(call: LayerCall) -> str | None:
 
 
 def _is_alike(call: LayerCall, chunks: int) -> bool:
-    """True if the first chunks agree with an unchunked run, in every block of tokens of every row."""
+    """True if the first chunks agree with an unchunked run, in every block of every row."""
     length = call.plan[chunks - 1].stop
     # Every second token is negated, so that values replayed from an earlier call do not fit.
     # [Note: kept values]

@@ -40,7 +40,7 @@ MOST = 2**24  # total elements of parameters whose gradients are compared, small
 
 
 class OtherModelError(UnsupportedModelError):
-    """The streamed layer differs from the unpatched layer, and an unchunked run would differ too."""
+    """The streamed layer differs from the unpatched layer, and would differ unchunked too."""
 
 
 class OwnRun:
@@ -143,7 +143,7 @@ class OwnRun:
         return hidden_states.flatten(-2) if call.arguments.folds else hidden_states
 
     def _mask(self, mask: LazyMask, x: Tensor) -> Any:
-        """Return a causal mask of x's tokens [..., B, T, h], made by the model's own mask function."""
+        """Return a causal mask of x's [..., B, T, h] tokens, from the model's mask function."""
         config = next(iter(self.call.configs), None)
         implementation = EAGER if config is None else _comparable(config)
         causal = {

@@ -183,7 +183,7 @@ def _judged_at_length(call: LayerCall) -> Verdict:
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
-    """Return why chunks compute something else; None if they do not. [Note: a trial leaves nothing]"""
+    """Return why chunks differ; None if they do not. [Note: a trial leaves nothing]"""
     if not call.site.kind.states.carries and _convolves(call.layer):
         return Found(CONVOLVES)
     # separates the trial from a checkpoint around the model

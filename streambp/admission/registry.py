@@ -114,7 +114,7 @@ _inside = _remembered(undecorated)
 
 @functools.lru_cache
 def _eager_names(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the eager functions that an attention module's forward can fall back to."""
+    """Return the names of the eager functions that an attention's forward can fall back to."""
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 

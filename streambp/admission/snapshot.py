@@ -80,7 +80,7 @@ class Change(NamedTuple):
 
 
 class Snapshot:
-    """Saved state of a module and its code, at the time of the call. [Note: a trial leaves nothing]"""
+    """Saved state of a module and its code. [Note: a trial leaves nothing]"""
 
     def __init__(self, module: nn.Module) -> None:
         self.large: list[Tensor] = []

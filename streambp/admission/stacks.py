@@ -165,7 +165,7 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """Return the decoder layer inside a module that wraps a single one; None for any other module."""
+    """Return the decoder layer inside a wrapper of a single one; None for other modules."""
     if isinstance(module, GradientCheckpointingLayer | nn.ModuleList) or COMPILED in module._modules:
         return None
     children = list(module.children())

@@ -295,7 +295,7 @@ class Trial:
         return found
 
     def refill(self, calls: int, starts: list[States], names: Labels) -> list[Tensor]:
-        """Return K [B, t, H_kv, D] and V of these attention calls from a refill that skips `names`."""
+        """Return K [B, t, H_kv, D] and V of attention calls from a refill without `names`."""
         prefix, given = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
         prefix.calls, chunks = calls, self.chunks[: len(starts)]
         with torch.no_grad(), self.random.replayed(), left_out(self.linears, names):
@@ -363,7 +363,7 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
 
 
 def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
-    """Return `found` with the products that a refill can skip. `ran` is the trial's recomputation."""
+    """Return `found` with the products that a refill can skip; `ran` is a recomputation."""
     if not ran.kv or not found.refill:
         return dataclasses.replace(found, refill=frozenset())
     starts = ran.starts if trial.call.site.kind.states.carries else [{}]

@@ -168,7 +168,7 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
-    """Return the hooks that reduce the gradients of the layer's inner leaves. [Note: inner leaves]"""
+    """Return the hooks that reduce gradients of the layer's leaves. [Note: inner leaves]"""
     return [
         (module, hook)
         for module in layer.modules()

@@ -1,1 +1,1 @@
-"""Snapshots of a layer's structure: detect changes between calls, and between forward and backward."""
+"""Snapshots of a layer's structure: detect changes between calls, forward and backward."""

@@ -1,4 +1,4 @@
-"""Containers in which code can store values, each with a copy of its content that can be restored."""
+"""Containers in which code can store values, each with a restorable copy of its content."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _is_not(one: Any, other: Any) -> bool:
 
 
 def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
-    """Return a holder for the attributes of an object, except names for which `left_out` is true."""
+    """Return a holder for an object's attributes, except names for which `left_out` is true."""
     table = owner.__dict__
 
     def read() -> Content:

@@ -328,7 +328,7 @@ def changed(layer: nn.Module, what: str) -> BackwardError:
 
 
 def versions_of(look: Look) -> list[int]:
-    """Return the version counters of the snapshot's tensors, in the order of `look.body.tensors`."""
+    """Return the version counters of the snapshot's tensors, in `look.body.tensors`' order."""
     return list(map(VERSION, look.body.tensors))
 
 

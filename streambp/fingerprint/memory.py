@@ -57,7 +57,7 @@ KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdl
 
 
 def is_theirs(function: Any) -> bool:
-    """True if a callable, or a function that it wraps, is third-party code that may store values."""
+    """True if a callable or its wrapped function is third-party code that may store values."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):

@@ -64,7 +64,7 @@ def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int)
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """Return the functions that run when a class member, a hook or an attribute is called or read."""
+    """Return the functions that run on a call or read of a class member, hook or attribute."""
     if isinstance(value, property):
         return [f for part in (value.fget, value.fset) for f in _functions(part)]
     if isinstance(value, staticmethod | classmethod | MethodType):
