@@ -1,10 +1,11 @@
-"""Train HuggingFace models on sequences many times longer than gradient checkpointing allows, with exact gradients.
+"""Train HuggingFace models on sequences many times longer than gradient checkpointing allows, with
+exact gradients.
 
-import streambp
-streambp.patch(model)
+    import streambp
+    streambp.patch(model)
 
-Names and subpackages (`streambp.verify`, `streambp.losses`, ...) are imported when they are asked for: torch and
-transformers take seconds.
+Names and subpackages (`streambp.verify`, `streambp.losses`, ...) are imported on first access,
+because torch and transformers take seconds to import.
 """
 
 import importlib
@@ -38,7 +39,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__`, or a module of the package, when it is asked for."""
+    """Import a name of `__all__`, or a module of the package, on first access."""
     if name in HOMES:
         return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
@@ -47,9 +48,10 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """For completion in a notebook."""
+    """List the names for completion in a notebook."""
     return sorted({*globals(), *__all__, "head", "integrations", "losses", "planner", "verify"})
 
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # who wants the lines sets a handler and the level INFO
+# a program that reads the log sets a handler and the level INFO
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 warn_of_untested("torch", "transformers")

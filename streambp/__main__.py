@@ -1,4 +1,4 @@
-"""`python -m streambp`."""
+"""Run the command line as `python -m streambp`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Command lines: values of options, each with a message that says what it must be, and the line that an error becomes.
+"""Parse command lines: option values with error messages, and errors as one line.
 
-typer comes with transformers, whose own command line it is. Which command-line library it stands on differs by its
-version, so its errors are known by their place behind `typer.BadParameter`.
+typer is installed with transformers, whose command line uses typer. The library below typer depends
+on its version. The error classes are therefore found as bases of `typer.BadParameter`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIGITS = 18  # of a whole number
 
 
 def amount(known: Callable[[str, Any], int], longest: bool = False) -> Callable[[Any], Any]:
-    """A parser of text that `known` takes, such as 64k or 80GiB; of "max" too, if `longest`."""
+    """Return a parser for text that `known` accepts, such as 64k or 80GiB, and "max" if `longest`."""
 
     def parse(text: Any) -> Any:
         if longest and text == "max":
@@ -43,7 +43,7 @@ size = amount(parse_bytes)
 
 
 def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:
-    """A parser of whole numbers, or of all finite ones, within a range."""
+    """Return a parser for numbers in a range: whole numbers, or all finite numbers."""
     told = f"a {'whole ' if whole else ''}number from {low}" + ("" if high is None else f" to {high:g}")
 
     def parse(text: Any) -> Any:
@@ -59,7 +59,7 @@ def number(low: int, high: float | None = None, whole: bool = True) -> Callable[
 
 
 def one_of(*names: Any) -> dict[str, Any]:
-    """What typer's `Option` is told of a choice."""
+    """Return arguments of typer's `Option` for a choice among `names`."""
 
     def parse(text: Any) -> Any:
         for name in names:
@@ -71,10 +71,12 @@ def one_of(*names: Any) -> dict[str, Any]:
 
 
 def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
-    """What the function of the command returns; the exit code, if the line asks for help or for the version.
+    """Run a command line and return the result of the command's function.
+
+    Return the exit code if the line asks for help or for the version.
 
     Raises:
-        ConfigError: the line is wrong. Its text begins with the command.
+        ConfigError: the line is wrong. The text begins with the command.
     """
     command = get_command(app)
     try:

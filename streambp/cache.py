@@ -1,4 +1,4 @@
-"""What a layer is given in place of its cache: it counts positions, and hands out the keys and values of the prefix."""
+"""Replace a layer's cache in a chunk: count positions and return the prefix's K and V."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from torch import Tensor
 
 
 class ChunkCache:
-    """Given in place of a cache to layers that ask it how many tokens came before: the chunk's start.
+    """Replaces the cache of layers that ask the cache for the number of earlier tokens.
 
     Args:
-        read: what `update` does, for layers that attend over what it returns; if None, they get back what they gave.
+        start: the chunk's start, which is the number of earlier tokens.
+        read: implements `update` for layers that attend over its result; None: `update` returns its
+            arguments.
     """
 
     def __init__(self, start: int, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None) -> None:
         self.start = start
         self._read = read
-        self._stop = start  # positions up to the last one that was read
+        self._stop = start  # end of the positions that were read
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """How many tokens came before the chunk."""
+        """Return the number of tokens before the chunk."""
         return self.start
 
     get_query_offset = get_seq_length  # the position of the chunk's first query
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """K [B, H_kv, e, D] and V up to the chunk's end, for key_states [B, H_kv, C, D] and value_states of the chunk.
+        """Return K [B, H_kv, e, D] and V up to the chunk's end.
 
-        A cache without `read` gives the chunk's own back.
+        A cache without `read` returns its arguments.
+
+        Args:
+            key_states: [B, H_kv, C, D], the chunk's keys.
+            value_states: the chunk's values.
         """
         if self._read is None:
             return key_states, value_states
@@ -39,33 +45,44 @@ class ChunkCache:
         return k, v
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """How many keys `update` returns, and the position of the first."""
+        """Return the number of keys that `update` returns, and the first key's position."""
         return self.start + query_length, 0
 
     def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """key_states [B, C, D] of an indexer, which picks what the queries read -> [B, e, D]: one more prefix."""
+        """Return an indexer's keys [B, e, D] up to the chunk's end, for key_states [B, C, D] of the
+        chunk.
+
+        The indexer picks the keys that queries read; its keys are one more prefix.
+        """
         return self.update(key_states[:, None], key_states[:, None, :, :0])[0][:, 0]
 
     @property
     def layers(self) -> Any:
-        """`layers[i]` says how many keys `update` has returned (GLM 5 Next's indexer asks), and has an `update_index`."""
+        """Return an object whose items have the number of keys from `update`, and an
+        `update_index`.
+
+        GLM 5 Next's indexer reads `layers[i]`.
+        """
         return LayerKeys(self, self._stop)
 
 
 class LayerKeys:
-    """`cache.layers[i]` of a chunk's cache: the number of keys, no keys."""
+    """Items of a chunk cache's `layers`: the number of keys, without the keys."""
 
     def __init__(self, cache: ChunkCache, number: int) -> None:
         self._cache = cache
-        self.keys = torch.empty(0, 0, number, 0, device="meta")  # [B, H, e, D] but for B, H and D
+        # [B, H, e, D] with sizes 0 for B, H and D
+        self.keys = torch.empty(0, 0, number, 0, device="meta")
 
     def __getitem__(self, layer: int) -> LayerKeys:
         return self
 
     def get_seq_length(self) -> int:
-        """The number of keys, as transformers' cache layers tell it."""
+        """Return the number of keys, like transformers' cache layers."""
         return self.keys.shape[-2]
 
     def update_index(self, key_states: Tensor) -> Tensor:
-        """key_states [B, 1, C, D] of MiniMax M3's indexer -> [B, 1, e, D]: one more prefix."""
+        """Return keys [B, 1, e, D] of MiniMax M3's indexer, for key_states [B, 1, C, D]: one more
+        prefix.
+        """
         return self._cache.update(key_states, key_states[..., :0])[0]

@@ -1,13 +1,17 @@
-"""Which arguments take a cache: found by what functions say of them and do with them, whatever their names are.
+"""Find the arguments that take a cache, by annotations and use instead of names.
 
-[Note: cache arguments] transformers has called a layer's cache `past_key_values`, `past_key_value`, `layer_past`,
-`cache_params` and, from 5.24 on, `cache`; models outside of it have names of their own. So no name is asked for:
+[Note: cache arguments] transformers has called a layer's cache `past_key_values`, `past_key_value`,
+`layer_past`, `cache_params` and, since 5.24, `cache`. Models outside of transformers use names of
+their own. Caches are therefore found without names:
 
-    a value is a cache        by its class: transformers' `Cache`, or a class with a cache's name or a cache's methods
-    a parameter takes one     its annotation names such a class, or the forward calls a cache's methods on it
-    a layer's parameter       the same of its own forward; else it has the name of one of a module inside the layer, to
-                              which it is handed on. A forward that takes what it is given and hands it on (**kwargs)
-                              has the parameters of the forwards above it in its class, or of the modules inside.
+    a value is a cache        if its class is transformers' `Cache`, or has a cache's name or
+                              methods
+    a parameter takes one     if its annotation names such a class, or the forward calls a cache's
+                              methods on it
+    a layer's parameter       the same, for its own forward; otherwise the parameter has the name of
+                              a cache parameter of an inner module, to which the layer passes it. A
+                              forward with **kwargs has the parameters of its base classes'
+                              forwards, or of the modules inside.
 """
 
 from __future__ import annotations
@@ -27,15 +31,17 @@ from transformers.cache_utils import Cache
 from streambp.known_names import CACHE_CALLS, SEQUENCE_LENGTH, STATE, UNTYPED_CACHES, UPDATE
 from streambp.source import written
 
-ENDING = "Cache"  # of the names of classes that are caches
-READS = ("LOAD_FAST", "LOAD_DEREF")  # the starts of operations that read a parameter
-ASKS = ("LOAD_ATTR", "LOAD_METHOD")  # the starts of those that read an attribute
-MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")  # these have an `update`, and are no caches
+ENDING = "Cache"  # the ending of cache classes' names
+READS = ("LOAD_FAST", "LOAD_DEREF")  # prefixes of instructions that read a parameter
+WRITES = ("STORE_FAST", "STORE_DEREF")  # prefixes of instructions that assign a variable
+ASKS = ("LOAD_ATTR", "LOAD_METHOD")  # prefixes of instructions that read an attribute
+# classes with an `update` that are no caches
+MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")
 
 
 @functools.lru_cache(maxsize=1024)
 def is_cache_class(kind: Hashable) -> bool:
-    """Whether objects of a class are caches. [Note: cache arguments]"""
+    """True if instances of the class are caches. [Note: cache arguments]"""
     if not isinstance(kind, type) or issubclass(kind, nn.Module):
         return False
     if issubclass(kind, Cache) or any(base.__name__.endswith(ENDING) for base in kind.__mro__):
@@ -44,13 +50,13 @@ def is_cache_class(kind: Hashable) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache of keys, values or states."""
+    """True if the value is a cache of keys, values or states."""
     kind: Any = type(value)
     return value is not None and is_cache_class(kind)
 
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is given a cache to read and write, or states to go on from."""
+    """True if a call has a cache to read and write, or start states."""
     for name, value in kwargs.items():
         if value is None:
             continue
@@ -60,30 +66,48 @@ def has_cache(kwargs: Mapping[str, Any]) -> bool:
 
 
 def without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments with None in the place of each cache."""
+    """Return a call's arguments with None in place of each cache."""
     return {name: None if is_cache(value) else value for name, value in kwargs.items()}
 
 
 @functools.lru_cache(maxsize=4096)
 def cache_parameters(forward: Any) -> tuple[str, ...]:
-    """The parameters of a function that take a cache: those that are annotated so first, then those that it calls a
-    cache's methods on."""
+    """Return the parameters of a function that take a cache.
+
+    Parameters with an annotation come first, then parameters on which the function calls a cache's
+    methods.
+    """
     forward = written(forward)
     code = getattr(forward, "__code__", None)
     if not isinstance(code, CodeType):
         return ()
     names = _parameters(code)
     annotations = getattr(forward, "__annotations__", {})
-    annotated = [name for name in names if names_a_cache(annotations.get(name), forward.__globals__)]
     used = _called_as_caches(code)
-    called = [name for name in names if name in used and name not in annotated and not _is_mapping(annotations.get(name))]
+    annotated = []
+    called = []
+    for name in names:
+        annotation = annotations.get(name)
+        if names_a_cache(annotation, forward.__globals__):
+            annotated.append(name)
+        elif name in used and not _is_mapping(annotation):
+            called.append(name)
     return (*annotated, *called)
 
 
 def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
-    """The arguments that take the cache of a layer, or of another module that hands it on. [Note: cache arguments]"""
-    forwards = [vars(base)["forward"] for base in type(layer).__mro__ if "forward" in vars(base) and base is not nn.Module]
-    inner = dict.fromkeys(name for part in layer.modules() if part is not layer for name in _of_class(type(part)))
+    """Return the arguments that take a layer's cache, or a cache that it passes on.
+
+    [Note: cache arguments]
+    """
+    inner: dict[str, None] = {}
+    for part in layer.modules():
+        if part is not layer:
+            inner.update(dict.fromkeys(_of_class(type(part))))
+    forwards = []
+    for base in type(layer).__mro__:
+        if "forward" in vars(base) and base is not nn.Module:
+            forwards.append(vars(base)["forward"])
     for forward in forwards:
         found = cache_parameters(forward)
         if found:
@@ -102,15 +126,16 @@ def _of_class(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _parameters(code: CodeType) -> tuple[str, ...]:
-    """The parameters of a function by name, but those that collect what has no parameter."""
+    """Return a function's parameter names, without *args and **kwargs."""
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
-    """Whether an annotation, which may be a text, names the class of a cache.
+    """True if an annotation, which may be a string, names a cache class.
 
     Args:
-        names: where a text's names stand.
+        annotation: the annotation.
+        names: the globals in which a string's names are looked up.
     """
     if annotation is None:
         return False
@@ -124,22 +149,46 @@ def names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
 
 
 def _is_mapping(annotation: Any) -> bool:
-    """Whether an annotation names a dictionary."""
+    """True if an annotation names a dictionary."""
     return any(word in MAPPINGS for word in re.findall(r"[A-Za-z_]\w*", str(annotation)))
 
 
 def _called_as_caches(code: CodeType) -> frozenset[str]:
-    """The variables on which a function calls methods that caches have."""
-    return frozenset(name for name, method in _asked(code) if method in CACHE_CALLS)
+    """Return the variables on which a function calls a cache's methods.
+
+    A method may be called on another variable to which the first one was assigned.
+    """
+    called = {name for name, method in _asked(code) if method in CACHE_CALLS}
+    sources = _assigned(code)
+    called.update(source for name in tuple(called) for source in sources.get(name, ()))
+    return frozenset(called)
+
+
+def _assigned(code: CodeType) -> dict[str, set[str]]:
+    """Return the variables that a function assigns to others, unchanged, by the name of the other."""
+    sources: dict[str, set[str]] = {}
+    before: Any = None
+    for step in dis.get_instructions(code):
+        target = step.argval[0] if isinstance(step.argval, tuple) else step.argval
+        if step.opname.startswith(WRITES) and before is not None:
+            sources.setdefault(target, set()).add(before)
+        before = _read(step)
+    return sources
 
 
 def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Each attribute that a function reads of one of its variables: the variable, the attribute."""
+    """Generate pairs (variable, attribute) for each attribute that a function reads."""
     before: Any = None
     for step in dis.get_instructions(code):
         if step.opname.startswith(ASKS) and before is not None:
             yield before, str(step.argval)
-        loads = step.opname.startswith(READS)
-        before = step.argval if loads else None
-        if isinstance(before, tuple):  # Python 3.13 reads two variables at once
-            before = before[-1]
+        before = _read(step)
+
+
+def _read(step: dis.Instruction) -> Any:
+    """Return the variable that an instruction reads last, or None."""
+    if not step.opname.startswith(READS):
+        return None
+    if isinstance(step.argval, tuple):  # Python 3.13 reads two variables in one instruction
+        return step.argval[-1]
+    return step.argval

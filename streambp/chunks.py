@@ -1,4 +1,4 @@
-"""How a sequence is cut into chunks. Integers only, but for a chunk's part of a tensor."""
+"""Plan how a sequence is cut into chunks. Integers only, except a chunk's part of a tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streambp.errors import ConfigError
 if TYPE_CHECKING:  # the command line reads settings without torch
     from torch import Tensor
 
-MIN_CHUNKS, NEAR = 4, 64  # of a verified step; how far from the ideal size another one is looked for
+MIN_CHUNKS, NEAR = 4, 64  # chunks of a verified step; search range around the ideal size
 AUTO_CHUNKS = 8
 AUTO_MIN_TOKENS = 2048
 AUTO_MAX_TOKENS = 8192
@@ -27,31 +27,39 @@ AUTO_RULE = (
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Positions `[start, stop)` of every row; `index` counts from the front of the sequence."""
+    """Positions `[start, stop)` of every row.
+
+    Attributes:
+        index: the chunk's number in the sequence, from 0.
+        start: the first position.
+        stop: the position after the last one.
+    """
 
     index: int
     start: int
     stop: int
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """These positions of x [..., T, ...], T at `dim`: a view, or x itself where they are all."""
+        """Return these positions of x [..., T, ...], with T at `dim`: a view, or x itself if it has
+        no others.
+        """
         count = self.stop - self.start
         return x if x.shape[dim] == count else x.narrow(dim, self.start, count)
 
 
-Forks = tuple[tuple[int, int], ...]  # (start, origin), as of `ChunkPlan`
+Forks = tuple[tuple[int, int], ...]  # pairs (start, origin), see `ChunkPlan`
 
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """No chunk may end at `first`, `last` or between: a position before the end would read one at or behind it."""
+    """Forbids chunk ends in `[first, last]`: an earlier position reads a later one there."""
 
     first: int
     last: int
 
 
 def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
-    """The same ends forbidden by barriers that rise, are disjoint and apart from one another."""
+    """Return increasing, disjoint, non-adjacent barriers that forbid the same chunk ends."""
     found: list[Barrier] = []
     for barrier in sorted(barriers, key=lambda barrier: barrier.first):
         if found and barrier.first <= found[-1].last + 1:
@@ -62,13 +70,16 @@ def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """`length` positions in chunks of `size`, or in those that stop at `ends`.
+    """Chunks of `length` positions: each of `size` positions, or with given ends.
 
     Args:
-        size: what was asked for; the last chunk takes what is left. Where `ends` are given, chunks may be longer.
-        ends: rising, the last is `length`; () for every `size` positions.
-        forks: where a chunk starts at `start`, it goes on from the one that ends at `origin`, or from none if that is 0.
-            All others go on from the one before them.
+        length: the number of positions.
+        size: the requested size; the last chunk is the rest. Chunks with given `ends` may be
+            longer.
+        ends: increasing chunk ends, the last is `length`; (): a chunk ends every `size` positions.
+        forks: pairs (start, origin). The chunk that starts at `start` continues from the chunk that
+            ends at `origin`; from none for origin 0. Every other chunk continues from the previous
+            chunk.
     """
 
     length: int
@@ -82,7 +93,7 @@ class ChunkPlan:
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """First to last."""
+        """Return the chunks, first to last."""
         return tuple(Chunk(index, *ends) for index, ends in enumerate(itertools.pairwise((0, *self.ends))))
 
     def __len__(self) -> int:
@@ -98,18 +109,22 @@ class ChunkPlan:
 
     @functools.cached_property
     def backward(self) -> tuple[Chunk, ...]:
-        """Last to first: the only order in which a chunk's dK and dV are complete. [Note: prefix accumulation order]"""
+        """Return the chunks last to first, the only order in which a chunk's dK and dV are
+        complete.
+
+        [Note: prefix accumulation order]
+        """
         return self.chunks[::-1]
 
     @functools.cached_property
     def before(self) -> tuple[int | None, ...]:
-        """For each chunk the index of the one that it goes on from; None: it starts anew."""
+        """Return for each chunk the index of the chunk that it continues; None: no chunk."""
         ending, origins = {end: index for index, end in enumerate(self.ends)}, dict(self.forks)
         return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
 
     @functools.cached_property
     def behind(self) -> dict[int, tuple[int, int]]:
-        """The first and the last of the chunks that go on from a chunk, by its index."""
+        """Return the first and the last chunk that continue a chunk, by the latter's index."""
         found: dict[int, tuple[int, int]] = {}
         for index, before in enumerate(self.before):
             if before is not None:
@@ -117,20 +132,22 @@ class ChunkPlan:
         return found
 
     def holding(self, position: int) -> int:
-        """The index of the chunk that a position is in."""
+        """Return the index of the chunk that contains a position."""
         return bisect.bisect_right(self.ends, position)
 
     @functools.cached_property
     def longest(self) -> int:
-        """Positions of the longest chunk."""
+        """Return the number of positions in the longest chunk."""
         return max(b - a for a, b in itertools.pairwise((0, *self.ends)))
 
     def avoiding(self, barriers: Sequence[Barrier]) -> ChunkPlan:
-        """The plan whose chunks end outside of `barriers`: each end moves to the nearest one before it, so that no chunk is
-        longer than `size`; where there is none, to the nearest behind.
+        """Return a plan whose chunks end outside of `barriers`.
+
+        Each end moves to the nearest allowed end before it, which leaves no chunk longer than
+        `size`. If none exists, the end moves to the nearest allowed end after it.
 
         Args:
-            barriers: rising, disjoint and apart from one another.
+            barriers: increasing, disjoint and non-adjacent.
         """
         starts = [barrier.first for barrier in barriers]
         ends: list[int] = []
@@ -146,16 +163,21 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, tuple(ends))
 
     def forked(self, forks: Forks, least: int) -> ChunkPlan:
-        """The plan with these forks, which are at least `least` positions apart: chunks end at each of them, and between
-        them after every `size` positions, where that leaves at least `least`."""
+        """Return a plan with these forks, which must be at least `least` positions apart.
+
+        Chunks end at each fork. Between forks they end after every `size` positions, if at least
+        `least` positions remain.
+        """
         size, ends = max(self.size, least), list[int]()
         for start, stop in itertools.pairwise(sorted({0, self.length, *itertools.chain.from_iterable(forks)})):
             ends += [*range(start + size, stop - least + 1, size), stop]
         return ChunkPlan(self.length, self.size, tuple(ends), forks)
 
     def with_least(self, tokens: int) -> ChunkPlan:
-        """The plan whose chunks have at least so many positions: ends that come too soon after the one before, or too close
-        before the last, are left out."""
+        """Return a plan whose chunks have at least `tokens` positions.
+
+        Ends too close to the previous end or to the sequence's end are left out.
+        """
         ends: list[int] = []
         for end in self.ends[:-1]:
             if end - (ends[-1] if ends else 0) >= tokens and self.length - end >= tokens:
@@ -164,17 +186,17 @@ class ChunkPlan:
 
 
 def in_one_pass(size: int) -> int:
-    """The largest power of two up to `size` positions, which are 1 or more.
+    """Return the largest power of two that is at most `size`; `size` is at least 1.
 
-    cuDNN attends few lengths of queries ([Note: few shapes]): a chunk of 2,730 would be cut into 2,048, 512 and 170 of
-    them, which read their prefix one after the other.
+    cuDNN attends to few numbers of queries ([Note: few shapes]). A chunk of 2,730 would be cut into
+    2,048, 512 and 170 queries, which read their prefix one after the other.
     """
     return 1 << (size.bit_length() - 1)
 
 
-@functools.lru_cache  # its chunks are then made once for all layers and calls
+@functools.lru_cache  # the same chunks serve all layers and calls
 def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"]) -> ChunkPlan:
-    """Cut `length` positions of `batch_size` rows. The rule behind "auto" is `AUTO_RULE`."""
+    """Cut `length` positions of `batch_size` rows. `AUTO_RULE` is the rule for "auto"."""
     if chunk_size == "auto":
         tokens = min(max(-(-length * batch_size // AUTO_CHUNKS), AUTO_MIN_TOKENS), AUTO_MAX_TOKENS)
         size = max(1, tokens // max(1, batch_size))
@@ -185,10 +207,12 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
 
 
 def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
-    """A chunk size that cuts seq_len into at least four chunks, the last of them shorter; the user's, if it does.
+    """Return a chunk size that cuts seq_len into at least four chunks, the last one shorter.
+
+    The user's size is returned if it does so.
 
     Raises:
-        ConfigError: the user's does not, or none does.
+        ConfigError: the user's size does not, or no size does.
     """
     ideal, most = seq_len / (MIN_CHUNKS + 0.25), (seq_len - 1) // (MIN_CHUNKS - 1)
     near = range(max(2, int(ideal) - NEAR), min(most, int(ideal) + NEAR) + 1)

@@ -1,4 +1,4 @@
-"""`StreamConfig`: everything a user can choose, checked when it is built."""
+"""`StreamConfig`: all settings of a user, checked when it is built."""
 
 from __future__ import annotations
 
@@ -12,64 +12,82 @@ from streambp.errors import ConfigError
 from streambp.fields import check_fields, parse_bytes, parse_tokens, shown
 
 SAVES = ("attn_out", "kv")
-LAST = "@"  # between a name among `saves` and the number of last layers that it is for
-DIGITS = 9  # of that number at most
+LAST = "@"  # separates a name in `saves` from a number of last layers
+DIGITS = 9  # at most, of a number of last layers
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
-    """How a patched model streams (DESIGN.md section 8).
+    """Settings by which a patched model streams (DESIGN.md section 8).
 
     Args:
-        chunk_size: tokens of each row in one chunk, as a number or as "8k", or "auto".
-        saves: tensors that forward keeps so that backward need not recompute them: "attn_out" (the attention output with
-            its logsumexp, 2 * h bytes a token and layer in bf16), "kv" (the keys and values), and globs of the names of
-            Linear modules relative to the layer ("mlp.gate_proj", "mlp.*"), for their outputs where backward reads them.
-            "attn_out@12" saves in the last 12 layers alone, whose backward comes first. "auto" saves as much as the
-            device's free memory allows, by layer, decided anew in each forward; a micro-batch of one chunk that needs less
-            than a quarter of that memory runs unpatched, see `unpatched_runs`. With offloading, "auto" saves as much as
-            the link to the host can carry behind the compute.
-        attention: the kernels of attention. "auto" takes the fastest that fits; "flash" is FlashAttention on CUDA and the
-            fused kernel on CPU; "math" is plain matrix products on any device.
-        head: with labels, compute the loss block by block and never build the logits.
-        eval_logits: in eval mode, build the logits as well when labels are given (for `compute_metrics`).
-        lazy_logits: return a stand-in for logits, with labels beside the loss. Log-probabilities, logsumexp, losses and
-            metrics of each token are computed from it block by block; any other use builds the logits.
-        offload: "cpu" moves each layer's input and what `saves` names to host memory behind the compute, and back a chunk
-            ahead of its use. "auto" does too, and chooses `gpu_memory` if it is not given.
-        host_memory: bytes of host memory for offloading on each rank, as a number or as "96GiB"; None: nine tenths of the
-            available memory, shared by the ranks of a machine.
-        gpu_memory: with offloading, bytes of device memory for tensors that live longer than a chunk, as a number or as
-            "8GiB". Keys and values of the layer at work, with their gradients, come first; those beyond the budget are
-            streamed from and to the host. The rest of the budget keeps saved tensors of the last layers. Weights, gradients
-            and a chunk's own computation come on top. None: keys and values stay, and all saved tensors leave; with
-            offload="auto", the budget is the memory that the device had left in the first step.
-        on_host_full: a tensor that does not fit into `host_memory`: "keep" it on the device, "recompute" it in backward (a
-            layer's input is kept), or "raise".
-        documents: packed documents in recurrences and convolutions. "from_positions": they start anew where position_ids do
-            not grow by one, as attention does, unless the call has an attention_mask, seq_idx or cu_seq_lens_q.
-            "as_given": they start anew where seq_idx and cu_seq_lens_q say so, as in the unpatched model; with position_ids
-            alone they go on from one document to the next.
-        rows: how a batch [B, T] is computed. "as_given": its rows as they are. "packed": as one packed row without padding,
-            in which tokens stand once that rows have in common at their beginning (completions of one prompt, chosen and
-            rejected), where the model was tried on it and enough is saved; outputs are those of [B, T], but for values at
-            padding. "auto": the same where nobody sees a difference: of padded batches only where the caller gets no such
-            values, and beginnings in common only where no dropout is drawn. `describe` says what became of it.
-        kernels: of norms, MLPs and the rotation of queries and keys. "auto": Liger's on an accelerator, where liger-kernel
-            is installed and computes what the model does; else the model's, as on every CPU. Streamed Linears with LoRA
-            adapters of peft's are one operation, on every device. "own": the model's, and peft's adapters. "liger":
-            Liger's norms and MLPs, or an error. "compiled": the model's norms, gated activations and rotation, compiled by
-            torch (Triton's kernels on a GPU, C++ on a CPU), or "own" on a machine without a compiler. They are put on this
-            model's modules and taken off by `unpatch`, and round in other places than the model's, in its dtypes.
-        unpatched_runs: with saves="auto", whether a micro-batch may run unpatched, which is fastest. False: each one
-            streams, so that no number depends on the free memory and a backward that runs out of it is repeated.
-        compare_backward: whether backward compares the layers that it computes again with those of the forward, and raises
-            where they differ. [Note: witness]
-        share_prefixes: the former name. True is rows="packed", False rows="as_given"; it warns, and will go.
-        weights: "cpu": the layers' weights live in host memory, within `host_memory`, and come to the device a layer ahead
-            of their use, once in each direction. Adapters stay on the device; of layers that train as a whole gradients
-            leave for the host. "auto": frozen weights of as many of the first layers as the device has no room for beside a
-            step; the first forward decides.
+        chunk_size: tokens of each row in one chunk, a number, "8k" or "auto".
+        saves: tensors that forward saves, so that backward does not recompute them. "attn_out" is
+            the attention output with its logsumexp, 2 * h bytes a token and layer in bf16. "kv" is
+            the keys and values. Globs name Linear modules relative to the layer ("mlp.gate_proj",
+            "mlp.*"); their outputs are saved where backward reads them. "attn_out@12" saves in the
+            last 12 layers alone, whose backward comes first. "auto" saves, layer by layer, as much
+            as the device's free memory allows, and decides anew in each forward. A micro-batch of
+            one chunk then runs unpatched if it needs less than a quarter of that memory, see
+            `unpatched_runs`. If tensors are offloaded, "auto" saves as much as the link to the host
+            can carry during the compute.
+        attention: the kernels of attention. "auto" takes the fastest that fits. "flash" is
+            FlashAttention on CUDA and the fused kernel on CPU. "math" is plain matrix products on
+            any device.
+        head: compute the loss block by block if labels are given, and never build the logits.
+        eval_logits: build the logits as well if labels are given in eval mode (for
+            `compute_metrics`).
+        lazy_logits: return a stand-in for logits, with labels beside the loss. Log-probabilities,
+            logsumexp, losses and metrics of each token are computed from it block by block; any
+            other use builds the logits.
+        offload: "cpu" moves each layer's input and the tensors of `saves` to host memory during the
+            compute, and back a chunk ahead of their use. "auto" does the same, and chooses
+            `gpu_memory` if it is not given.
+        host_memory: bytes of host memory for offloading on each rank, a number or "96GiB". None:
+            nine tenths of the available memory, shared by the ranks of a machine.
+        gpu_memory: bytes of device memory for tensors that live longer than a chunk, a number or
+            "8GiB"; needs offloading. Keys and values of the running layer, with their gradients,
+            come first; a part beyond the budget is streamed from and to the host. The rest of the
+            budget holds saved tensors of the last layers. Weights, gradients and a chunk's own
+            computation come on top. None: keys and values stay on the device, and all saved tensors
+            leave; with offload="auto", the budget is the memory that the device had left in the
+            first step.
+        on_host_full: a tensor that does not fit into `host_memory`: "keep" leaves it on the device,
+            "recompute" recomputes it in backward (a layer's input stays on the device), "raise"
+            raises.
+        documents: packed documents in recurrences and convolutions. "from_positions": states
+            restart where position_ids do not grow by one, like attention, unless the call has an
+            attention_mask, seq_idx or cu_seq_lens_q. "as_given": states restart where seq_idx and
+            cu_seq_lens_q mark a document, as in the unpatched model; with position_ids alone,
+            states continue from one document to the next.
+        rows: the computation of a batch [B, T]. "as_given": its rows as they are. "packed": one
+            packed row without padding. Tokens that rows have in common at their beginning are
+            computed once (completions of one prompt, chosen and rejected). "packed" applies where
+            the model was tried on such a row and enough is saved; outputs are those of [B, T],
+            except values at padding. "auto": the same where results do not differ. Padded batches
+            are packed only if the caller gets no values at padding, and common beginnings are
+            shared only if no dropout is drawn. `describe` reports the result.
+        kernels: the kernels of norms, MLPs and the rotation of queries and keys. "auto": Liger's
+            kernels on an accelerator, if liger-kernel is installed and computes the same as the
+            model; otherwise the model's, and always on a CPU. Streamed Linears with LoRA adapters
+            of peft are one operation, on every device. "own": the model's kernels, and peft's
+            adapters. "liger": Liger's norms and MLPs, or an error. "compiled": the model's norms,
+            gated activations and rotation, compiled by torch (Triton's kernels on a GPU, C++ on a
+            CPU), or "own" on a machine without a compiler. Kernels are set on this model's modules,
+            and `unpatch` removes them. Their results round at other points than the model's, in its
+            dtypes.
+        unpatched_runs: allow a micro-batch to run unpatched with saves="auto", which is fastest.
+            False: each one streams. No number then depends on the free memory, and a backward that
+            runs out of memory is repeated.
+        compare_backward: compare each layer that backward recomputes with the forward, and raise if
+            the two differ. [Note: witness]
+        share_prefixes: the former name of `rows`. True is rows="packed", False rows="as_given". The
+            setting warns, and a later release will remove it.
+        weights: "cpu": the layers' weights live in host memory, within `host_memory`, and move to
+            the device a layer ahead of their use, once in each direction. Adapters stay on the
+            device. Layers that train all weights send their gradients to the host. "auto": frozen
+            weights of the first layers live in host memory, of as many layers as the device has no
+            room for beside a step; the first forward decides.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -95,17 +113,20 @@ class StreamConfig:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """The globs among `saves`."""
+        """Return the globs among `saves`."""
         names = (name.partition(LAST)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
     @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
-        """`saves`, or none where they are left to be chosen."""
+        """Return `saves`; () for "auto"."""
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:
-        """That of a layer with so many to go, itself among them: names that end in "@n" are for `n` or fewer."""
+        """Return the configuration of a layer that is one of the last `left` layers.
+
+        Names that end in "@n" apply to the last n layers.
+        """
         if not any(LAST in name for name in self.named_saves):
             return self
         parts = (name.partition(LAST) for name in self.named_saves)
@@ -128,7 +149,7 @@ class StreamConfig:
             warnings.warn(
                 f"share_prefixes={self.share_prefixes} is now rows='{rows}', and will go with the next release.",
                 DeprecationWarning,
-                stacklevel=3,  # of who builds the configuration
+                stacklevel=3,  # the line that builds the configuration
             )
             object.__setattr__(self, "rows", rows)
             object.__setattr__(self, "share_prefixes", None)
@@ -155,13 +176,15 @@ FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
 
 
 def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
-    """`base` with these fields, by name.
+    """Return `base` with these fields, by name.
 
     Args:
-        source: where they come from, for the message.
+        found: values by field.
+        source: their origin, for the message.
+        base: the configuration to change.
 
     Raises:
-        ConfigError: a name is unknown, or a value cannot be.
+        ConfigError: a name is unknown, or a value is not allowed.
     """
     unknown = [name for name in found if name not in FIELDS]
     if unknown:

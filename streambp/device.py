@@ -1,4 +1,4 @@
-"""Devices as this process finds them: how much memory it may have there, and which errors are theirs."""
+"""Query devices: the memory that this process may use, and the errors that come from a device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from streambp.errors import StreamBPError
 
 
 class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
-    """The device ran out of memory in a streamed step. Still a torch.OutOfMemoryError, for those who wait for one."""
+    """A streamed step ran out of device memory. Code that catches torch.OutOfMemoryError catches
+    it.
+    """
 
 
 @functools.lru_cache
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device works beside the host, in streams that torch's general interface makes (`torch.accelerator`).
+    """True if a device runs asynchronously, in streams of torch's generic interface.
 
-    CUDA's, ROCm's and Intel's do. Apple's has a single stream: copies and kernels come one after the other there.
+    The interface is `torch.accelerator`. CUDA, ROCm and Intel devices have such streams. Apple's
+    have a single stream, in which copies and kernels run one after the other.
     """
     found = None if device.type == "cpu" else torch.accelerator.current_accelerator()
     if found is None or device.type != found.type:
@@ -37,25 +40,25 @@ def is_accelerator(device: torch.device) -> bool:
 
 @functools.lru_cache
 def tells_memory(device: torch.device) -> bool:
-    """Whether it is known at any time what a device has free, and what of it this process has."""
+    """True if a device can report its free memory and this process' share at any time."""
     if device.type == "cuda":
         return True
     try:
         return is_accelerator(device) and memory_limit(device) > 0
-    except (AttributeError, RuntimeError):  # an older torch, or a device whose allocator does not tell
+    except (AttributeError, RuntimeError):  # an older torch, or an allocator without statistics
         return False
 
 
 def memory_limit(device: torch.device) -> int:
-    """Bytes that this process may have reserved on an accelerator, those that it has among them.
+    """Return the bytes that this process may reserve on an accelerator, including its present ones.
 
-    The smaller of what `torch.cuda.set_per_process_memory_fraction` grants it and what other processes (an inference
-    server beside a trainer, say) leave over now.
+    The limit is the smaller of two: the grant of `torch.cuda.set_per_process_memory_fraction`, and
+    the memory that other processes leave, such as an inference server.
     """
     if device.type != "cuda":
         free, total = torch.accelerator.get_memory_info(device)
         return min(total, free + counted_bytes(device, "reserved"))
-    if device.index is None:  # the fraction is asked for by number alone
+    if device.index is None:  # the fraction needs a device number
         device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
     granted = torch.cuda.get_per_process_memory_fraction(device) * total
@@ -63,21 +66,24 @@ def memory_limit(device: torch.device) -> int:
 
 
 def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "peak"]) -> int:
-    """Bytes that torch's allocator has given out on an accelerator, holds there, or has given out at most.
+    """Return an allocator's bytes on an accelerator: allocated, reserved, or the allocated peak.
 
-    `torch.cuda.memory_allocated` makes a sorted list of all that the allocator counts, half a millisecond in Python, and is
-    asked for several times in each layer of each pass.
+    `torch.cuda.memory_allocated` builds a sorted list of all statistics, half a millisecond in
+    Python. Each layer of each pass asks several times.
     """
     name, when = ("allocated", "peak") if kind == "peak" else (kind, "current")
     if device.type != "cuda":
         return int(torch.accelerator.memory_stats(device).get(f"{name}_bytes.all.{when}", 0))
     counts = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(counts[f"{name}_bytes"]["all"][when]) if counts else 0  # {} where CUDA was not used yet
+    return int(counts[f"{name}_bytes"]["all"][when]) if counts else 0  # {} before CUDA's first use
 
 
 def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
-    """Whether arguments of `x.to` name another device than that of x [...]. As there, a number is one of the accelerator's,
-    and a kind of device without a number stands for the current one."""
+    """True if arguments of `x.to` name another device than x's [...].
+
+    As in `x.to`, a number means an accelerator, and a device type without a number the current
+    device.
+    """
     devices = [torch.device(w) for w in wanted if isinstance(w, str | torch.device) or type(w) is int]
     devices += [w.device for w in wanted if isinstance(w, Tensor)]
     for device in devices:
@@ -90,8 +96,11 @@ def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
 
 
 def allocator_count(device: torch.device, name: Literal["num_alloc_retries", "num_ooms"]) -> int:
-    """How often torch's allocator has given its cache back to a device's driver, and waited, for want of memory; or how
-    often it has raised an OutOfMemoryError."""
+    """Return how often the allocator emptied its cache for lack of memory, or raised
+    OutOfMemoryError.
+
+    An emptied cache costs a synchronization with the device.
+    """
     if not tells_memory(device):
         return 0
     if device.type != "cuda":
@@ -100,11 +109,11 @@ def allocator_count(device: torch.device, name: Literal["num_alloc_retries", "nu
 
 
 def forget_error(device: torch.device) -> None:
-    """Clear the error that a failed call to CUDA's runtime left behind.
+    """Clear the error that a failed call left in CUDA's runtime.
 
-    The runtime keeps it until it is asked for, and torch asks after every launch of a kernel: the next one, which has
-    nothing to do with it, would raise. So a launch that nobody needs comes first. An error of the device itself stays: the
-    launch after it raises as well.
+    The runtime stores the error until a query, and torch queries after every kernel launch. The
+    next unrelated launch would therefore raise. A launch without purpose comes first to clear the
+    error. An error of the device itself persists: the next launch raises as well.
     """
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device=device).fill_(1.0)
@@ -113,16 +122,17 @@ def forget_error(device: torch.device) -> None:
 LIBRARIES = re.compile(r"\b(CUDA|cuDNN|CUDNN\w*|cuBLAS\w*|CUBLAS\w*|HIP|MIOpen|hipBLAS\w*|FlashAttention|Triton)\b")
 FULL = re.compile(r"out[ _]of[ _]memory|ALLOC_FAILED|bad_alloc|can't allocate memory", re.IGNORECASE)
 WHOSE = re.compile(r"CUDA|cuDNN|cuBLAS|cuSPARSE|cuSOLVER|HIP|MIOpen|rocBLAS|Triton|RMM|bad_alloc|Allocator", re.IGNORECASE)
-MEMORY_ERRORS = (RuntimeError, MemoryError)  # one of these is what `is_out_of_memory` looks for
-KERNELS = ("streambp.attention.kernels", "triton.")  # modules that hold little but calls of kernels
+MEMORY_ERRORS = (RuntimeError, MemoryError)  # classes that `is_out_of_memory` accepts
+KERNELS = ("streambp.attention.kernels", "triton.")  # modules that contain little but kernel calls
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device has no memory left for what raised this error.
+    """True if this error means that a device has no memory left.
 
-    torch's own allocator has a class for that. cuBLAS and cuDNN (handles, workspaces), the driver (kernels that are loaded
-    when they are first called, events), Triton and pluggable allocators say so in their messages. Not NCCL: a collective
-    that failed on one rank cannot be repeated.
+    torch's own allocator has a class for such errors. Other sources report in the message: cuBLAS
+    and cuDNN (handles, workspaces), the driver (kernels loaded at their first call, events), Triton
+    and pluggable allocators. NCCL's errors do not count: a collective that failed on one rank
+    cannot be repeated.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -131,13 +141,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def make_room(device: torch.device, allocators: bool) -> None:
-    """Before what ran out of memory is tried again: free what the failed attempt left behind.
+    """Free the memory of a failed attempt before a retry.
 
-    A backward that failed inside another has left tasks, and with them its graph, in autograd's queue for the device; the
-    next backward inside drops them. What torch's allocator holds in its cache is what others lack.
+    A failed backward inside another backward leaves tasks in autograd's queue for the device, and
+    its graph with them. The next inner backward drops these tasks. Memory in torch's allocator
+    cache is missing elsewhere.
 
     Args:
-        allocators: torch's own allocator raised, which has emptied its cache already.
+        device: the device without memory.
+        allocators: torch's own allocator raised, and has emptied its cache already.
     """
     with contextlib.suppress(*MEMORY_ERRORS):
         if torch._C._current_graph_task_id() != -1:
@@ -150,10 +162,11 @@ def make_room(device: torch.device, allocators: bool) -> None:
 
 
 def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
-    """Whether an error is a device's, its libraries' or a kernel's own, not one of the tensors that it was handed.
+    """True if an error comes from a device, its libraries or a kernel, and not from wrong tensors.
 
-    torch names the library in its messages. What a kernel's own checks say may be anything, so an error that was raised
-    where kernels are called counts as well; not on a CPU, whose kernels take all shapes that fit together.
+    torch names the library in its messages. A kernel's own checks may use any text. An error raised
+    in code that calls kernels therefore counts as well, except on a CPU: its kernels accept all
+    shapes that fit together.
     """
     if isinstance(error, getattr(torch, "AcceleratorError", ())):
         return True
@@ -163,37 +176,44 @@ def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
 
 
 def raised_among_kernels(error: BaseException) -> bool:
-    """Whether it came through a module of `KERNELS`."""
+    """True if the error passed through a module of `KERNELS`."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(module.startswith(KERNELS) for module in modules)
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """What autocast casts to on this kind of device; None where it is off."""
+    """Return autocast's dtype for this device type; None if autocast is off."""
     if not torch._C._is_any_autocast_enabled():
         return None
     on = knows_autocast(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 
 
-ROUNDED_TO = {"tf32": torch.float16, "bf16": torch.bfloat16}  # the dtype with as many digits
+# the dtype with the same number of digits
+ROUNDED_TO = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 
 def products_rounded_to(device: str) -> torch.dtype | None:
-    """A dtype with as few digits as what the program allows products of float32 to be rounded to on this kind of device
-    (`torch.set_float32_matmul_precision`, `allow_tf32`); None: they are computed in float32."""
+    """Return a dtype with the precision that float32 products may have on this device type.
+
+    The program sets the precision (`torch.set_float32_matmul_precision`, `allow_tf32`). None:
+    products are computed in float32.
+    """
     backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
     return ROUNDED_TO.get(backend.matmul.fp32_precision)
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Within, nothing is cast on this kind of device."""
+    """Return a context manager that disables autocast for this device type."""
     return contextlib.nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
 
 
-knows_autocast = functools.lru_cache(torch.amp.is_autocast_available)  # asked for each attention of each chunk
+# called for each attention of each chunk
+knows_autocast = functools.lru_cache(torch.amp.is_autocast_available)
 
 
 def has_data(x: Tensor) -> bool:
-    """Whether x, of any shape [...], has values: tensors on meta and fake ones, of which steps are counted, have none."""
+    """True if x, of any shape [...], has values; meta and fake tensors, used to count steps, have
+    none.
+    """
     return not x.is_meta and not isinstance(x, FakeTensor)

@@ -1,4 +1,4 @@
-"""The errors that streambp raises on purpose. Catch `StreamBPError` to catch them all."""
+"""Errors that streambp raises on purpose. Catch `StreamBPError` to catch all of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class UnsupportedModelError(StreamBPError):
 
 
 class UnsupportedMaskError(StreamBPError):
-    """The attention mask lets a query read keys that come after it, or does not fit the sequence."""
+    """The attention mask lets a query read later keys, or does not fit the sequence."""
 
 
 class UnsharedError(StreamBPError):
-    """Rows that begin alike cannot be computed as a tree of prefixes; they are computed as rows instead."""
+    """Rows with a common beginning cannot run as a tree of prefixes; they run as rows."""
 
 
 class BackwardError(StreamBPError):
-    """A backward pass was asked for that cannot give the right gradient."""
+    """The requested backward pass cannot compute the right gradient."""
 
 
 class HostMemoryError(StreamBPError):
@@ -47,7 +47,10 @@ class AttentionChoiceError(StreamBPError):
 
 
 def __getattr__(name: str) -> Any:
-    """`DeviceMemoryError` is in `device`, beside torch: an error of an argument must not wait for it."""
+    """Import `DeviceMemoryError` from `device`, on first access, because `device` imports torch.
+
+    An error about an argument must not wait for this import.
+    """
     if name == "DeviceMemoryError":
         return importlib.import_module("streambp.device").DeviceMemoryError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

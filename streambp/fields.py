@@ -1,7 +1,8 @@
-"""What dataclasses of settings may hold: their fields' types, and numbers within a range.
+"""Check the fields of settings dataclasses: types, and numbers within a range.
 
-Types are checked by huggingface_hub, whose strict dataclasses transformers' own configurations are. A float field takes a
-whole number as well; True is no number, and no field takes an infinity or NaN.
+huggingface_hub checks the types; its strict dataclasses are the base of transformers' own
+configurations. A float field also accepts a whole number. True is no number, and no field accepts
+an infinity or NaN.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from huggingface_hub.dataclasses import type_validator
 
 from streambp.errors import ConfigError
 
-MOST = 2.0**62  # no length, no number of bytes and no rate comes near
+MOST = 2.0**62  # above every length, number of bytes and rate
 SHOWN = 120  # characters of a value in a message
 
 
 def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
-    """Check the fields of a dataclass, as its `__post_init__` does.
+    """Check the fields of a dataclass, from its `__post_init__`.
 
     Args:
-        ranges: of fields by name: the smallest value, or that and the largest one.
+        found: the dataclass instance.
+        ranges: by field name, the smallest value, or a pair of smallest and largest.
 
     Raises:
-        ConfigError: a value is not of its field's type, not finite, or out of its range.
+        ConfigError: a value has another type, is not finite, or is out of range.
     """
     for field, hint in _hints(cast(Any, type(found))).items():
         value, given = getattr(found, field), ranges.get(field, -MOST)
@@ -35,7 +37,7 @@ def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
         try:
             type_validator(field, value, float | int if hint is float else hint)
             fits = not isinstance(value, int | float) or low <= value <= high
-        except Exception:  # what compares a value with choices runs its own code
+        except Exception:  # comparing a value with choices runs the value's own code
             fits = False
         if not fits:
             bound = "" if low == -MOST else f" from {low:g}" if high == MOST else f" from {low:g} to {high:,}"
@@ -44,12 +46,13 @@ def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
+    """Return the type of each field of a dataclass."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _told(hint: Any, bound: str) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return f"one of {list(parts)}" if len(parts) > 1 else f'"{parts[0]}"'
@@ -62,7 +65,10 @@ def _told(hint: Any, bound: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in one line of a message, cut short; also one whose own repr raises, as that of a number of 5,000 digits."""
+    """Format a value in one line for a message, shortened, even if its repr raises.
+
+    The repr of a number of 5,000 digits raises, for example.
+    """
     try:
         text = " ".join(repr(value).split())
     except Exception:
@@ -71,16 +77,18 @@ def shown(value: Any) -> str:
 
 
 UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
-UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}  # no two of them differ in case alone
-SHORT = {prefix: f"{prefix}iB" for prefix in "KMGT"}  # people write 80G, and mean a GPU's 80GiB
-FEW = 2**12  # bytes: text of a smaller number without a unit lacks it
+# no two units differ in case alone
+UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}
+SHORT = {prefix: f"{prefix}iB" for prefix in "KMGT"}  # users write 80G for a GPU's 80GiB
+FEW = 2**12  # in bytes; text of a smaller number must have a unit
 
 
 def parse_tokens(field: str, value: int | str) -> int:
-    """Tokens from a number, or from text such as "65536", "64k", "64K" or "1M" (powers of 1,024).
+    """Parse tokens from a number, or from text such as "65536", "64k", "64K" or "1M" (powers of
+    1,024).
 
     Raises:
-        ConfigError: it is none of these, or not positive.
+        ConfigError: the value has another form, or is not positive.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+(?=[kKM]))?)([kKM]?)", str(value)) if type(value) in (int, str) else None
     number = 0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
@@ -90,11 +98,12 @@ def parse_tokens(field: str, value: int | str) -> int:
 
 
 def parse_bytes(field: str, value: int | str) -> int:
-    """Bytes from a number or from text such as "96GiB", "80G", "1.5 TB" or "8e9"; units in capitals or not, KB 1000, KiB
-    and K 1024.
+    """Parse bytes from a number, or from text such as "96GiB", "80G", "1.5 TB" or "8e9".
+
+    Units may be in capitals or not; KB is 1000, KiB and K are 1024.
 
     Raises:
-        ConfigError: it is neither, not positive, or text of a number that lacks its unit.
+        ConfigError: the value has another form, is not positive, or is text without a needed unit.
     """
     match = (
         re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)

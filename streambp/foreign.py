@@ -1,10 +1,11 @@
-"""Whether a module's forward is its class's own or was written by another library.
+"""Detect forwards that another library wrote, on a module's class or instance.
 
-[Note: foreign forwards] The head's stand-ins (`lazy/deferred.py`) are made for forwards that compute a loss with torch's
-operations, as transformers' do. A fused loss of another library hands the hidden states to an autograd.Function instead,
-or to a kernel, which need real ones. So nothing is deferred below a forward that another library wrote: whoever has put it
-there, on the class or on the instance, before `patch` or after it. A function's globals tell where it was written;
-`__module__` does not, since `functools.wraps` copies it from what is wrapped.
+[Note: foreign forwards] The head's stand-ins (`lazy/deferred.py`) work in forwards that compute a
+loss with torch's operations, like transformers' forwards. A fused loss of another library passes
+the hidden states to an autograd.Function or a kernel, which need real tensors. Nothing is therefore
+deferred inside a forward that another library wrote. Such a forward may be on the class or on the
+instance, set before or after `patch`. A function's globals show its module; `__module__` does not,
+since `functools.wraps` copies it from the wrapped function.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from streambp.known_names import (
     TRLS_TEMPERATURE,
 )
 
-REGION = "_streambp_region"  # of a forward whose code `patch` compiles: what does
+REGION = "_streambp_region"  # attribute of a forward whose code `patch` compiles: the compiled code
 
 
 def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] | None = None) -> str | None:
-    """The full name of a function of another library that runs when a module is called; None if there is none.
+    """Return the full name of another library's function that runs in a module's call; None: none
+    runs.
 
     Args:
-        module_class: the module's class. A user's own subclass of a transformers model is not another library: all
-            modules that define one of its bases are its own.
-        forward: what stands in for the class's forward on the instance, if anything does.
+        module_class: the module's class. A user's subclass of a transformers model is not another
+            library: all modules that define one of its bases count as its own.
+        forward: the forward on the instance; None: the class's forward runs.
     """
     bases = module_class.__mro__
     own = {base.__module__ for base in bases}
@@ -48,7 +50,8 @@ def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] |
     for start in (forward, *of_classes):
         for function in wrapped_functions(start):
             if trls_head(function) is not None:
-                continue  # it asks the forward below for the loss, unless it is told to compute its own
+                # TRL's head calls the inner forward for the loss, unless set to compute its own
+                continue
             home = home_of(function)
             if home not in own and home.partition(".")[0] not in FORWARDS_ARE_PLAIN:
                 return full_name(function)
@@ -57,12 +60,12 @@ def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] |
 
 @functools.lru_cache
 def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None:
-    """`foreign_forward`, asked once as long as a class and its bases have these forwards."""
+    """Return `foreign_forward`, cached while a class and its bases have these forwards."""
     return foreign_forward(module_class)
 
 
 def wrapped_functions(forward: Any) -> Iterator[Any]:
-    """A forward and the functions that it tells to wrap, outermost first."""
+    """Generate a forward and the functions that it wraps, outermost first."""
     seen: set[int] = set()
     while forward is not None and id(forward) not in seen:
         seen.add(id(forward))
@@ -71,9 +74,9 @@ def wrapped_functions(forward: Any) -> Iterator[Any]:
         elif isinstance(forward, functools.partial):
             forward = forward.func
         elif isinstance(forward, InstanceForward):
-            forward = forward.previous  # without one, the class's
+            forward = forward.previous  # None continues with the class's forward
         elif isinstance(forward, Unbound):
-            return  # ours, of the module at hand
+            return  # streambp's own wrapper of this module
         else:
             yield forward
             trls = trls_head(forward)
@@ -84,8 +87,11 @@ TRLS_SETTINGS = (TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS)
 
 
 def trls_head(function: Any) -> dict[str, Any] | None:
-    """What TRL's `add_fused_lm_head` was called with and the forward it stands in front of, if `function` is what it
-    made; there is no other way to learn them."""
+    """Return the closure of a function made by TRL's `add_fused_lm_head`; None for any other
+    function.
+
+    The closure has the arguments and the inner forward, which are not available otherwise.
+    """
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != TRLS_HEAD or not home_of(function).startswith("trl."):
         return None
@@ -94,7 +100,7 @@ def trls_head(function: Any) -> dict[str, Any] | None:
 
 
 def home_of(function: Any) -> str:
-    """The module whose source has the function; for another callable, its class's."""
+    """Return the module that defines a function; for another callable, its class's `__call__`."""
     names = getattr(function, "__globals__", None)
     if names is None and not hasattr(function, "__code__"):
         names = getattr(type(function).__call__, "__globals__", None)
@@ -103,39 +109,42 @@ def home_of(function: Any) -> str:
 
 
 def package_of(function: Any) -> str:
-    """The library or program that wrote a callable, such as "peft"; of a partial, of what it calls."""
+    """Return the top-level package of a callable, such as "peft"; for a partial, of its function."""
     return home_of(_called(function)).partition(".")[0]
 
 
 def full_name(function: Any) -> str:
-    """A callable with its module, as messages name it; of a partial, what it calls."""
+    """Return a callable's name with its module, for messages; for a partial, of its function."""
     function = _called(function)
     return f"{home_of(function)}.{name_of(function)}"
 
 
 def _called(function: Any) -> Any:
+    """Return the function inside of partials."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def undecorated(function: Any) -> Any:
-    """The function inside of transformers' decorators that warn of deprecated arguments (5.17: around `sdpa_mask`)."""
+    """Return the function in transformers' deprecation decorators (5.17: of `sdpa_mask`)."""
     while home_of(function) == DEPRECATION and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
 def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """What `torch.compile` was given, if it made this function: streamed layers stay eager. `functools.wraps` copies the
-    attribute that tells it, the function's globals it does not."""
+    """Return the original of a function that `torch.compile` made; streamed layers run eagerly.
+
+    `functools.wraps` copies the attribute with the original, but not the function's globals.
+    """
     if isinstance(forward, MethodType) or not home_of(forward).startswith("torch._dynamo"):
         return forward
     return getattr(forward, COMPILED_FROM, forward)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `Module.compile` or `torch.compile` compiles the module, or its forward."""
+    """True if `Module.compile` or `torch.compile` compiles the module, or its forward."""
     own = vars(module)
     forward = own.get("forward")
     return (
@@ -146,21 +155,25 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_inside(module: nn.Module) -> list[nn.Module]:
-    """The modules in it that are compiled."""
+    """Return the compiled modules inside a module."""
     return [inner for inner in module.modules() if inner is not module and is_compiled(inner)]
 
 
 def compiled_around(
     model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
 ) -> set[str] | None:
-    """Names of modules outside of streamed layers whose compiled code runs; None: no module there is compiled.
+    """Return names of compiled modules outside of streamed layers that run compiled code.
 
-    What is compiled with a module of `ours` in it runs eagerly. So do modules that a copy of the model has got since, as
-    accelerate's regional compilation makes one: it computes with the modules that were patched. The head's blocks read
-    its weight alone.
+    None: no module there is compiled. A compiled module with a module of `ours` inside runs
+    eagerly. Modules added later to a copy of the model also run eagerly, because the copy computes
+    with the patched modules. accelerate's regional compilation makes such a copy. The head's blocks
+    read only its weight.
 
     Args:
-        model: what the program holds. root: what was given to `patch`. ours: modules with another forward of ours.
+        model: the program's model.
+        root: the model that `patch` got.
+        layers: the streamed layers.
+        ours: modules with another forward of streambp's.
     """
     root = model if root is None else root
     insides = {id(module) for layer in layers for module in layer.modules() if module is not layer}
@@ -177,17 +190,21 @@ def compiled_around(
 
 
 def has_compiled_parts(layer: nn.Module) -> bool:
-    """Whether compiled code computes something in it: modules that are compiled, or regions that `patch` has put there."""
+    """True if compiled code runs inside the layer: compiled modules, or regions that `patch`
+    compiles.
+    """
     return any(module is not layer and (is_compiled(module) or is_region(module)) for module in layer.modules())
 
 
 def is_region(module: nn.Module) -> bool:
-    """Whether the module's own forward calls code that `patch` compiles (`model/compiled_regions.py`)."""
+    """True if its forward calls code that `patch` compiles (`model/compiled_regions.py`)."""
     forward = module.__dict__.get("forward")
     return getattr(getattr(forward, "__func__", forward), REGION, None) is not None
 
 
 def name_of(function: Any) -> str:
-    """A function's own name, where `functools.wraps` has copied another's; for another callable, its class's."""
+    """Return a function's own name, even if `functools.wraps` copied another; for others, the
+    class's.
+    """
     code = getattr(function, "__code__", None)
     return str(code.co_name if code is not None else getattr(function, "__qualname__", type(function).__name__))

@@ -1,15 +1,17 @@
-"""Standing in for one module's forward, and being taken off again.
+"""Wrappers that replace one module's forward and can be removed again.
 
-[Note: instance forward] A wrapper is a plain object stored as `module.forward`. It refers to its module, and copying or
-pickling the module carries it along, pointing at the copy; a closure would go on running the original, and a bound method
-of a function that the class does not have cannot be pickled. Libraries that take a bound method apart and bind its function
-again, inside of wrappers of their own, get an `Unbound`, which finds the wrapper of the module that it is called with.
-A wrapper that is called with a module first was bound to it as if it were a function, and does the same.
-`module.__call__` and all hooks stay as they are. The class and its name stay, so that everything that looks for layers by
-class finds them.
+[Note: instance forward] A wrapper is a plain object stored as `module.forward`. The wrapper refers
+to its module. Copying or pickling the module includes the wrapper, which then refers to the copy. A
+closure would still run the original, and a bound method that the class lacks cannot be pickled.
+Some libraries split a bound method and bind its function again, inside wrappers of their own. These
+libraries get an `Unbound`, which finds the wrapper of the module in its call. A wrapper called with
+a module as first argument acts in the same way, as if it were the function.
 
-`torch.save` writes the unpatched module: where the file is read there may be no streambp. `pickle`,
-by which processes send models to each other, and `copy` keep the patch.
+`module.__call__` and all hooks do not change. The class and its name do not change, so that code
+that searches layers by class finds them.
+
+`torch.save` writes the unpatched module, because the reader may not have streambp. `pickle`, by
+which processes send models to each other, and `copy` preserve the patch.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from torch import nn
 
 from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE_ORIGINAL, FSDP_UNIT
 
-WRAPPERS = "_streambp_forwards"  # a module's attribute: its wrappers, outermost last
-PATCH = "_streambp"  # what `unpatch` takes off, on the module that was given to `patch`
-REDUCES = "__reduce_ex__"  # on modules that have one of these: `as_unpatched`
+WRAPPERS = "_streambp_forwards"  # module attribute: its wrappers, outermost last
+PATCH = "_streambp"  # attribute of the module given to `patch`, removed by `unpatch`
+REDUCES = "__reduce_ex__"  # set to `as_unpatched` on modules with either attribute
 
 
 class Unbound:
     """A wrapper as a function that takes the module first. [Note: instance forward]
 
-    accelerate's mixed precision wraps it and binds the result to the module; a copy of the module is bound anew.
+    accelerate's mixed precision wraps the function and binds the result to the module, or to its
+    copy.
     """
 
     def __init__(self, index: int, signature: inspect.Signature) -> None:
@@ -47,12 +50,15 @@ class Unbound:
         return self.of(module)(*args, **kwargs)
 
     def of(self, module: nn.Module) -> Any:
-        """The wrapper itself."""
+        """Return the module's wrapper."""
         return getattr(module, WRAPPERS)[self.index]
 
 
 def forwards(module: nn.Module) -> Iterator[Any]:
-    """What stands in for a module's forward, outermost first: our wrappers, and others' that tell what they wrap."""
+    """Generate the replacements of a module's forward, outermost first.
+
+    These are streambp's wrappers, and other wrappers that name the wrapped function.
+    """
     forward: Any = module.__dict__.get(_slot(module))
     while forward is not None:
         if isinstance(forward, MethodType):
@@ -65,7 +71,7 @@ def forwards(module: nn.Module) -> Iterator[Any]:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether it has some, or all modules have."""
+    """True if the module has backward hooks, or global backward hooks exist."""
     everywhere = torch.nn.modules.module
     hooks = (
         module._backward_hooks,
@@ -77,18 +83,20 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to the module itself."""
+    """True if `fully_shard` was applied to the module itself."""
     return FSDP_UNIT in map(operator.attrgetter("__name__"), type(module).__mro__)
 
 
 def _slot(module: nn.Module) -> str:
-    """accelerate's hooks (device_map) stand in `forward` themselves and call `_old_forward`; we stay inside of them."""
+    """Return the attribute to replace: under accelerate's device_map its inner `_old_forward`."""
     return ACCELERATE_FORWARD if ACCELERATE_HOOK in module.__dict__ else "forward"
 
 
 def as_unpatched(module: nn.Module, protocol: Any) -> Any:
-    """In the place of a patched module's `__reduce_ex__`, as a partial of the module: what its class has; in a file of
-    `torch.save` without what `patch` put on the module."""
+    """Replace a patched module's `__reduce_ex__`, as a partial of the module.
+
+    Return the class's result; in a file of `torch.save`, without the attributes that `patch` set.
+    """
     made: Any = type(module).__reduce_ex__(module, protocol)
     if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
         return made
@@ -99,19 +107,25 @@ def as_unpatched(module: nn.Module, protocol: Any) -> Any:
 
 
 def unmark(module: nn.Module) -> None:
-    """A module on which nothing of ours is left is written to files as it is."""
+    """Restore a module's own `__reduce_ex__` once no streambp attribute remains."""
     if WRAPPERS not in module.__dict__ and PATCH not in module.__dict__:
         module.__dict__.pop(REDUCES, None)
 
 
 class InstanceForward:
-    """Base of the wrappers: stands in for `module.forward` and can be taken off again. [Note: instance forward]
+    """Base of the wrappers: replaces `module.forward` until removed. [Note: instance forward]
 
-    A wrapper says what it does in `call`.
+    Subclasses implement `call`.
 
-    order: by which a patch puts its wrappers on.
-    retired: it was to be taken off while another library's wrapper stood around it, as accelerate's does under mixed
-        precision. It stays there, and passes every call on to the original.
+    Attributes:
+        module: the wrapped module.
+        slot: the replaced attribute.
+        stood: the earlier forward on the instance; None: the class's forward.
+        unwrapped: the forward inside accelerate's mixed precision.
+        order: the wrapper's position among those of its patch.
+        retired: the wrapper was removed while another library's wrapper was around it, such as
+            accelerate's mixed precision. The retired wrapper passes every call to the original.
+        index: the wrapper's position in the module's list.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -134,24 +148,28 @@ class InstanceForward:
         bound_to = args[0] if args and isinstance(args[0], nn.Module) else None
         if bound_to is self.module:
             return self.call(*args[1:], **kwargs)
-        if bound_to is not None and WRAPPERS in bound_to.__dict__:  # a copy
+        # the argument is a copy of the module
+        if bound_to is not None and WRAPPERS in bound_to.__dict__:
             return bound_to.__dict__[WRAPPERS][self.index].call(*args[1:], **kwargs)
         return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """What stands in for the forward."""
+        """Compute the replacement of the forward."""
         raise NotImplementedError
 
     @property
     def previous(self) -> Callable[..., Any] | None:
-        """What stood there before: another's forward on the instance. If that is accelerate's mixed precision, and
-        `unwrap_model` was to take it off since, what stood inside."""
+        """Return the earlier forward on the instance; None: the class's forward.
+
+        If that is accelerate's mixed precision, which `unwrap_model` has removed since, return its
+        inside.
+        """
         if self.unwrapped is not None and self.module.__dict__.get(ACCELERATE_ORIGINAL) is not self.unwrapped:
             self.stood, self.unwrapped = self.unwrapped, None
         return self.stood
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what this wrapper stands in for: a forward that was set on the module before, or its class's."""
+        """Call the replaced forward: an earlier one on the module, or the class's."""
         previous = self.stood if self.unwrapped is None else self.previous
         if previous is not None:
             return previous(*args, **kwargs)
@@ -159,17 +177,17 @@ class InstanceForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The original's: Trainer, peft and generate look at the parameters of a model's forward."""
+        """Return the original signature: Trainer, peft and generate read a forward's parameters."""
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     @property
     def __func__(self) -> Unbound:
         return Unbound(self.index, self.__signature__)
 
-    __wrapped__ = __func__  # for libraries that follow it to the innermost function, and bind that
+    __wrapped__ = __func__  # for libraries that bind the innermost wrapped function
 
     def install(self) -> None:
-        """Stand in for the module's forward from now on; the module's list of wrappers gets this one."""
+        """Replace the module's forward and append this wrapper to the module's list."""
         wrappers = self.module.__dict__.setdefault(WRAPPERS, [])
         self.index = len(wrappers)
         wrappers.append(self)
@@ -177,19 +195,21 @@ class InstanceForward:
         self.module.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, self.module))
 
     def stands_as(self, forward: Any) -> bool:
-        """Whether a module's forward is this wrapper, be it bound to the module."""
+        """True if a module's forward is this wrapper, bound to the module or not."""
         if isinstance(forward, MethodType):
             return isinstance(forward.__func__, Unbound | InstanceForward) and forward.__func__.index == self.index
         return forward is self
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Take what it has put on its module off a copy's attributes."""
+        """Remove this wrapper from a copy's attributes."""
         if self.stands_as(own.get(self.slot)):
             own.pop(self.slot)
             own |= {} if self.previous is None else {self.slot: self.previous}
 
     def remove(self) -> None:
-        """Put back what stood there before. If another forward stands there now, as Liger's may, retire instead."""
+        """Restore the replaced forward, or retire if another forward, such as Liger's, is installed
+        now.
+        """
         if not self.stands_as(self.module.__dict__.get(self.slot)):
             self.retired = True
             return
@@ -198,7 +218,8 @@ class InstanceForward:
         else:
             setattr(self.module, self.slot, self.previous)
         wrappers = self.module.__dict__[WRAPPERS]
-        if wrappers[-1] is self:  # retired ones after it keep their places, which an `Unbound` may name
+        # retired wrappers after it do not move: an `Unbound` may hold their index
+        if wrappers[-1] is self:
             wrappers.pop()
         if not wrappers:
             del self.module.__dict__[WRAPPERS]

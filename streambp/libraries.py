@@ -10,18 +10,19 @@ from collections.abc import Iterator
 
 from streambp.errors import MissingLibraryError
 
-# The extra of streambp that installs a library, by the name that Python imports; programs that bring streambp in have none.
+# streambp's extra for each library, by import name; programs that install streambp have no extra.
 EXTRAS = {"trl": "trl", "deepspeed": "deepspeed", "peft": "peft", "accelerate": "accelerate", "liger_kernel": "liger"}
 PROGRAMS = {"axolotl": "axolotl", "swift": "ms-swift", "verl": "verl"}
-TESTED = {"torch": (2, 14), "transformers": (5, 24), "trl": (1, 16)}  # the newest
+TESTED = {"torch": (2, 14), "transformers": (5, 24), "trl": (1, 16)}  # newest tested releases
 
 
 @contextlib.contextmanager
 def required(library: str) -> Iterator[None]:
-    """Within, a library that streambp can do without is imported.
+    """Context manager for the import of an optional library.
 
     Raises:
-        MissingLibraryError: it is not installed; the message has the command that installs it.
+        MissingLibraryError: the library is not installed; the message has the command that installs
+            it.
     """
     try:
         yield
@@ -34,7 +35,7 @@ def required(library: str) -> Iterator[None]:
 
 
 def warn_of_untested(*libraries: str) -> None:
-    """Warn of those that are newer than the newest release that streambp was tested with."""
+    """Warn of libraries that are newer than the newest tested release."""
     for library in libraries:
         newest = TESTED.get(library)
         if newest is None:

@@ -1,4 +1,4 @@
-"""Tensors in nested containers, and attributes that several objects lend for a while."""
+"""Find and replace tensors in nested containers, and set attributes of objects temporarily."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T", bound=Tensor)
-LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)  # contain nothing
+# types without inner tensors
+LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Stands for the differentiable tensor of that number."""
+    """Placeholder for a differentiable tensor.
+
+    Attributes:
+        number: the tensor's index.
+    """
 
     number: int
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every tensor and slot in its tuples, lists and mappings changed."""
+    """Return `value` with `change` applied to all tensors and slots in nested containers."""
     if isinstance(value, Tensor | Slot):
         return change(value)
     if isinstance(value, tuple | list):
@@ -41,7 +46,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @contextlib.contextmanager
 def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
-    """Within, an attribute of these objects has these values, one for each."""
+    """Context manager that sets an attribute of these objects to these values, one for each."""
     before = [getattr(one, name) for one in objects]
     try:
         for one, value in zip(objects, values, strict=False):
@@ -53,7 +58,7 @@ def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iter
 
 
 def tensors_in(value: Any, kind: type[T]) -> list[T]:
-    """The tensors of a kind in nested containers."""
+    """Return the tensors of type `kind` in nested containers."""
     if isinstance(value, LEAVES):
         return [value] if isinstance(value, kind) else []
     if type(value) in (tuple, list, dict):
@@ -65,8 +70,11 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
 def changed_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[T], change: Callable[[T], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call with the tensors of a kind changed, those in nested containers too."""
-    if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):  # torch's tree takes many times as long
+    """Return a call's arguments with `change` applied to tensors of type `kind`, nested ones
+    included.
+    """
+    # torch's tree functions are many times slower
+    if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
         own = tuple([change(value) if isinstance(value, kind) else value for value in args])
         return own, {name: change(value) if isinstance(value, kind) else value for name, value in kwargs.items()}
     found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(kind, change, (args, kwargs))

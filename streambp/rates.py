@@ -1,14 +1,17 @@
-"""Rates of devices that a step's seconds are computed from, by name: measured, or guessed from what datasheets say.
+"""Device rates from which a step's seconds are computed: measured, or guessed from datasheets.
 
-The H200's four rates were fitted on four measured steps of an 8B model, and predict others within 5 %; the H100's are its
-compute with the bandwidth and the link of one H100, and predict steps within 3 % (`tests/planner/test_seconds.py`). Other
-devices have theirs from two shares of their datasheets. The same kernels of plain torch run everywhere and reach 61 % of an
-H200's memory bandwidth; attention reaches a share of the dense FLOP/s that depends on the architecture. What is marked as a
-guess has no measured rate behind it; `streambp plan --measure-device` measures.
+The H200's four rates were fitted on four measured steps of an 8B model, and predict other steps
+within 5 %. The H100's rates are the H200's compute, with the measured bandwidth and link of one
+H100. Its steps are predicted within 3 % (`tests/planner/test_seconds.py`). Rates of other devices
+come from two shares of their datasheets. The same kernels of plain torch run everywhere and reach
+61 % of an H200's memory bandwidth. Attention reaches a share of the dense FLOP/s that depends on
+the architecture. A guess has no measured rate as its base; `streambp plan --measure-device`
+measures.
 
-Links between GPUs are guesses for every device: 80 % of NVLink's bandwidth each way (H100 and H200 450 GB/s, A100 300, B200
-900; MI300X's links 448), or PCIe's rate without it; between nodes 85 % of an adapter of 400 Gb/s for each GPU (A100 200;
-PCIe and workstation GPUs 100).
+Links between GPUs are guesses for every device. NVLink counts with 80 % of its bandwidth each way
+(H100 and H200 450 GB/s, A100 300, B200 900; MI300X's links 448). GPUs without NVLink have PCIe's
+rate. Links between nodes count with 85 % of an adapter of 400 Gb/s for each GPU (A100 200; PCIe and
+workstation GPUs 100).
 """
 
 from __future__ import annotations
@@ -24,21 +27,29 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.fields import check_fields
 from streambp.reporting import reason
 
-DISPATCH = 11e-6  # seconds of the host for an operation of torch
+DISPATCH = 11e-6  # host seconds for one torch operation
 FIELDS = ("products", "forward", "backward", "bandwidth", "link")
 LINKS = ("peers", "network", "node")
-SLOWEST = 1e-12  # a rate is above zero
+SLOWEST = 1e-12  # smallest rate, above zero
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a device sustains within a step.
+    """Rates that a device sustains within a step.
 
-    products, forward, backward: FLOP/s of matrix products, and of attention forward and backward (pairs that are computed).
-    bandwidth: bytes/s of all other operations, read and written. link: bytes/s to the host, and from it at the same time.
-    dispatch: seconds of the host for an operation. guess: some of them are. source: where they come from. peers: bytes/s
-    of a GPU to others of its node, and from them at the same time, all of them guesses; network: of a GPU between nodes;
-    node: GPUs in one.
+    Attributes:
+        name: the device's name.
+        products: FLOP/s of matrix products.
+        forward: FLOP/s of attention's forward, over computed pairs.
+        backward: FLOP/s of attention's backward, over computed pairs.
+        bandwidth: bytes/s of all other operations, read and written.
+        link: bytes/s to the host, and from the host at the same time.
+        dispatch: host seconds for one operation.
+        guess: some of the rates are guesses.
+        source: the origin of the rates.
+        peers: bytes/s of a GPU to other GPUs of its node, and from them at the same time; a guess.
+        network: bytes/s of a GPU between nodes.
+        node: GPUs in one node.
     """
 
     name: str
@@ -70,14 +81,15 @@ def _row(
     peers: float = 360,
     network: float = 42.5,
 ) -> Rates:
-    """From TFLOP/s, TB/s and GB/s."""
+    """Return rates from TFLOP/s, TB/s and GB/s."""
     rates = {"products": products, "forward": forward, "backward": backward, "bandwidth": bandwidth}
     links = {"link": link * 1e9, "peers": peers * 1e9, "network": network * 1e9}
     fields: dict[str, Any] = {field: rate * 1e12 for field, rate in rates.items()} | links
     return Rates(name, **fields, guess=guess, source=source)
 
 
-GEN5, GEN4 = 48.7, 22.0  # GB/s each way with both busy: measured on an H200; as PCIe 4.0 is usually reached
+# GB/s each way with both busy: measured on an H200; the usual rate of PCIe 4.0
+GEN5, GEN4 = 48.7, 22.0
 SLOW = 10.6  # GB/s between nodes
 TABLE = (
     _row("H200", 668, 597, 540, 2.94, GEN5, "fitted on four steps of an 8B model; link measured"),
@@ -103,16 +115,17 @@ USUAL = {"RTX4090": 24, "RTX5090": 32, "A100-40GB": 40, "L40S": 48, "H100": 80, 
 
 
 def device_of(memory: int) -> str | None:
-    """The usual device with so many bytes of memory, in GB or GiB; None: none has."""
+    """Return the usual device with `memory` bytes, in GB or GiB; None: no device has this size."""
     near = (name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30)
     return next(near, None)
 
 
 def rates_of(name: str | Path | Rates) -> Rates:
-    """A device by its name in the table, or by the file that `--measure-device` wrote.
+    """Return a device's rates by name, or from a file that `--measure-device` wrote.
 
     Raises:
-        ConfigError: there is none of that name, and no such file. StreamBPError: the file holds something else.
+        ConfigError: no device has the name, and no such file exists.
+        StreamBPError: the file has other content.
     """
     if isinstance(name, Rates):
         return name
@@ -131,19 +144,20 @@ def rates_of(name: str | Path | Rates) -> Rates:
 
 
 def _plain(name: str) -> str:
+    """Return a name for comparison, in lower case without separators."""
     return name.lower().replace("-", "").replace(" ", "").replace("_", "")
 
 
 def write_rates(rates: Rates, file: Path) -> None:
-    """As JSON, for `read_rates` here or on another machine."""
+    """Write the rates as JSON, for `read_rates` on any machine."""
     file.write_text(json.dumps(dataclasses.asdict(rates), indent=2) + "\n", "utf-8")
 
 
 def read_rates(file: Path) -> Rates:
-    """The rates that `write_rates` wrote.
+    """Read the rates that `write_rates` wrote.
 
     Raises:
-        StreamBPError: the file cannot be read, or holds something else.
+        StreamBPError: the file cannot be read, or has other content.
     """
     try:
         fields: dict[str, Any] = json.loads(file.read_text("utf-8"))

@@ -1,8 +1,9 @@
-"""Reports that end nothing.
+"""Reports that never raise.
 
-[Note: reports] What only reports (`describe`, the account of `streambp launch`, callbacks, hooks that tell) never raises: a
-run of days must not end over a line of text. Each part of a report goes through `told`, which says in its place what
-could not be told, and why. What decides, or changes the model, raises as ever.
+[Note: reports] Code that only reports must never raise: a run of days must not end over a line of
+text. Such code is `describe`, the account of `streambp launch`, callbacks, and hooks that print.
+Each part of a report goes through `told`. A part that fails is replaced by the reason. Code that
+decides, or changes the model, raises as usual.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LONGEST = 400  # characters of an error in a report
 
 
 def told(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
-    """What `part` returns; if it raises, what `otherwise` makes of the reason, one line. [Note: reports]"""
+    """Return the result of `part`, or `otherwise(reason)` if it raises. [Note: reports]"""
     try:
         return part(*args)
     except Exception as error:
@@ -25,7 +26,7 @@ def told(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line."""
+    """Format an error in one line."""
     try:
         text = " ".join(str(error).split())
     except Exception:

@@ -1,4 +1,6 @@
-"""The source of a module's forward, below what decorates it, and copies of it with other globals."""
+"""Find the source of a module's forward inside its decorators, and copy forwards with other
+globals.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,18 @@ from torch import nn
 
 
 def written_forward(module: nn.Module) -> Any:
-    """The function that stands in the class of a module as its forward.
+    """Return the function that a module's class defines as its forward.
 
-    Decorators that say what they wrap (`functools.wraps`) are followed, and so are those that do not (transformers up to
-    5.15 has one around its mixers): functions made inside another one, whose closure holds a single function. None for a
-    scripted module, whose class has none.
+    Decorators made with `functools.wraps` are followed. Other decorators, such as one around mixers
+    in transformers up to 5.15, are followed if their closure holds a single function. None for a
+    scripted module, whose class has no forward.
     """
     return written(getattr(type(module), "forward", None))
 
 
 @functools.lru_cache
 def written(decorated: Any) -> Any:
-    """The same of a forward as it stands in a class."""
+    """Return the function inside a class's decorated forward, like `written_forward`."""
     forward: Any = inspect.unwrap(decorated)
     while isinstance(forward, FunctionType) and "<locals>" in forward.__qualname__:
         cells = [cell.cell_contents for cell in forward.__closure__ or ()]
@@ -34,11 +36,13 @@ def written(decorated: Any) -> Any:
 
 
 def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
-    """A copy of a forward as it stands in a class, in which the written function has other globals. Decorators that say
-    what they wrap stand around the copy as they do around the original: they rename arguments, for instance.
+    """Copy a class's forward and give the written function other globals.
+
+    Decorators made with `functools.wraps` surround the copy as well; some rename arguments.
 
     Args:
         space: the globals.
+        decorated: the forward, as the class has it.
     """
     inner = getattr(decorated, "__wrapped__", None)
     cells = decorated.__closure__ or () if isinstance(decorated, FunctionType) else ()
@@ -53,13 +57,15 @@ def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
 
 
 def _content(cell: CellType) -> Any:
+    """Return a closure cell's value; None for an empty cell."""
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty as yet
+    except ValueError:  # the cell is empty
         return None
 
 
 def _copied(function: FunctionType, space: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+    """Copy a function with other globals and another closure."""
     found = FunctionType(function.__code__, space, function.__name__, function.__defaults__, closure)
     found.__kwdefaults__, found.__qualname__ = function.__kwdefaults__, function.__qualname__
     return found

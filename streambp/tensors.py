@@ -1,4 +1,4 @@
-"""Tensors that programs hand to public functions: what each must be, checked in one place."""
+"""Check the tensors that programs pass to public functions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ ANY_DIMS = "..."
 
 
 def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
-    """Check that every argument is a tensor of its kind, with the dimensions that its text names: "... h", say, or "B T".
+    """Check that every argument is a tensor of its kind and dimensions, such as "... h" or "B T".
 
     Args:
-        wanted: by name, in order, the argument, its dimensions and its kind. A name of a dimension has one size in all
-            arguments, which the first one has that names it; "..." are any dimensions in front. None is left out.
+        wanted: by name, in order, the argument, its dimensions and its kind. A dimension has the
+            same size in all arguments; the first argument with the dimension sets it. "..." are any
+            leading dimensions. None is skipped.
 
     Raises:
-        StreamBPError: one is no tensor, or of another kind, or shaped otherwise.
+        StreamBPError: an argument is no tensor, or has another kind or shape.
     """
-    sizes: dict[str, tuple[Any, str]] = {}  # of each dimension, and whose
+    sizes: dict[str, tuple[Any, str]] = {}  # by dimension, its size and the argument that set it
     for name, (given, text, kind) in wanted.items():
         if given is None:
             continue
@@ -34,7 +35,10 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
         if not _is_of(given.dtype, kind):
             raise StreamBPError(f"{name} is of {given.dtype}; it must be {KINDS[kind]} {shape}.")
         dims = text.split()
-        rest = [dim for dim in dims if dim != ANY_DIMS]
+        rest = []
+        for dim in dims:
+            if dim != ANY_DIMS:
+                rest.append(dim)
         count = given.dim() - len(rest)
         found: dict[str, Any] = {ANY_DIMS: tuple(given.shape[: max(0, count)])} if ANY_DIMS in dims else {}
         found.update(zip(rest, given.shape[max(0, count) :], strict=False))
@@ -51,10 +55,12 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
 
 
 def _is_of(dtype: torch.dtype, kind: Kind) -> bool:
+    """True if a dtype is of the kind."""
     if kind == "floating":
         return dtype.is_floating_point
     return kind == "any" or not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _shown(text: str) -> str:
+    """Format dimensions as a shape."""
     return "[" + ", ".join(text.split()) + "]"

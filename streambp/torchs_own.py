@@ -1,11 +1,13 @@
-"""Torch's own functions, whatever stands under their names.
+"""Torch's own functions, even if a program has replaced them.
 
-[Note: torch's own functions] A program may put a wrapper in the place of a function of torch (a z-loss around
-`F.cross_entropy`, a counter). When torch's function runs inside of the wrapper, torch looks its name up again for
-`__torch_function__`, and hands over the wrapper. Whoever calls that applies it twice. So the function is told by who asks:
-by the code of the frame that called `handle_torch_function`, or, where C asks, by the name in `torch.Tensor` under which
-the wrapper stands. Functions are kept by name when streambp is imported; one that was wrapped before is made anew of its
-code. streambp's own arithmetic on logits goes to `torch_own` and `nn_own`, where nobody replaces anything.
+[Note: torch's own functions] A program may replace a torch function by a wrapper (a z-loss around
+`F.cross_entropy`, a counter). When the wrapper calls torch's function, torch looks up the name for
+`__torch_function__` and passes the wrapper. Code that calls the wrapper then applies it twice. The
+function is therefore found by its caller: by the code of the frame that called
+`handle_torch_function`. For a call from C, it is found by the wrapper's name in `torch.Tensor`.
+Functions are stored by name when streambp is imported. A function that was wrapped before is
+rebuilt from its code. streambp's own arithmetic on logits uses `torch_own` and `nn_own`, which no
+program replaces.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, Method
 HOMES = (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
 
 
-# Torch's Python functions and methods whose place nobody has taken, by the module that wrote them and their name.
+# Torch's Python functions and methods that no program replaced, by module and name.
 KEPT = {
     (home.__name__, value.__name__): value
     for home in HOMES
@@ -48,25 +50,29 @@ METHODS = {name: value for name, value in vars(Tensor).items() if getattr(value,
 
 
 def asked_of(func: Any) -> Any:
-    """The function of torch that `__torch_function__` is asked about; called there. [Note: torch's own functions]
+    """Return the torch function of a `__torch_function__` call. [Note: torch's own functions]
+
+    Call it directly in `__torch_function__`.
 
     Args:
-        func: what torch looked up under its name.
+        func: the function that torch found under the name.
 
     Raises:
-        StreamBPError: `func` stands under several names of `torch.Tensor`, and C does not tell which one was called.
+        StreamBPError: `func` replaces several methods of `torch.Tensor`, and C does not report
+            which was called.
     """
     if isinstance(func, OF_C):
         return func
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
-        frame = frame.f_back  # `torch.compiler.disable` around it
+        frame = frame.f_back  # the frame of `torch.compiler.disable`
     if frame.f_code is handle_torch_function.__code__ and frame.f_back is not None:
         code, names = frame.f_back.f_code, frame.f_back.f_globals
         if getattr(func, "__code__", None) is code or func not in (names.get(code.co_name), vars(Tensor).get(code.co_name)):
-            return func  # of a function inside of another, or of one that asks in another's name
+            return func  # an inner function, or a call in another function's name
         kept = KEPT.get((names["__name__"], code.co_name))
-        # One that was wrapped before streambp was imported. Torch hands all arguments on: it needs no defaults.
+        # The function was wrapped before the import. Torch passes all arguments, so defaults are
+        # not needed.
         return kept or FunctionType(code, names, code.co_name)
     stands_for = [name for name, value in vars(Tensor).items() if value is func and hasattr(TensorBase, name)]
     if len(stands_for) > 1:
@@ -79,13 +85,16 @@ def asked_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """The name by which a function of torch has a rule; for all others (custom operators) one that no rule has."""
+    """Return the name by which a torch function has a rule.
+
+    Other functions (custom operators) get a name without a rule.
+    """
     if isinstance(func, OF_C) or any(getattr(func, "__globals__", None) is vars(home) for home in HOMES):
         return str(func.__name__)
     return f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}"
 
 
 def method(name: str) -> Callable[..., Any] | None:
-    """Torch's own method of a tensor."""
+    """Return torch's own method of a tensor."""
     found: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
     return found

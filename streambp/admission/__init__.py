@@ -1,1 +1,3 @@
-"""Who may stream: finds a model's layers, tries them, and says yes, whole, or no with a reason."""
+"""Admission: find a model's layers, test each layer, and decide: stream it, run it unchunked, or
+raise.
+"""

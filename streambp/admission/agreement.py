@@ -1,4 +1,4 @@
-"""Whether two runs of a layer differ by no more than rounding does."""
+"""Compare two runs of a layer with a tolerance for rounding."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from streambp.layer.call import LayerCall
 from streambp.layer.choices import Choices
 from streambp.nested import replaced
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of what the layer adds to its input
+# relative to the layer's addition to its input
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
-SCORES = 4  # tolerances: a few scores of a single token carry a larger part of rounding than what a layer adds in sum
+# rounding is a larger part of a token's few scores than of a layer's output, by this factor
+SCORES = 4
 
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
-    """The dtype of the largest eps among those of x [..., B, T, h], what the layer computes in, and autocast."""
+    """Return the dtype with the largest eps: of x [..., B, T, h], the layer or autocast."""
     return call.site.coarsest(x.dtype, x.device.type, call.autocast)
 
 
 def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two runs of a layer differ by no more than rounding does.
+    """True if two runs of a layer differ by no more than rounding.
 
     Args:
-        whole, pieces: [..., B, T, h], what the two runs gave: outputs, or gradients of the input.
-        residual: [..., B, T, h], what both contain unchanged: of an output the input, of a gradient the upstream gradient.
-            The norm of `whole - residual`, which is what the layer itself computes, sets the tolerance.
-        dtype: the `coarsest` one.
+        whole, pieces: [..., B, T, h], the results of the two runs: outputs, or gradients of the
+            input.
+        residual: [..., B, T, h], the unchanged part of both results: of an output the input, of a
+            gradient the upstream gradient. The layer itself computes `whole - residual`; its norm
+            sets the tolerance.
+        dtype: the result of `coarsest`.
     """
     added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
     return bool((whole - pieces).float().norm() <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm())
@@ -37,12 +41,18 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
 
 @contextlib.contextmanager
 def choices_once(call: LayerCall) -> Iterator[Choices]:
-    """Within, the layer chooses freely in its first run over the tokens, and as then in the others. [Note: choices]"""
+    """Context manager in which later runs repeat the layer's first choices. [Note: choices]
+
+    The choices are those of a router, for example. The layer's first run over the tokens chooses
+    freely.
+    """
     choices = Choices()
     with replaced([call.site], "choices", [choices]):
         yield choices
 
 
 def chose_alike(choices: Choices | None, dtype: torch.dtype) -> bool:
-    """Whether the latest run made its choices from the same numbers as the first one, to rounding. [Note: choices]"""
+    """True if the latest run's choices rest on the first run's numbers, up to rounding. [Note:
+    choices]
+    """
     return choices is None or choices.furthest() <= SCORES * TOLERANCE.get(dtype, HALF_TOLERANCE)

@@ -1,4 +1,6 @@
-"""A layer that cannot be cut: it runs whole, and torch's checkpoint recomputes it in backward."""
+"""Run a layer that cannot be chunked: all tokens at once, recomputed by torch's checkpoint in
+backward.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ from streambp.recurrent.segments import in_segments, mixers_of
 
 
 def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
-    """What the layer's forward returns. Costs the memory of gradient checkpointing, and is named by `describe`.
+    """Run the layer unchunked and return its forward's result.
+
+    The memory is that of gradient checkpointing. `describe` names such layers.
 
     Args:
-        report: says why, and which documents its mixers are called for. [Note: segments]
+        site: the layer.
+        args, kwargs: the arguments of its forward.
+        report: the reason, and the documents for which its mixers are called. [Note: segments]
 
     Raises:
-        UnsupportedModelError: the layer reads the model's attention mask itself instead of handing it on.
+        UnsupportedModelError: the layer reads the model's attention mask itself.
     """
     kwargs = without_caches(kwargs)
     configs = site.of(site.kind.attention.configs)
@@ -50,10 +56,11 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
                 args = args[0].clone(), *args[1:]
             else:
                 kwargs["hidden_states"] = kwargs["hidden_states"].clone()
-        # The recomputation runs after the model's forward is over.
+        # The recomputation runs after the model's forward has ended.
         segments = [] if rows is None else rows.segments(Chunk(0, 0, rows.ends[0][-1]))
         around, args, kwargs = site.kind.attention.whole(configs, args, kwargs)
-        # ZeRO-3 counts the modules that ran, and other ranks may stream. [Note: inner leaves] reduces by its own hooks.
+        # ZeRO-3 counts the modules that ran, while other ranks may stream. Inner leaves reduce by
+        # their own hooks. [Note: inner leaves]
         hooks, modules = site.of(switched_off)
         silenced = engine_hooks_silenced([] if site.of(reductions_of) else hooks)
         arrive, args, kwargs = _as_one(site, args, kwargs)
@@ -63,7 +70,7 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
     try:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        # To its end, so that its output can be compared. [Note: witness]
+        # Recompute to the end, so that the output can be compared. [Note: witness]
         return checkpoint(Repeatable(site, run, args, kwargs), *args, use_reentrant=False, early_stop=False, **kwargs)
     except (AttributeError, TypeError) as error:
         if LazyMask.__name__ not in str(error):
@@ -77,7 +84,10 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
 
 
 def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
-    """A context in which the layer's gradients come together, and the arguments for it. [Note: order of gradients]"""
+    """Return a context manager and arguments that deliver the layer's gradients together.
+
+    [Note: order of gradients]
+    """
     holds = held(site.layer)
     if not torch.is_grad_enabled() or holds.weights or not holds.gradients:
         return contextlib.nullcontext(), args, kwargs
@@ -89,10 +99,12 @@ def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[context
 
 
 class Repeatable:
-    """A layer's forward for torch's checkpoint, which would recompute another model or batch without a word.
+    """A layer's forward for torch's checkpoint, with checks that its recomputation is the same.
 
-    The recomputation raises if parameters, arguments, the mode or what the layer is made of are others than before, and
-    starts from the same buffers and the same states of the generators that it may draw from. [Note: fingerprint]
+    Without these checks, checkpoint would silently recompute another model or batch. The
+    recomputation raises if parameters, arguments, the mode or the layer's structure changed.
+    Recomputation starts with the same buffers and the same states of the generators that the layer
+    may draw from. [Note: fingerprint]
     """
 
     def __init__(self, site: LayerSite, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
@@ -107,7 +119,8 @@ class Repeatable:
         self._parameters = Parameters(site.layer, self._device)
         self._witness = site.witness(hidden_states, Autocast.capture(self._device))
         self._seen_arguments = [(name, x, x._version) for name, x in tensors if not x.is_inference()]
-        self._buffers: Buffers | None = None  # those that the forward has written to, as they were before
+        # buffers that the forward has changed, with their earlier values
+        self._buffers: Buffers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is None:
@@ -127,7 +140,7 @@ class Repeatable:
         refuse_written(self._seen_arguments)
         now = self._fingerprint.look(self._layer)
         self._fingerprint.check(self._layer, self._seen, now)
-        # peft's modules are handed the same, and random numbers of the layer's own are drawn as they were.
+        # peft's modules get the same arguments, and the layer draws the same random numbers.
         later = generator_states(self._generators)
         set_generators(self._generators, self._states)
         try:
@@ -137,14 +150,15 @@ class Repeatable:
                 result = self._run(*args, **kwargs)
         finally:
             set_generators(self._generators, later)
-            # The other way round tells nothing: torch stops a recomputation before its end, so that some hooks do not run.
+            # The reverse shows nothing: torch stops a recomputation early, so some hooks do not
+            # run.
             for key in sorted(acted - self._seen.acted):
                 raise changed(self._layer, f"{described(key)} changes what it is given, and changed nothing in forward")
         self._see((args, kwargs), result, again=True)
         return result
 
     def _see(self, given: Any, result: Any, again: bool) -> None:
-        """The layer has made this result of these arguments."""
+        """Report the layer's result for these arguments to the witness."""
         output = result[0] if isinstance(result, tuple) else result
         if self._witness is None or not isinstance(output, Tensor):
             return
@@ -155,7 +169,11 @@ class Repeatable:
             self._witness.end()
 
     def _mismatch_named(self) -> saved_tensors_hooks:
-        """Within, in forward, torch's checkpoint keeps what it kept, and its error in backward is a `BackwardError`."""
+        """Return forward's hooks for saved tensors, which turn checkpoint's error into a
+        `BackwardError`.
+
+        Torch's checkpoint still saves the same tensors.
+        """
         kept = torch._C._autograd._top_saved_tensors_default_hooks(True)
         assert kept is not None
         layer, (pack, unpack) = type(self._layer).__name__, kept

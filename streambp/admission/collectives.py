@@ -1,8 +1,8 @@
-"""Whether a layer makes collectives of its own: tensor and expert parallelism, whichever library brings it.
+"""Detect collectives inside a layer: tensor or expert parallelism of any library.
 
-Inside the chunk loop they would run once a chunk. Ranks may have different numbers of chunks, and would then wait for each
-other for ever, or add up what does not belong together. Parameters tell of DTensors alone. So a layer's trial is watched,
-for calls of torch's collectives by whoever.
+The chunk loop would run these collectives once for each chunk. Ranks may have different numbers of
+chunks, and would wait for each other forever or sum unrelated tensors. Parameters reveal only
+DTensors. A layer's trial is therefore checked for calls of torch's collectives by any code.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from streambp.known_names import COLLECTIVES
 
 
 class Watched(TorchDispatchMode):
-    """Refuses collectives before they are made: ranks whose sequences differ in length could not make them together.
+    """Dispatch mode that refuses collectives before they run.
 
-    seen: the name of the first; None: there was none.
+    Ranks whose sequences differ in length could not run them together.
+
+    Attributes:
+        layer: the layer on trial.
+        seen: the name of the first collective; None: no collective was called.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -48,10 +52,10 @@ class Watched(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_collectives(layer: nn.Module) -> Iterator[None]:
-    """Context manager that watches a layer's trial, if there are other ranks.
+    """Context manager that refuses collectives in a layer's trial, if there are other ranks.
 
     Raises:
-        UnsupportedModelError: the layer would have made collectives within.
+        UnsupportedModelError: the layer called a collective.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield
@@ -64,5 +68,5 @@ def no_collectives(layer: nn.Module) -> Iterator[None]:
         if watched.seen is not None:
             raise watched.error() from error
         raise
-    if watched.seen is not None:  # the trial took it for an error of the layer's
+    if watched.seen is not None:  # the trial took the exception for a failure of the layer
         raise watched.error()

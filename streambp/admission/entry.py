@@ -1,4 +1,4 @@
-"""A call of a decoder layer: it streams in chunks, or runs whole, or is refused with a reason."""
+"""Calls of a decoder layer: each streams in chunks, runs unchunked, or raises with a reason."""
 
 from __future__ import annotations
 
@@ -59,17 +59,21 @@ def stream_layer(
     strategy: Strategy = IN_CHUNKS,
     forks: Forks = (),
 ) -> Any:
-    """What the layer's forward returns for these arguments, computed in chunks of the sequence.
+    """Compute the layer's forward in chunks of the sequence and return its result.
 
     Args:
-        site: a decoder layer whose only work across tokens is attention through transformers' interface. Whether that is
-            so is found out at its first call of each kind; if not, such calls run whole and checkpointed.
-        rows: documents of packed rows that position_ids mark, for layers that are not told of them. [Note: segments]
-        strategy: how; if not given, chunk by chunk.
-        forks: where in the sequence states go on from somewhere else than from before; of a tree of rows.
+        site: a decoder layer in which only attention through transformers' interface mixes tokens.
+            The first call of each kind tests this; if the test fails, such calls run unchunked and
+            checkpointed.
+        args, kwargs: the arguments of the layer's forward.
+        rows: documents of packed rows, from position_ids, for layers that do not get them as
+            arguments. [Note: segments]
+        strategy: how to compute the call; default: chunk by chunk.
+        forks: positions at which states continue from an earlier position, in a tree of rows.
 
     Raises:
-        UnsupportedModelError, UnsupportedMaskError, StreamBPError: it cannot be computed exactly; nothing was changed.
+        UnsupportedModelError, UnsupportedMaskError, StreamBPError: the call has no exact
+            computation; nothing was changed.
     """
     call = admit(site, args, kwargs, rows, strategy, forks)
     if isinstance(call, CallReport):
@@ -89,12 +93,12 @@ def stream_layer(
 def admit(
     site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, strategy: Strategy, forks: Forks = ()
 ) -> LayerCall | CallReport:
-    """The call that is to be streamed, or a report that says why it runs whole.
+    """Return the call to stream, or a report with the reason to run it unchunked.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: neither is exact.
     """
-    # The kind of call: what the layer is made of, and which arguments it gets.
+    # The kind of call: the layer's structure, and which arguments it gets.
     look = site.fingerprint.look(site.layer)
     site.of(_refuse_inner_fsdp)
     counts_when_alone()
@@ -110,7 +114,7 @@ def admit(
     forward = type(site.layer).forward
     arguments = Arguments(forward, site.layer, args, kwargs, site.kind.position_cache, told, look.kind)
     attends = None if isinstance(F.scaled_dot_product_attention, BuiltinFunctionType) else replaced_attention()
-    if attends is not None:  # the layer was tried with torch's own, which says nothing of another
+    if attends is not None:  # a trial with torch's own attention does not cover another attention
         arguments.kind |= {("torch's attention", attends)}
     arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)  # [Note: kept values]
     arguments.forks = forks if carries else ()
@@ -119,7 +123,7 @@ def admit(
     marked = None if rows is None else rows.number
     if site.warm is not None and not may_edit_gradients(site.layer):
         site.adopt(arguments.kind, look)
-    # Reasons to run whole that need no trial, or that one has given.
+    # Reasons to run unchunked that need no trial, or that a trial has found.
     findings = site.found(arguments.kind)
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
@@ -134,12 +138,12 @@ def admit(
     trained = look.trained
     list_them = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
     call.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(look, trained)
-    # A kind that was tried streams; a new one is tried first, on a few random tokens.
+    # A tested kind streams. A new kind is tested first, on a few random tokens.
     if findings.judged and call.autocast in findings.seen_writing and site.knows(findings, call.plan):
         return call
     failed, verdict = _tried(call)
     if not verdict.streams:
-        if arguments.tells:  # its kernels do something else than they are told
+        if arguments.tells:  # its kernels ignore or misread the document arguments
             site.kernels_told = False
             return admit(site, args, kwargs, rows, strategy, forks)
         return CallReport(verdict.because, rows=rows)
@@ -150,14 +154,16 @@ def admit(
 
 
 def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """What a trial of the call's layer raised, None if nothing, and whether the layer may be cut."""
+    """Return the exception of the layer's trial (None: no exception), and whether the layer may be
+    cut.
+    """
     site = call.site
     if call.look.hooks.ids and has_data(call.hidden_states):
         site.shown |= hooks_of_others(call.layer)
     try:
         here = site.weights_here("trial", call.device)
         freely = replaced([site], "choices", [None])  # [Note: choices]
-        # Layers of a split sequence exchange keys and values with other ranks by themselves.
+        # Layers of a split sequence exchange keys and values with other ranks themselves.
         alone = no_collectives(call.layer) if type(call) is LayerCall else NOTHING
         with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
             found = call.attempt(lambda _: _looked(call))
@@ -170,7 +176,9 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Return what trials of the call raised, None if nothing, and whether the layer may be cut."""
+    """Return the exception of the call's trials (None: no exception), and whether the layer may be
+    cut.
+    """
     with leaving_nothing(call):
         because, error = why_kept(call)
         failed = look_for_writes(call)
@@ -179,7 +187,8 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
     if verdict.streams and because is not None:
         findings.judge(because)
         verdict = Verdict(False, because)
-    elif verdict.streams and error is not None:  # an exception of one trial judges no layer
+    # one trial's exception is no verdict about the layer
+    elif verdict.streams and error is not None:
         findings.judged = False
         findings.doubt(broken(error))
         verdict = Verdict(False, broken(error))
@@ -187,7 +196,7 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _streamed(call: LayerCall, strategy: Strategy) -> Any:
-    """The admitted call's result, with a graph if somebody wants gradients of it."""
+    """Run the admitted call and return its result, with a graph if gradients are required."""
     site, hidden_states = call.site, call.hidden_states
     parameters, inputs = call.parameters, call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
@@ -217,13 +226,15 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
 
 
 def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | None:
-    """Why a layer with states cannot be cut with this call's documents; None if it can."""
+    """Return why a layer with states cannot be chunked with these documents; None if it can."""
     documents = arguments.documents
     if documents is None:
         return None
     scans = {name for _, name in scans_of(site.layer)} if documents.ids is not None else set()
-    if scans.difference(("torch", "forward", OWN_SCAN)):  # a selective scan is known by its own name
-        # Told in training its fused kernel mixes them, in eval mode its convolution does not: the mode decides.
+    # a selective scan is identified by its own name
+    if scans.difference(("torch", "forward", OWN_SCAN)):
+        # With document arguments, training's fused kernel mixes documents; eval mode's convolution
+        # does not.
         return "seq_idx says where documents start, which its selective scan takes no notice of"
     ends = documents.ends
     rising = all(a < b for a, b in itertools.pairwise(ends))
@@ -236,7 +247,9 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
 
 
 def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) -> None:
-    """Attention's mask, and kernels that can be told, learn of documents that position_ids mark."""
+    """Pass the documents that position_ids mark to attention's mask and to kernels that accept
+    them.
+    """
     mask = attention_mask_of(arguments.named)
     if isinstance(mask, LazyMask):
         mask.ends = rows.ends
@@ -247,6 +260,7 @@ def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) 
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:
+    """Raise if a module inside the layer is an FSDP unit of its own."""
     for name, module in layer.named_modules():
         if module is not layer and is_fsdp_unit(module):
             raise UnsupportedModelError(

@@ -1,8 +1,9 @@
-"""Random numbers that a layer draws elsewhere than from torch's default generators, whose states are kept for each chunk.
+"""Random generators other than torch's default ones, whose states are saved for each chunk.
 
-A module may hold a generator, of torch, Python or NumPy; code that others wrote may draw from those that `random` and
-`numpy.random` share with the whole program (stochastic depth, say). Chunks and recomputations would draw other numbers, so
-that a layer that draws there runs whole, and draws once more the same in backward.
+A module may own a generator of torch, Python or NumPy. Third-party code, such as stochastic depth,
+may draw from the global generators of `random` and `numpy.random`. Chunks and recomputations would
+draw other numbers there. A layer that draws from such a generator therefore runs unchunked, and
+repeats the same numbers in backward.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ from streambp.layer.products import hooked_everywhere
 from streambp.layer.side_effects import buffers_of, in_place_of_buffers
 from streambp.layer.site import LayerSite
 
-# transformers' own layers never draw from these, and other threads may at any time.
+# Only third-party code counts: transformers' layers never draw here, but other threads may.
 OF_ALL: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
 
 
 def generators_of(site: LayerSite, look: Look) -> list[Generator]:
-    """Those that the layer may draw from: its own, and if others wrote a part or a hook of it, those that all share."""
+    """Return the generators that the layer may draw from.
+
+    These are its own generators, and the global ones if a part or a hook of the layer is
+    third-party.
+    """
     shared = site.previous is not None or look.hooks.places or hooked_everywhere() or site.of(foreign_parts)
     return [*look.body.generators, *(OF_ALL if shared else ())]
 
 
 def generator_states(generators: Sequence[Generator]) -> list[Any]:
-    """What `set_generators` takes: each generator's state, of torch's a tensor of uint8 on the CPU."""
+    """Return the generators' states for `set_generators`; torch's are uint8 tensors on the CPU."""
     states: list[Any] = []
     for generator in generators:
         if isinstance(generator, torch.Generator):
@@ -51,7 +56,7 @@ def generator_states(generators: Sequence[Generator]) -> list[Any]:
 
 
 def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    """Put generators back to what `generator_states` gave for them; what was drawn since is drawn again."""
+    """Restore the states that `generator_states` returned."""
     for generator, state in zip(generators, states, strict=True):
         if isinstance(generator, random.Random):
             generator.setstate(state)
@@ -62,7 +67,7 @@ def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> No
 
 
 def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
-    """Whether one of them is no longer in its state of these."""
+    """True if a generator's state differs from the given one."""
     return not all(
         torch.equal(one, other) if isinstance(one, Tensor) else pickle.dumps(one) == pickle.dumps(other)
         for one, other in zip(states, generator_states(generators), strict=True)
@@ -71,7 +76,7 @@ def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
-    """Within, what is drawn from them does not count."""
+    """Context manager that restores the generators' states afterwards."""
     states = generator_states(generators)
     try:
         yield
@@ -81,8 +86,11 @@ def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
-    """Within, what a module's parts count, set, write to buffers or draw does not stay, but for torch's own generators.
-    [Note: a trial leaves nothing]"""
+    """Context manager that restores a module's attributes, buffers and random generators
+    afterwards.
+
+    Torch's default generators are not restored. [Note: a trial leaves nothing]
+    """
     buffers, generators = buffers_of(module), (*Body(module, set()).generators, *OF_ALL)
     with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
         yield restored
@@ -90,7 +98,10 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
 
 @contextlib.contextmanager
 def on_trial(call: LayerCall) -> Iterator[Restored]:
-    """The same of a call's layer. Entered where the call is streaming, which switches modules and configs."""
+    """Context manager like `leaving_no_trace`, for a call's layer.
+
+    Enter it while the call is streaming, because streaming switches modules and configs.
+    """
     buffers, generators = buffers_of(call.layer), generators_of(call.site, call.look)
     with in_place_of_buffers(buffers), generators_kept(generators), Restored(call.layer) as restored:
         yield restored

@@ -1,16 +1,18 @@
-"""What a layer has inside that was written by others: modules, forwards and hooks that may look at where they are.
+"""Third-party modules, forwards and hooks inside a layer, which may depend on token positions.
 
-[Note: foreign insides] transformers' modules, torch's and those of adapters treat every token alike outside of attention.
-Others may not: a hook that adds to positions 100 to 120, a mask over the whole sequence, a shift by 16 tokens. The few
-random tokens that a layer is tried on do not show it, so that layers with such insides are tried at the call's own length
-as well (`long_trial.py`). A hook that only looks on needs no such trial: one that gave nothing back and wrote to nothing
-when it was watched, and whose source has no branch in which it would.
+[Note: foreign insides] Outside of attention, modules of transformers, torch and adapter libraries
+treat every token alike. Third-party code may not: a hook that adds to positions 100 to 120, a mask
+over the full sequence, a shift by 16 tokens. A trial on a few random tokens does not detect this.
+Layers with third-party code inside are therefore tested at the call's own length as well
+(`long_trial.py`). A hook needs no such test if it only reads: in the trial it returned nothing and
+wrote nothing, and its source has no branch that would.
 
-[Note: who sees the rows] What changes which rows and positions the inside of a model sees (a packed row of shared prefixes,
-a mixer that is called for one document after the other, a trial's tokens) changes what others' hooks and forwards do there:
-one adds to a position, one keeps its output for the loss, one counts tokens. No trial tells what becomes of it. So one
-question decides for all of them, `hooks_of_others`: hooks of libraries that are known to treat tokens alike and to keep
-nothing (`known_names.HOOKS_ARE_HARMLESS`) do not count, all others do.
+[Note: who sees the rows] Streaming may change the rows and positions inside a model: a packed row
+of shared prefixes, a mixer that runs for one document at a time, the tokens of a trial. Hooks and
+forwards of third parties then act differently: some add to a position, some store their output for
+the loss, some count tokens. No trial can tell the effect. All these cases therefore ask one
+function, `hooks_of_others`. Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count,
+because they treat tokens alike and store nothing; all other hooks count.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ NAMED_AT_MOST = 3  # hooks in a message
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) -> list[str]:
-    """The modules and instance forwards of a layer that others wrote, by name.
+    """Return the names of the third-party modules and instance forwards in a layer.
 
     Args:
+        layer: the layer.
         previous: the layer's own instance forward.
     """
     found = [] if previous is None or _harmless(previous) else [full_name(previous)]
@@ -64,12 +67,12 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
 
 
 def _harmless(forward: Any) -> bool:
-    """Whether a library wrote it whose modules treat tokens alike."""
+    """True if the forward comes from a library whose modules treat tokens alike."""
     return package_of(forward) in MODULES_ARE_HARMLESS
 
 
 def refuse_opacus(where: str) -> NoReturn:
-    """Raises UnsupportedModelError: the hooks would see chunks, and gradients of whole batches."""
+    """Raise UnsupportedModelError: opacus' hooks would get chunks and batch gradients."""
     raise UnsupportedModelError(
         f"{where} has hooks of opacus, which compute a gradient for each sample from what passes a module in one forward "
         "and one backward. A streamed layer passes in chunks, whose gradients are no sample's. Train with opacus without "
@@ -78,8 +81,11 @@ def refuse_opacus(where: str) -> NoReturn:
 
 
 def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
-    """Hooks on modules inside of a module, and torch's global ones, by name: the modules that each is on. Without those
-    that are known to treat tokens alike and to keep nothing. [Note: who sees the rows]"""
+    """Return third-party hooks on inner modules, and torch's global ones, with the modules of each.
+
+    Hooks of libraries that treat tokens alike and store nothing are left out. [Note: who sees the
+    rows]
+    """
     found: dict[str, list[str]] = {}
     everywhere = vars(torch.nn.modules.module)
     tables = [("all modules", everywhere[name]) for name in GLOBAL_HOOKS]
@@ -95,7 +101,9 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
 
 
 def named_hooks(found: dict[str, list[str]]) -> str:
-    """`hooks_of_others` in words, such as: count (probe.py:12) on layers.0.mlp and 11 other modules."""
+    """Describe the result of `hooks_of_others`: count (probe.py:12) on layers.0.mlp and 11 other
+    modules.
+    """
     told = []
     for hook, paths in list(found.items())[:NAMED_AT_MOST]:
         others = len(set(paths)) - 1
@@ -104,12 +112,15 @@ def named_hooks(found: dict[str, list[str]]) -> str:
 
 
 def why_rows(module: nn.Module) -> str | None:
-    """Why the inside of a backbone has to see a batch's rows as they are; None if it may see a packed row instead.
-    [Note: who sees the rows]"""
+    """Return why a backbone's inside needs the batch's own rows; None if a packed row will do.
+
+    [Note: who sees the rows]
+    """
     hooks = hooks_of_others(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"
-    home = {base.__module__ for base in type(module).__mro__}  # a modeling file's modules are its model's own
+    # a modeling file's modules belong to its model
+    home = {base.__module__ for base in type(module).__mro__}
     known = functools.partial(_is_known, home=home)
     for path, inner in module.named_modules():
         own = (forward for forward in forwards(inner) if not isinstance(forward, InstanceForward))
@@ -121,10 +132,11 @@ def why_rows(module: nn.Module) -> str | None:
 
 
 def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
-    """Whether code of others runs between a language model's backbones and its loss, and may read all that these give, what
-    they give padding among it: hooks, a head, the model's forward, a loss. The inside of a backbone is `why_rows`'.
+    """True if third-party code between backbone and loss may read values at padding positions.
 
-    What stands around the model's call (its hooks, a forward in front of streambp's) sees what its caller sees.
+    Such code is a hook, a head, the model's forward or a loss. `why_rows` covers the inside of the
+    backbones. Code around the model's call (its hooks, a forward outside of streambp's) gets the
+    caller's values and does not count.
     """
     home = {base.__module__ for backbone in backbones for base in type(backbone).__mro__}
     of_model = list(itertools.dropwhile(lambda forward: not isinstance(forward, InstanceForward), forwards(model)))
@@ -145,17 +157,20 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
 
 
 def _is_known(function: Any, home: set[str]) -> bool:
-    """Whether a function or class comes from one of these modules, or from libraries whose modules treat tokens alike."""
+    """True if a function or class is from one of these modules or from a library that treats tokens
+    alike.
+    """
     found = function.__module__ if isinstance(function, type) else home_of(_innermost(function))
     return found in home or found.partition(".")[0] in MODULES_ARE_HARMLESS
 
 
 @contextlib.contextmanager
 def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[list[str]]:
-    """Within, the hooks of others inside a layer are watched; yields those that change what passes by, or may, by name.
+    """Context manager that yields the names of third-party hooks that modify values, or may.
 
     Args:
-        names: of modules' tables: of hooks on values, or `BACKWARD_HOOKS`.
+        layer: the layer; hooks on its inner modules and global hooks are checked.
+        names: names of the hook tables: hooks on values, or `BACKWARD_HOOKS`.
     """
     changing: list[str] = []
     everywhere = vars(torch.nn.modules.module)
@@ -177,16 +192,19 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
 
 
 def may_edit_gradients(layer: nn.Module) -> bool:
-    """Whether a backward hook of others inside a layer gives something back, by its source."""
+    """True if the source of a third-party backward hook inside a layer returns a value."""
     hooks = (h for m in layer.modules() if m is not layer for name in BACKWARD_HOOKS for h in getattr(m, name).values())
     codes = (getattr(_innermost(h), "__code__", None) for h in hooks if package_of(h) not in HOOKS_ARE_HARMLESS)
     return any(code is None or _gives_back(code) for code in codes)
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a hook and add its name to `changing` if it modified or returned a value."""
     tensors = tensors_in((args[1:], kwargs), Tensor)
-    before = [x.detach().clone() for x in tensors]  # versions miss what is written through `.data` or NumPy
-    versions = [version_of(x) for x in tensors]  # values miss what is written to positions that are not there
+    # version counters miss writes through `.data` or NumPy
+    before = [x.detach().clone() for x in tensors]
+    # values miss writes to positions that the trial does not have
+    versions = [version_of(x) for x in tensors]
     result = hook(*args, **kwargs)
     same = result is None and versions == [version_of(x) for x in tensors]
     pairs = zip(tensors, before, strict=True)
@@ -196,7 +214,7 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
 
 
 def _may_change(hook: Callable[..., Any]) -> bool:
-    """Whether its source has branches, and gives something back or assigns to parts of something."""
+    """True if the hook's source has branches, and returns a value or assigns to items."""
     code = getattr(_innermost(hook), "__code__", None)
     if code is None:
         return False
@@ -207,8 +225,8 @@ def _may_change(hook: Callable[..., Any]) -> bool:
 
 
 def _gives_back(code: CodeType) -> bool:
-    """Whether it returns something else than None somewhere."""
-    nothing = False  # the step before loads None
+    """True if the code can return anything but None."""
+    nothing = False  # the previous instruction loads None
     for step in dis.get_instructions(code):
         if (step.opname == "RETURN_CONST" and step.argval is not None) or (step.opname == "RETURN_VALUE" and not nothing):
             return True
@@ -217,7 +235,7 @@ def _gives_back(code: CodeType) -> bool:
 
 
 def _innermost(function: Any) -> Any:
-    """What a partial or a callable object runs."""
+    """Return the function that a partial or a callable object runs."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(function, "__code__") else getattr(type(function), "__call__", function)  # noqa: B004

@@ -1,18 +1,20 @@
-"""Values that a layer, or code of others inside it, keeps without their graph: for a replay, a record, statistics.
+"""Values that third-party code in a layer stores without a graph: for a replay, a record,
+statistics.
 
-[Note: kept values] Unpatched, what a forward leaves in an attribute, a closure or a list is of the whole sequence, and is
-left once. Chunks would leave the last one's, one entry for each, and the same once more in backward's recomputation. So a
-layer with code of others inside it is tried for that as well: the few tokens whole, as unpatched, and in chunks, as a step
-makes them, each from the same start. What can be reached from that code (`fingerprint/memory.py`) has to be the same
-afterwards: shapes, numbers, lengths. Sums over tokens are. If something is not, the layer runs whole, and its recomputation
-leaves nothing behind.
+[Note: kept values] Unpatched, a forward stores a value of the full sequence in an attribute, a
+closure or a list, and stores it once. In chunks, the last chunk's value would remain, or one entry
+for each chunk, and backward's recomputation would store them again. A layer with third-party code
+is therefore tested for stored values. The test runs a few tokens from the same start, once as
+unpatched, once in chunks as in a step. Values reachable from that code (`fingerprint/memory.py`)
+must be equal afterwards: shapes, numbers, lengths. Sums over tokens are equal. If a value differs,
+the layer runs unchunked, and its recomputation stores nothing.
 
-What is kept may be read by a later call, by its length: routes that are replayed fit the whole sequence and no chunk of it.
-The few tokens of a trial do not show that. So a call with a tensor in reach that is as long as its sequence is another kind
-of call, tried at its own length.
+A later call may read a stored value by its length: routes stored for a replay fit the full sequence
+and no chunk. A test on a few tokens does not detect this. A call is therefore a kind of its own if
+a reachable tensor is as long as the call's sequence. Such calls are tested at their own length.
 
-Flags and strings in reach, deeper than a look goes (`fingerprint/leaves.py`), tell kinds of calls apart: a recorder may be
-switched on between two steps.
+Reachable flags and strings, at greater depth than a snapshot's (`fingerprint/leaves.py`), also
+distinguish kinds of calls: a recorder may be switched on between two steps.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ T = TypeVar("T")
 Roots = list[tuple[str, Any]]
 Kind = frozenset[tuple[str, Any]]
 NAMED_AT_MOST = 3
-SHORT = 8  # entries of a list whose flags tell kinds of calls apart
+SHORT = 8  # entries of a list whose flags distinguish kinds of calls
 KEEPS_VALUES = "it, or a hook inside it, keeps values for later, of which chunks would leave others than the whole sequence"
 OUT_OF_SIGHT = "tensors out of sight"
 MISSING = object()
@@ -70,7 +72,10 @@ _DIGITS = re.compile(r"\d+")
 
 
 def roots_of(site: LayerSite, look: Look) -> Roots:
-    """Where others' code inside a layer may keep values, by name; empty if no code of others runs inside."""
+    """Return the places in which third-party code inside a layer may store values, by name.
+
+    The list is empty if no third-party code runs inside.
+    """
     hooks = [("", unwatched(table[number])) for table, number in look.hooks.places.values() if number in table]
     everywhere = vars(torch.nn.modules.module)
     hooks += [("", hook) for name in GLOBAL_HOOKS for hook in everywhere[name].values()]
@@ -84,8 +89,11 @@ def roots_of(site: LayerSite, look: Look) -> Roots:
 
 
 def tell(site: LayerSite, look: Look, kind: Kind, hidden_states: Tensor) -> Kind:
-    """The kind of a call with these hidden states [..., B, T, h], told by what can be reached from others' code inside the
-    layer as well; the kind itself if there is no such code."""
+    """Return the kind of a call with these hidden states [..., B, T, h].
+
+    The kind includes values reachable from third-party code inside the layer. `kind` is returned
+    unchanged without such code.
+    """
     roots = roots_of(site, look)
     if not roots:
         return kind
@@ -106,6 +114,7 @@ def tell(site: LayerSite, look: Look, kind: Kind, hidden_states: Tensor) -> Kind
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the part of a stored plain value that distinguishes kinds of calls, with its path."""
     if any(int(number) >= SHORT for number in re.findall(r"\[(\d+)\]", path)):
         return []
     if path.startswith("len("):
@@ -116,7 +125,7 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _code_of_others(layer: nn.Module) -> Roots:
-    """Classes, functions and objects inside a layer that others wrote and that its forward may run."""
+    """Return third-party classes, functions and objects that the layer's forward may run."""
     found: dict[int, tuple[str, Any]] = {}
     for path, module in layer.named_modules():
         for name, value in module.__dict__.items():
@@ -135,19 +144,23 @@ def _code_of_others(layer: nn.Module) -> Roots:
 
 
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Context manager of a trial, after which nothing stays of what others' code inside the layer kept."""
+    """Return a trial's context manager, which afterwards removes all values that third-party code
+    stored.
+    """
     roots = roots_of(call.site, call.look) if call.device.type != "meta" else []
     return undone(roots) if roots else contextlib.nullcontext()
 
 
 def recomputed(site: LayerSite, look: Look) -> contextlib.AbstractContextManager[Any]:
-    """Context manager of a recomputation: what the forward has left stays as it is. [Note: kept values]"""
+    """Return a recomputation's context manager, which preserves forward's values. [Note: kept
+    values]
+    """
     roots = roots_of(site, look)
     return undone(roots) if roots else contextlib.nullcontext()
 
 
 def without_traces(find: Callable[..., T]) -> Callable[..., T]:
-    """The function of a call, run so that nothing stays of what others' code keeps."""
+    """Wrap a function of a call, to remove the values that third-party code stored in it."""
 
     def found(call: LayerCall, *args: Any) -> T:
         with leaving_nothing(call):
@@ -157,9 +170,11 @@ def without_traces(find: Callable[..., T]) -> Callable[..., T]:
 
 
 def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
-    """The forward in chunks; it raises if code of others keeps values of a chunk, and kept none when it was tried.
+    """Wrap the chunked forward: raise if third-party code stores a chunk's values but stored none
+    on trial.
 
-    It was not tried with hooks that were set after a warm-up, nor on as many tokens, nor with a switch that no look sees.
+    The trial did not cover hooks registered after a warm-up, more tokens than its own, and switches
+    that no snapshot contains.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -179,7 +194,10 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
 
 
 def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
-    """True if a tensor of that shape has a value for each token of a chunk; not if its size may be one of the layer's."""
+    """True if a tensor of that shape has a value for each token of a chunk.
+
+    False if the size may be a dimension of the layer's parameters.
+    """
     own = {size for parameter in call.look.body.parameters for size in parameter.shape}
     for length in {chunk.stop - chunk.start for chunk in call.plan}:
         rows = tuple(shape[:2]) == (call.rows, length) and (len(shape) > 2 or length not in own)
@@ -189,6 +207,7 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
 
 
 def _refuse(call: LayerCall, what: str) -> NoReturn:
+    """Raise because of a stored value of a chunk, and run such calls unchunked from now on."""
     site = call.site
     site.found(call.arguments.kind).judge(f"{KEEPS_VALUES} ({what})")
     when = "did not when it was tried"
@@ -202,10 +221,10 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
 
 
 def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
-    """Return why the layer runs whole for values that others' code inside it keeps, and the trial's own exception.
+    """Return why stored values forbid chunks, and the trial's exception.
 
-    Both are None where the layer may be cut. The trial runs once for each kind of call, and the kind may be another one
-    afterwards. [Note: kept values]
+    Both are None where the layer may be chunked. The trial runs once for each kind of call. The
+    kind may change during the trial. [Note: kept values]
     """
     site, x = call.site, call.hidden_states.detach()
     if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():
@@ -224,7 +243,8 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
                 stack.enter_context(_as_in_a_step(call))
                 because = why_not_at_length(call)
     except Exception as error:
-        other_model = isinstance(error, OtherModelError)  # its unpatched forward failed, as any trial may
+        # the unpatched forward failed, which may happen in any trial
+        other_model = isinstance(error, OtherModelError)
         if is_out_of_memory(error) or (isinstance(error, StreamBPError) and not other_model):
             raise
         failed = error
@@ -236,21 +256,23 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
 
 
 def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
-    """What chunks would leave otherwise than the whole, in words; None if nothing."""
+    """Describe the stored values in which chunks differ from the full sequence; None: they are
+    equal.
+    """
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
     trial = _Trial(call, tokens, upstream, roots)
     whole, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
     call.site.fingerprint.kept |= whole.keys() | chunks.keys()
     differing = _differing(whole, chunks, coarsest(call, x))
-    if differing:  # what is another at each run (a time) tells nothing
+    if differing:  # a value that changes at each run, such as a time, shows nothing
         again = trial.left(trial.whole)
         noisy = _differing(whole, again, coarsest(call, x))
         differing = {path: told for path, told in differing.items() if path not in noisy}
     if not differing:
         return None
     otherwise = _differing(whole, trial.left(trial.at_once), coarsest(call, x))
-    # What graphs hold is out of sight as well, and another for another attention.
+    # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {path: told for path, told in otherwise.items() if path in differing and path != OUT_OF_SIGHT}
     if otherwise:
         raise UnsupportedModelError(
@@ -268,10 +290,13 @@ def _named(differing: dict[str, str]) -> str:
 
 
 class _Trial:
-    """A layer over a few tokens x [..., B, T, h], whole and in chunks, in its own mode, each time from the same start.
+    """Runs of a layer over a few tokens, in its own mode, each from the same start.
 
     Args:
-        upstream: the gradient of its output.
+        call: the call on trial.
+        x: [..., B, T, h], the tokens.
+        upstream: [..., B, T, h], the gradient of its output.
+        roots: the places in which values may be stored.
     """
 
     def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots) -> None:
@@ -281,13 +306,13 @@ class _Trial:
         self.graph = torch.is_grad_enabled() and bool(wanted) and may_have_graphs(call)
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
-        """What a run has left that was not there before, or was another, by path."""
+        """Return the values that a run added or changed, by path."""
         named, length = self.call.arguments.named, self.x.shape[-2]
         documents = in_several(named, length) if self.call.packing.told else {}
         rows = None if self.call.packing.rows is None else tried_rows(self.x.shape[-3], length)
         given = self.call.arguments.replaced({**nothing_masked(named, length), **documents}, rows)
         with undone(self.roots) as (before, writes):
-            # Weights are drawn within, so that each run has the same.
+            # Draw the weights inside, so that each run has the same weights.
             with self.random.replayed(), given, as_trained(self.call) as shadows:
                 run(shadows or [])
             del shadows
@@ -296,19 +321,20 @@ class _Trial:
             return {**found, OUT_OF_SIGHT: elsewhere} if elsewhere else found
 
     def whole(self, shadows: list[Tensor]) -> None:
-        """As unpatched: once, with a graph where there is one."""
-        if self.call.packing.marks_documents:  # of several the unpatched layer may not be told
+        """Run the layer unpatched: once, with a graph where the call has one."""
+        # the unpatched layer may not accept several documents
+        if self.call.packing.marks_documents:
             self.at_once(shadows)
         else:
             OwnRun(self.call, self.x, self.upstream, shadows)
 
     def at_once(self, _: list[Tensor]) -> None:
-        """As a layer that runs whole does it: once, with the attention of streamed layers."""
+        """Run the layer unchunked: once, with the attention of streamed layers."""
         stage = Stage.RECOMPUTE if self.graph else Stage.FORWARD
         self._run(stage, [Chunk(0, 0, self.x.shape[-2])], lambda _: None)
 
     def in_chunks(self, _: list[Tensor]) -> None:
-        """As a step does it: forward without a graph, then once more for the gradient."""
+        """Run the layer as a step does: forward without a graph, then again for the gradient."""
         length = self.x.shape[-2]
         plan = ChunkPlan(length, min(CHUNK, -(-length // 2)))
         packing = self.call.packing
@@ -323,7 +349,7 @@ class _Trial:
         graph = stage is Stage.RECOMPUTE
         x = self.x.detach().requires_grad_(graph)
         prefix = causal_prefix(self.call, x.shape[-2])
-        prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
+        prefix.overwritten = graph  # a write to the attention's output has not been ruled out yet
         ran = rehearsed(self.call, x, chunks, stage, prefix, start)
         outputs = [output.hidden_states for _, output in ran if output is not None]
         output = torch.cat(outputs, -2)  # [..., B, T, h]
@@ -332,7 +358,9 @@ class _Trial:
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """The paths of what is not alike in both, to rounding, and the shapes of these tensors in words."""
+    """Return the paths of values that differ by more than rounding, with the tensors' shapes in
+    words.
+    """
     found = {}
     tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
     for path in dict.fromkeys((*one, *other)):
@@ -343,6 +371,7 @@ def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -
 
 
 def _alike(one: Any, other: Any, tolerance: float) -> bool:
+    """True if two values are equal up to `tolerance`."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "biufc":
         one, other = torch.from_numpy(one.copy()), torch.from_numpy(other.copy())
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -360,6 +389,7 @@ def _alike(one: Any, other: Any, tolerance: float) -> bool:
 
 
 def _told(whole: Any, chunks: Any) -> str:
+    """Describe the shapes of two tensors; "" if they are equal."""
     arrays = isinstance(whole, (Tensor, np.ndarray)) and isinstance(chunks, (Tensor, np.ndarray))
     if arrays and whole.shape != chunks.shape:
         return f" {tuple(chunks.shape)} for {tuple(whole.shape)}"
@@ -368,7 +398,7 @@ def _told(whole: Any, chunks: Any) -> str:
 
 @contextlib.contextmanager
 def _plain_dropout(call: LayerCall) -> Iterator[None]:
-    """Within, modules of dropout draw nothing, and all others have their own mode."""
+    """Context manager that disables dropout modules; all other modules have their own mode."""
     drops = [m for m in call.layer.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
     try:
         for module in drops:
@@ -381,7 +411,9 @@ def _plain_dropout(call: LayerCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_in_a_step(call: LayerCall) -> Iterator[None]:
-    """Within, no graph is made, and code may find that gradients are on, as they are."""
+    """Context manager in which no graph is built, although grad mode stays on as in a step with a
+    graph.
+    """
     parameters = Parameters(call.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     given = parameters.replaced([p.detach() for p in parameters.current()]) if graph else torch.no_grad()

@@ -1,7 +1,9 @@
-"""A layer tried at the length of its call, in one chunk and in those that it is to be cut into. [Note: foreign insides]
+"""Trial of a layer at its call's length: unchunked and in the call's chunks. [Note: foreign
+insides]
 
-Without a graph, and attention is ours on both sides, so that no [T, T] scores exist; what the rest of the layer holds for
-one chunk it holds for the whole sequence here. Where that does not fit, fewer tokens are tried, as `describe` says.
+The trial builds no graph, and both runs use streamed attention, so no [T, T] scores exist. The rest
+of the layer needs memory for the full sequence instead of one chunk. If this memory is not
+available, fewer tokens are tested; `describe` names the number.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.layer.call import LayerCall
 from streambp.layer.site import ANY_SIZE
 
-BLOCK = 64  # tokens that are judged together
+BLOCK = 64  # tokens whose differences are summed
 
 
 def why_not_at_length(call: LayerCall) -> str | None:
-    """Why the call's chunks would give something else than its whole sequence; None if they do not.
+    """Return why the call's chunks differ from its full sequence; None if they agree.
 
-    Called while the call is streaming, without grad, with the layer in eval mode.
+    Call it while the call is streaming, without grad, with the layer in eval mode.
     """
     site, length = call.site, call.plan.length
     chunks = len(call.plan)
@@ -56,9 +58,10 @@ def why_not_at_length(call: LayerCall) -> str | None:
 
 
 def _is_alike(call: LayerCall, chunks: int) -> bool:
-    """Whether the first chunks give what their tokens give at once, in every block of tokens of every row."""
+    """True if the first chunks agree with an unchunked run, in every block of every row."""
     length = call.plan[chunks - 1].stop
-    # Every other token is not the call's own: what is replayed of an earlier call must not fit it. [Note: kept values]
+    # Every second token is negated, so that values replayed from an earlier call do not fit.
+    # [Note: kept values]
     x = call.hidden_states.detach()[..., :length, :].clone()
     x[..., 1::2, :].neg_()
     carried = call.carried.prefix
@@ -70,7 +73,7 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
             yield output.hidden_states
 
     (whole,) = given([Chunk(0, 0, length)])
-    differences, added, sizes = [], [], []  # of squares, [..., B, C] each
+    differences, added, sizes = [], [], []  # sums of squares, [..., B, C] each
     parts = call.plan.chunks[:chunks]
     for chunk, piece in zip(parts, given(parts), strict=True):
         here = chunk.part(whole, -2)
@@ -88,5 +91,5 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
 
 
 def _squares(x: Tensor) -> Tensor:
-    """[..., C, h] -> [..., C]"""
+    """Sum the squares over the last dimension: [..., C, h] -> [..., C]."""
     return x.float().square().sum(-1)

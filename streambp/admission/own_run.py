@@ -1,10 +1,12 @@
-"""A layer run as its model runs it unpatched, to be compared with the same layer streamed.
+"""Run a layer as its model runs it unpatched, to compare it with the streamed layer.
 
-[Note: own run] The probe's runs in chunks and whole share our attention, so that their agreement tells nothing about it. So
-the layer is also run with the attention function that its model calls, a mask from the mask function that stands beside it,
-and the forward that `patch` found. Where that gives something else, the layer computes what streaming does not: it is
-refused. Functions that are known to compute the same, for which a few tokens are no fair trial (they compile, they want
-half precision, they read documents off position_ids), are left to `admission/registry.py`; eager attention runs for them.
+[Note: own run] In the probe, chunked and unchunked runs share streamed attention. Their agreement
+therefore does not test this attention. The layer also runs with the attention function that its
+model calls, the mask function of the same name, and the forward that `patch` found. If the result
+differs, the layer computes something that streaming does not, and is refused. Some functions are
+known to be equivalent, but cannot run a few tokens: they compile, need half precision, or read
+documents from position_ids. `admission/registry.py` checks these functions, and eager attention
+runs in their place.
 """
 
 from __future__ import annotations
@@ -34,28 +36,34 @@ from streambp.layer.outputs import recording
 from streambp.layer.recompute import NOTHING
 from streambp.layer.site import ANY_SIZE
 
-MOST = 2**24  # elements of parameters whose gradients are compared, the smallest parameters first
+MOST = 2**24  # total elements of parameters whose gradients are compared, smallest parameters first
 
 
 class OtherModelError(UnsupportedModelError):
-    """The layer streamed is not the layer unpatched, and running it whole would not make it so."""
+    """The streamed layer differs from the unpatched layer, and would differ unchunked too."""
 
 
 class OwnRun:
-    """One run of a layer as unpatched, on x [..., B, T, h], while its call is streaming. [Note: own run]
+    """One unpatched run of a layer on x [..., B, T, h], while its call is streaming. [Note: own
+    run]
 
     Args:
-        upstream: the gradient of its output. shadows: of its trainable parameters.
+        call: the call.
+        x: [..., B, T, h], the input.
+        upstream: [..., B, T, h], the gradient of its output.
+        shadows: replacements of its trainable parameters.
 
-    result: the output and, where a graph is wanted, the gradients of x and of the `small_ones` of the shadows.
-    other_leaf: a tensor that it would train and that is neither a parameter nor an argument.
+    Attributes:
+        result: the output and, if a graph is required, the gradients of x and of the `small_ones`
+            of the shadows.
+        other_leaf: a tensor that would get a gradient, but is neither a parameter nor an argument.
     """
 
     def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]) -> None:
         self.call = call
         self.compared = x, upstream
         self.other_leaf: Tensor | None = None
-        x = x.detach().clone()  # the layer may write to it
+        x = x.detach().clone()  # the layer may write to its input
         x.requires_grad_(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
         try:
             output = self._output(x)
@@ -73,23 +81,25 @@ class OwnRun:
 
     @property
     def named(self) -> str:
-        """The layer and its attentions, as errors name them."""
+        """Return the names of the layer and its attentions, for errors."""
         layer = self.call.layer
         attentions = distinct_attentions([layer])
         names = {f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}" for a in attentions}  # type: ignore[arg-type]
         return f"{type(layer).__name__} ({', '.join(sorted(names))})" if names else type(layer).__name__
 
     def agrees(self, whole: list[Tensor]) -> bool:
-        """Whether the layer streamed, in one chunk or in several, gave the same.
+        """True if the streamed layer, in one chunk or in several, gave the same result.
 
         Args:
-            whole: as `result`: the output [..., B, T, h], the gradient of x [..., B, T, h], and those of the `small_ones`.
+            whole: like `result`: the output [..., B, T, h], the gradient of x [..., B, T, h], and
+                the gradients of the `small_ones`.
         """
         dtype = coarsest(self.call, self.compared[0])
         pairs = zip(self.result, whole, self.compared, strict=False)
         if not all(agree(*pair, dtype) for pair in pairs):
             return False
-        # Those of parameters as one long vector: a single one may be nothing but rounding.
+        # Compare the parameters' gradients as one long vector: a single gradient may be rounding
+        # alone.
         gradients = list(zip(self.result[2:], whole[2:], strict=True))
         off = sum(float((a - b).float().norm()) ** 2 for a, b in gradients)
         size = sum(float(b.float().norm()) ** 2 for _, b in gradients)
@@ -97,10 +107,10 @@ class OwnRun:
         return alike and chose_alike(self.call.site.choices, dtype)
 
     def why_whole(self) -> str | None:
-        """Why the layer has to run whole for its gradients' sake; None if it has not.
+        """Return why the layer's gradients require an unchunked run; None: they do not.
 
         Raises:
-            OtherModelError: FSDP1 keeps its parameters.
+            OtherModelError: FSDP1 holds its parameters.
         """
         if self.other_leaf is None:
             return None
@@ -109,6 +119,7 @@ class OwnRun:
         return f"it {depends(self.other_leaf)}, for which chunks would give no gradient"
 
     def _output(self, x: Tensor) -> Tensor:
+        """Run the layer's own forward and return its output [..., B, T, h]."""
         call, length = self.call, x.shape[-2]
         implementations = [_comparable(config) for config in call.configs]
         choices = call.site.choices
@@ -132,7 +143,7 @@ class OwnRun:
         return hidden_states.flatten(-2) if call.arguments.folds else hidden_states
 
     def _mask(self, mask: LazyMask, x: Tensor) -> Any:
-        """What the model's own mask function makes of a causal mask of x's tokens, described as it describes its own."""
+        """Return a causal mask of x's [..., B, T, h] tokens, from the model's mask function."""
         config = next(iter(self.call.configs), None)
         implementation = EAGER if config is None else _comparable(config)
         causal = {
@@ -151,14 +162,19 @@ WHAT_TO_DO = "Put the original back, or run the model unpatched (streambp.unpatc
 
 
 def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]) -> OwnRun | None:
-    """The layer run as unpatched, and its site told what is foreign inside of it; None for one that is split over ranks,
-    whose own attention would exchange with other ranks. [Note: own run]
+    """Run the layer unpatched, and record its third-party parts in its site. [Note: own run]
+
+    Return None for a layer whose sequence is split over ranks: its own attention would communicate
+    with other ranks.
 
     Args:
-        x: [..., B, T, h]. upstream: the gradient of its output. shadows: of its trainable parameters.
+        call: the call.
+        x: [..., B, T, h].
+        upstream: [..., B, T, h], the gradient of its output.
+        shadows: replacements of its trainable parameters.
 
     Raises:
-        OtherModelError: it does not run.
+        OtherModelError: the unpatched layer fails.
     """
     if type(call) is not LayerCall:
         return None
@@ -169,8 +185,11 @@ def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor])
 
 
 def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
-    """Whether the layer as unpatched runs on x [..., B, T, h], with `upstream` as its output's gradient; taken to be so of
-    one that is split over ranks."""
+    """True if the unpatched layer runs on x [..., B, T, h], with `upstream` as its output's
+    gradient.
+
+    A layer whose sequence is split over ranks is assumed to run.
+    """
     if type(call) is not LayerCall:
         return True
     try:
@@ -183,14 +202,18 @@ def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
 def why_unlike_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
 ) -> str | None:
-    """Why a layer has to run whole for the sake of a gradient; None if it has not. [Note: own run]
+    """Return why the layer's gradients require an unchunked run; None: they do not. [Note: own run]
 
     Args:
-        whole: the layer streamed in one chunk: its output for x [..., B, T, h], and the gradients by x and by the
-            `small_ones` of the parameters' shadows for the output's gradient `upstream`.
+        call: the call.
+        x: [..., B, T, h], the input.
+        upstream: [..., B, T, h], the gradient of its output.
+        whole: results of the layer streamed in one chunk: its output [..., B, T, h], and the
+            gradients of x and of the shadows' `small_ones`.
+        shadows: replacements of its trainable parameters.
 
     Raises:
-        OtherModelError: unpatched it computes something else, or FSDP1 keeps its parameters.
+        OtherModelError: the unpatched layer computes something else, or FSDP1 holds its parameters.
     """
     own = own_run(call, x, upstream, shadows)
     if own is None:
@@ -206,7 +229,10 @@ def why_unlike_unpatched(
 
 
 def small_ones(parameters: list[Tensor]) -> list[Tensor]:
-    """Those parameters [...] whose gradients are compared, the smallest first: of MOST elements together at most."""
+    """Return the parameters [...] whose gradients are compared, the smallest first.
+
+    Together they have at most MOST elements.
+    """
     found, total = [], 0
     for parameter in sorted(parameters, key=Tensor.numel):
         total += parameter.numel()
@@ -217,12 +243,16 @@ def small_ones(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Gradients by `leaves` for `upstream` [..., B, T, h], like `output`; zeros for leaves that it does not depend on."""
+    """Return the gradients of `leaves` [...] for `upstream` [..., B, T, h], the gradient of
+    `output`.
+
+    Leaves that the output does not depend on get zeros.
+    """
     found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 
 
 def _comparable(config: PreTrainedConfig) -> str:
-    """The attention implementation to compare with. [Note: own run]"""
+    """Return the attention implementation to compare with. [Note: own run]"""
     name = own_implementation(config) or "sdpa"
     return name if name in ("sdpa", EAGER) and find_ulysses(name) is None else EAGER

@@ -1,15 +1,16 @@
-"""Whether a layer can be cut: found out by running it, before it is first streamed.
+"""Test before a layer is first streamed if its chunks compute the same as its full sequence.
 
-A token-shift inside a decoder layer, or a recurrence whose states are not seen, would make chunks compute something else,
-silently. So the first call of every layer, and of every new kind, runs a few tokens twice, whole and in chunks, and
-compares outputs and, where a graph is wanted, gradients: a state that is handed on without its gradient gives the right
-output. What it cannot see: effects of positions far beyond these tokens, which is why layers that count
-positions get a `ChunkCache`.
+A token-shift inside a decoder layer, or a recurrence with undetected states, would silently make
+chunks compute something else. The first call of every layer, and of every new kind, therefore runs
+a few tokens twice, unchunked and in chunks. Outputs are compared, and gradients if a graph is
+required: a state that is passed on without its gradient gives the right output. The test misses
+effects of positions far beyond these tokens. Layers that count positions therefore get a
+`ChunkCache`.
 
-[Note: a trial] Comparing misses a mixing of tokens that is less than rounding, or none as yet because its weights start at
-zero. So all runs have other weights where they are zero, and one has attention that does not cross the chunk's end: then
-nothing may cross it, which gradients show to the bit, but in layers that hand on states or read a cache. The same run, in
-the layer's own mode, shows its side effects.
+[Note: a trial] The comparison misses token mixing below rounding, and mixing whose weights are
+still zero. Therefore all runs replace zero weights, and one run has attention that does not cross
+the chunk's end. No gradient may then cross the end, which is exact to the bit. Layers that pass on
+states or read a cache are exempt. The same run, in the layer's own mode, shows its side effects.
 """
 
 from __future__ import annotations
@@ -70,33 +71,44 @@ CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose st
 
 
 class Verdict(NamedTuple):
-    """Whether a call streams, and if not, why it runs whole; None where it has nothing to cut."""
+    """Verdict on a call.
+
+    Attributes:
+        streams: the call streams.
+        because: why the call runs unchunked; None where it has nothing to cut.
+    """
 
     streams: bool
     because: str | None = None
 
 
 def can_stream(call: LayerCall) -> Verdict:
-    """Whether chunks of the layer compute what the whole computes.
+    """Return whether chunks of the layer compute the same as the full sequence.
 
-    What is judged is the layer, not the batch: hidden states are random and the mask is causal, because padding looks
-    alike at every position, and a verdict counts for calls with the same kinds of arguments only. Few tokens are tried as
-    well, but their verdict is this call's alone. Without data (meta, fake) values cannot be compared: layers then stream
-    that start from the states they keep, or attend and keep none. A single token has nothing to cut; it runs whole,
-    because some layers would not run on chunks at all, or is the only chunk where weights on the host allow no graph.
+    The verdict concerns the layer and not the batch: hidden states are random and the mask is
+    causal, because padding is equal at every position. A verdict applies to calls with the same
+    kinds of arguments only. A call of few tokens is tested as well, but its verdict applies to this
+    call alone.
+
+    Values cannot be compared without data (meta, fake). Layers then stream if they continue from
+    stored states, or if they attend and store none. A single token has nothing to cut. Such a call
+    runs unchunked, because some layers fail on chunks, but streams where weights on the host allow
+    no graph. An empty batch is not tested.
 
     Raises:
-        KernelError: a kernel failed, which says nothing about the layer; to run it whole would hide that.
-        StreamBPError: the attention that was asked for cannot do it.
+        KernelError: a kernel failed, which is no verdict on the layer; an unchunked run would hide
+            it.
+        StreamBPError: the requested attention cannot compute the call.
     """
     site, findings = call.site, call.site.found(call.arguments.kind)
     x = call.hidden_states.detach()
     if not x.numel():
         return Verdict(False, EMPTY)
-    if findings.judged:  # what is known not to stream does not get here
+    if findings.judged:  # layers that cannot stream return earlier
         return Verdict(True) if site.knows(findings, call.plan) else _judged_at_length(call)
     if not has_data(x):
-        if not (site.kind.states.carries or site.kind.attention.reads_a_mask):  # its structure alone does not tell
+        # the structure alone does not decide
+        if not (site.kind.states.carries or site.kind.attention.reads_a_mask):
             return Verdict(False)
         because = CONVOLVES if not site.kind.states.carries and _convolves(call.layer) else None
         if site.kind.states.carries:
@@ -125,9 +137,12 @@ def can_stream(call: LayerCall) -> Verdict:
 
 
 class Found(NamedTuple):
-    """What a trial found: why the layer cannot be cut, None if it can.
+    """Result of a trial.
 
-    certain: whether that will be so for any batch. passes: whether the reason may be gone at the next call.
+    Attributes:
+        because: why the layer cannot be chunked; None if it can.
+        certain: the result holds for any batch.
+        passes: the reason may be gone at the next call.
     """
 
     because: str | None
@@ -136,10 +151,10 @@ class Found(NamedTuple):
 
 
 def _judged(call: LayerCall, x: Tensor) -> Found:
-    """What a trial finds, which is remembered where it holds for calls of this kind to come."""
+    """Run a trial and return its result, stored if it holds for later calls of this kind."""
     site, kind = call.site, call.arguments.kind
     found = _why_not(call, x)
-    call.arguments.renamed(call.look.kind)  # without what the layer's own forward has changed
+    call.arguments.renamed(call.look.kind)  # without changes by the layer's own forward
     findings = remember(site.findings, call.arguments.kind, site.findings.pop(kind))
     if found.because is not None and found.passes:
         findings.doubt(found.because)
@@ -149,7 +164,7 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
 
 
 def _judged_at_length(call: LayerCall) -> Verdict:
-    """Whether the call's own chunks give what its sequence gives at once. [Note: foreign insides]"""
+    """Test if the call's own chunks agree with its full sequence. [Note: foreign insides]"""
     findings = call.site.found(call.arguments.kind)
     with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
@@ -165,15 +180,16 @@ def _judged_at_length(call: LayerCall) -> Verdict:
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
-    """Why chunks compute something else, None if they do not. [Note: a trial leaves nothing]"""
+    """Return why chunks differ; None if they do not. [Note: a trial leaves nothing]"""
     if not call.site.kind.states.carries and _convolves(call.layer):
         return Found(CONVOLVES)
-    apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # from a checkpoint around the model
+    # separates the trial from a checkpoint around the model
+    apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with apart, rehearsing(call), on_trial(call) as state:
         with torch.no_grad():
             x, upstream = random_like(hidden_states), random_like(hidden_states)
         named, length = call.arguments.named, x.shape[-2]
-        # Several documents, if the call has several.
+        # Use several documents if the call has several.
         documents = in_several(named, length) if call.packing.told else {}
         rows = None if call.packing.rows is None else tried_rows(x.shape[-3], length)
         with call.arguments.replaced({**nothing_masked(named, length), **documents}, rows):
@@ -194,7 +210,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
 
 
 def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> Found:
-    """Why chunks compute something else, by what the layer leaves behind, by a mix of gradients and by values."""
+    """Return why chunks differ, by side effects, by mixed gradients and by values."""
     chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
     generators = generators_of(call.site, call.look)
     drawn = generator_states(generators)
@@ -212,16 +228,18 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
 
 
 def _failed(call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored) -> Found:
-    """What an exception in a trial says of the layer: it cannot be cut, if the exception comes again; nothing, if the
-    layer unpatched raises on these tokens as well, which the call itself will tell.
+    """Return the result of a trial that raised.
+
+    If the exception comes again, the layer cannot be chunked. There is no verdict if the unpatched
+    layer raises on these tokens as well; the call itself then raises.
 
     Raises:
-        Exception: it is for the caller.
+        Exception: the exception concerns the caller.
     """
     if isinstance(error, AttentionChoiceError | OtherModelError) or is_out_of_memory(error):
         raise error
     if isinstance(error, StreamBPError) and raised_among_kernels(error):
-        raise error  # the attention that was asked for cannot do it
+        raise error  # the requested attention cannot compute the call
     if failed_in_a_kernel(error, x.device):
         raise KernelError(
             f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
@@ -229,25 +247,28 @@ def _failed(call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, stat
             "StreamConfig ('flash', or 'math', which uses torch's own products alone), or run the model unpatched "
             "to see whether it fails there too."
         ) from error
+    # Any other exception is due to the chunks, or to the call.
     state.rewind()
     return Found(broken(error), certain=False, passes=runs_unpatched(call, x, upstream))
 
 
 def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored) -> Found:
-    """Why chunks give something else than the layer unpatched, None if they do not; uncertain if values are not finite.
+    """Return why chunks differ from the unpatched layer; None if they agree.
 
-    Where they are alike, which a run of each tells, there is nothing to explain. Else the layer streamed in one chunk comes
-    between them: is it the cut, or what streaming computes? Each run starts from what the layer keeps by now, as the
-    call itself will.
+    The result is uncertain if values are not finite. First, one run of each is compared. If the two
+    differ, the layer is also streamed in one chunk, to separate the effect of chunks from the
+    effect of streaming. Each run starts from the layer's current stored values, as the call itself
+    will.
     """
     if (own := _alike(call, x, upstream, cut, shadows, state)) is not None:
         return Found(own.why_whole())
-    # They differ by more than rounding, or because a router ties.
+    # The runs differ by more than rounding, or a router has a tie.
     state.rewind()
     with choices_once(call) as choices:
         whole = _run(call, x, upstream, judged=small_ones(shadows))
         state.rewind()
-        if call.packing.marks_documents:  # a document per row: of several the unpatched layer may not be told
+        # one document per row, because the unpatched layer may not accept several
+        if call.packing.marks_documents:
             with call.arguments.replaced(in_one(call.arguments.named)), choices_once(call):
                 streamed = _run(call, x, upstream, judged=small_ones(shadows))
                 state.rewind()
@@ -263,14 +284,17 @@ def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows:
         if alike and chose_alike(choices, dtype):
             return Found(None)
     if not all(bool(part.isfinite().all()) for part in whole):
-        return Found(None, certain=False)  # weights are still to be loaded
-    if changed := state.changes():  # by which the first chunk sets something, or a later one reads it
+        return Found(None, certain=False)  # the weights are not loaded yet
+    if changed := state.changes():  # the first chunk sets a value, or a later chunk reads it
         return Found(SETS.format(", ".join(changed)), passes=True)
     return Found(MIXES)
 
 
 def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored) -> OwnRun | None:
-    """The layer's own run, if its chunks gave the same; None if not, or if either failed or has to be told of documents."""
+    """Return the unpatched run if its chunked run agrees.
+
+    Return None if the two differ, if either fails, or if the layer needs document arguments.
+    """
     if call.packing.marks_documents:
         return None
     try:
@@ -278,7 +302,7 @@ def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list
         own = own_run(call, x, upstream, shadows)
         state.rewind()
         pieces = [] if own is None else _run(call, x, upstream, cut, small_ones(shadows))
-    except Exception as error:  # which of them, and why, `_why_unlike` finds out
+    except Exception as error:  # `_why_unlike` finds out which run failed, and why
         if is_out_of_memory(error):
             raise
         return None
@@ -286,7 +310,7 @@ def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list
 
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
-    """Why chunks would compute something else, as far as one run of x [..., B, TOKENS, h] tells. [Note: a trial]"""
+    """Return why chunks would differ, from one run of x [..., B, TOKENS, h]. [Note: a trial]"""
     if not may_have_graphs(call):
         return None
     origin = Origin()
@@ -305,7 +329,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
 
 
 def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Origin) -> bool:
-    """Whether anything but attention and states takes a gradient from before `cut` to behind it or back."""
+    """True if a gradient crosses `cut` other than through attention and states."""
     before, behind = slice(cut), slice(cut, x.shape[-2])
     kind = call.site.kind
     if kind.states.carries or not kind.attention.ours:
@@ -316,7 +340,8 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
         for there, here in ((before, behind), (behind, before)):
             leaf, output = _on_trial(call, x, layout, origin)
             if output.requires_grad:
-                # The graph stays for hooks that keep what they see: their backward leads to `origin`, which names them.
+                # Keep the graph for hooks that store tensors: their backward reaches `origin`,
+                # which names them.
                 (grad,) = torch.autograd.grad(output[..., here, :], leaf, upstream[..., here, :], retain_graph=True)
                 across = grad[..., there, :]
                 if bool(across.isfinite().all()) and bool(across.any()):
@@ -325,10 +350,13 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
 
 
 def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tuple[Tensor, Tensor]:
-    """A leaf of the values x [..., B, TOKENS, h], and what the layer gives for it with a graph that starts at `origin`."""
+    """Return a leaf with the values of x [..., B, TOKENS, h], and the layer's output for this leaf.
+
+    The output's graph starts at `origin`.
+    """
     length = x.shape[-2]
     prefix = Prefix(layout, length, "math")
-    prefix.overwritten = True  # whether the layer writes to its attention's output is not known yet
+    prefix.overwritten = True  # a write to the attention's output has not been ruled out yet
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
         ((_, output),) = rehearsed(call, Started.apply(leaf, origin, True), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix)
@@ -337,18 +365,20 @@ def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tupl
 
 
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:
-    """Why a layer with states cannot be cut: what a chunk gives does not come from a state that the one before ended with.
+    """Return why a layer with states cannot be chunked: a chunk does not read the previous end
+    state.
 
-    Before transformers 5.15 most mixers go on from their states with a single token only. In half precision what a state
-    changes within a few tokens may be less than rounding, and nothing where weights start at zero. So the graph is asked,
-    which is there without data as well; of states that are no floating numbers it knows nothing.
+    Before transformers 5.15 most mixers continue from their states with a single token only. In
+    half precision, a state's effect within a few tokens may be below rounding; zero weights hide
+    it. The graph is therefore checked, which exists without data as well. The check skips states
+    that are not floating-point.
     """
     size = min(CHUNK, x.shape[-2] // 2)
     if size < LEAST_TOKENS or any(parameter.is_inference() for parameter in call.layer.parameters()):
         return None
     named = {**nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}
     with torch.inference_mode(False), torch.enable_grad():
-        if x.is_inference():  # a graph may not save what was made there
+        if x.is_inference():  # a graph may not save tensors made in inference mode
             x, named = x.clone(), rebuilt({**call.arguments.named, **named}, Tensor.clone)
         with call.arguments.replaced(named):
             chunks, prefix = ChunkPlan(2 * size, size), causal_prefix(call, 2 * size)
@@ -363,30 +393,37 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 
 def broken(error: Exception) -> str:
-    """Why a layer runs whole that raised this when it was cut."""
+    """Return the reason for a layer whose forward raises on chunks."""
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
 
 
 def _convolves(layer: nn.Module) -> bool:
-    """Whether it mixes neighbouring tokens. That may be less than half precision's tolerance, too."""
+    """True if a convolution mixes neighbouring tokens. Its effect may be below half precision's
+    tolerance.
+    """
     return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules())
 
 
 def _run(
     call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int | None = None, judged: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """The layer's output for x [..., B, TOKENS, h] and, where a graph is wanted, gradients for that upstream: of x, and of
-    the judged parameters.
+    """Run x [..., B, TOKENS, h] and return the output, and gradients for `upstream` if required.
+
+    The gradients are those of x and of the judged parameters.
 
     Args:
-        chunk_size: in chunks that hand states on; None: at once, without a cache.
+        call: the call.
+        x: [..., B, TOKENS, h], the input.
+        upstream: [..., B, TOKENS, h], the gradient of the output.
+        chunk_size: run in chunks that pass on states; None: run unchunked, without a cache.
+        judged: parameters whose gradients are returned.
     """
     graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     stage = Stage.RECOMPUTE if graph else Stage.FORWARD
     x = x.detach().requires_grad_(graph)
     length = x.shape[-2]
     prefix = causal_prefix(call, length)
-    prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
+    prefix.overwritten = graph  # a write to the attention's output has not been ruled out yet
     if chunk_size is None:
         outputs = rehearsed(call, x, [Chunk(0, 0, length)], stage, prefix, lambda _: None)
     else:
@@ -396,5 +433,6 @@ def _run(
     whole = torch.cat([output.hidden_states for _, output in outputs if output is not None], -2)  # [..., B, TOKENS, h]
     if not whole.requires_grad:
         return [whole.detach()]
-    # One graph over all chunks is differentiated last to first, too: the engine takes the newest nodes first.
+    # Autograd also differentiates one graph over all chunks from last to first: newest nodes run
+    # first.
     return [whole.detach(), *gradients_of(whole, [x, *judged], upstream)]

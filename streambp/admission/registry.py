@@ -1,10 +1,12 @@
-"""Whose functions stand behind a model's attention implementation.
+"""Check that a model's attention implementation is transformers' own function.
 
-Streamed layers attend by themselves, with softmax attention and the masks that transformers describes. That is what
-transformers' own functions compute. A function of somebody else under the same name (registered, put in place of one, or
-in place of a modeling file's eager function) would never be called, and its model would be trained as another one. A few
-tokens need not show the difference: a local window is wider than they are, a counter changes no number. So the functions
-are known by where they were written, and asked for once in each forward of a model, since they may be replaced at any time.
+Streamed layers compute softmax attention themselves, with the masks that transformers describes.
+transformers' own functions compute the same. A third-party function under the same name would never
+be called, and another model would be trained. Such a function may be registered, or replace
+transformers' function or a modeling file's eager function. A few tokens may not show the
+difference: a local window is wider, a counter changes no number. Functions are therefore identified
+by the module that defines them. The check runs once in each forward of a model, because functions
+may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -35,15 +37,18 @@ from streambp.source import written, written_forward
 
 
 def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
-    """Of each distinct class and config one module will do.
+    """Raise if an attention function or mask function is not transformers' own.
+
+    Args:
+        attentions: one module of each distinct class and config is enough.
 
     Raises:
-        UnsupportedModelError: a function that is not transformers' own computes their attention or makes their masks.
+        UnsupportedModelError: a third-party function computes their attention or makes their masks.
     """
     for module in attentions:
         implementation = own_implementation(module.config)  # type: ignore[arg-type]
         if implementation == NAME:
-            continue  # routed by somebody else's forward, which asked
+            continue  # routed by another forward, which has checked already
         found = foreign_function(module, implementation)
         if found is not None:
             raise UnsupportedModelError(
@@ -56,7 +61,7 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
 
 
 def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """One module of each class and config among those in these layers that attend through transformers' interface."""
+    """Return one module of each class and config that attends through transformers' interface."""
     found: dict[tuple[int, type], nn.Module] = {}
     for layer in layers:
         for module in layer.modules():
@@ -69,7 +74,11 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
-    """What is not transformers' own behind an attention module's implementation, as the start of a sentence."""
+    """Describe the third-party function behind an attention implementation, as the start of a
+    sentence.
+
+    Return None if every function is transformers' own.
+    """
     forward = written(type(module).forward)
     names = forward.__globals__
     table = names.get(ATTENTION_TABLE, ALL_ATTENTION_FUNCTIONS)
@@ -78,7 +87,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
     if not registered:
         function = next(filter(callable, map(names.get, _eager_names(forward))), None)
     inner = getattr(_inside(function), "__globals__", {}).get(FLASH_FORWARD)
-    if inner is not None:  # verl's passes its tensors on where sequences are not split
+    if inner is not None:  # verl's function passes its tensors on where sequences are not split
         size = getattr(inner, "__globals__", {}).get(VERLS_SIZE)
         plain = home_of(inner).startswith("verl.") and callable(size) and size() == 1
         inner = None if plain or home_of(inner).startswith("transformers.") else inner
@@ -87,14 +96,14 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
 
 
 def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """`ask` with its answers kept, but for what cannot be looked up (a callable dataclass)."""
+    """Cache the results of `ask`, except for arguments without a hash (a callable dataclass)."""
     kept = functools.lru_cache(ask)
 
     @functools.wraps(ask)
     def answer(*args: Any) -> Any:
         try:
             return kept(*args)
-        except TypeError:  # it cannot be looked up
+        except TypeError:  # the argument has no hash
             return ask(*args)
 
     return answer
@@ -105,7 +114,7 @@ _inside = _remembered(undecorated)
 
 @functools.lru_cache
 def _eager_names(forward: Callable[..., Any]) -> list[str]:
-    """Of what an attention module's forward falls back to: a function of its modeling file."""
+    """Return the names of the eager functions that an attention's forward can fall back to."""
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 
@@ -113,17 +122,22 @@ def _eager_names(forward: Callable[..., Any]) -> list[str]:
 def _why_foreign(
     kind: str, home: str, implementation: str | None, function: Any, registered: bool, inner: Any, mask: Any
 ) -> str | None:
-    """`foreign_function`, of these functions; they are the same in each call of a model.
+    """Compute `foreign_function` for these functions, which are the same in each call of a model.
 
     Args:
-        kind, home: the attention module's class and the module that it is written in.
-        function: what attends; registered: in transformers' table. inner: what it calls, if that is foreign.
-        mask: what makes its masks.
+        kind: the attention module's class.
+        home: the module that defines the class.
+        implementation: the name of the attention implementation.
+        function: the attention function.
+        registered: the function is in transformers' table.
+        inner: a third-party function that `function` calls; None: none.
+        mask: the mask function.
     """
     function, mask = undecorated(function), undecorated(mask)
     who = f"The attention function of {kind} (attn_implementation={implementation!r})"
     if not registered:
-        # As expected it comes from its modeling file, of transformers or a user's own, or from elsewhere in transformers.
+        # The expected place is its modeling file (transformers' or a user's), or elsewhere in
+        # transformers.
         if function is not None and home_of(function) != home and not home_of(function).startswith("transformers."):
             return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
@@ -138,8 +152,9 @@ def _why_foreign(
 
 
 def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:
+    """True if a registered attention function is known to compute softmax attention."""
     if isinstance(function, functools.partial):
-        return False  # transformers registers none: its arguments would change what the function computes
+        return False  # transformers registers no partial: its arguments would change the result
     home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")
     if home.startswith("transformers.integrations."):
         return name in SOFTMAX

@@ -1,8 +1,9 @@
-"""How a layer is run when it is tried: chunk by chunk, on a few random tokens, with weights as training might make them.
+"""Run a layer on trial: chunk by chunk, on a few random tokens, with weights as after training.
 
-Hidden states are random, because padding looks alike at every position, and nothing is masked: what is
-judged is the layer, not the batch. Weights that are zero have other values, since gates start at values for which they do
-nothing. Dropout is off where two runs are compared, since it draws other numbers for other chunks.
+Hidden states are random, because padding is equal at every position, and no token is masked: the
+trial judges the layer, not the batch. Zero weights are replaced, since gates start at values
+without effect. Dropout is disabled where two runs are compared, since dropout draws other numbers
+for other chunks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from streambp.recurrent.states import States
 
 TOKENS = 12
 CHUNK = 5
-LARGE = 2**24  # elements of a matrix that the device may well hold thrice
-SAMPLES = 64  # positions that show how large hidden states are
+LARGE = 2**24  # elements of a matrix that the device can hold three times
+SAMPLES = 64  # positions that are sampled for the scale of the hidden states
 
 
 def rehearsed(
@@ -40,14 +41,18 @@ def rehearsed(
     prefix: Prefix,
     start: Callable[[States], States | None] = lambda ended: ended,
 ) -> Iterator[tuple[States | None, ChunkOutput | None]]:
-    """The layer's own forward on trial over chunks of x [..., B, t, h], one after the other.
+    """Run the layer's own forward on trial over chunks of x [..., B, t, h], in order.
 
     Args:
-        prefix: what attention reads, and where it leaves keys and values.
-        start: the states that a chunk starts from, by those that the one before it ended with; None: it gets no cache.
+        call: the call on trial.
+        x: [..., B, t, h], the input.
+        chunks: the chunks.
+        stage: the stage of streaming.
+        prefix: the keys and values that attention reads and appends to.
+        start: maps the previous chunk's end states to a chunk's start states; None: no cache.
 
     Yields:
-        What each chunk started from and what it gave, None in a refill.
+        Each chunk's start states and output; the output is None in a refill.
     """
     ended: States = {}
     for chunk in chunks:
@@ -58,19 +63,21 @@ def rehearsed(
 
 
 def causal_prefix(call: LayerCall, length: int) -> Prefix:
-    """A prefix of so many tokens in each of the call's rows, whose queries read all before them."""
+    """Return a prefix of `length` tokens in each of the call's rows, with causal attention."""
     return Prefix(Spans.causal(call.rows, length), length, call.carried.prefix.attention)
 
 
 @contextlib.contextmanager
 def rehearsing(call: LayerCall) -> Iterator[None]:
-    """Within, the call streams, random numbers are drawn that are drawn again afterwards, and nothing is cached."""
+    """Context manager for a trial: the call streams, random states are restored, autocast caches
+    nothing.
+    """
     with call.streaming(), RandomState.capture(call.device).replayed(), nothing_cached():
         yield
 
 
 def random_like(hidden_states: Tensor) -> Tensor:
-    """[..., B, TOKENS, h], as large as the given ones usually are."""
+    """Return random [..., B, TOKENS, h], at the scale of the given hidden states."""
     some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
     usual = some.float().abs().median()
     usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
@@ -79,8 +86,11 @@ def random_like(hidden_states: Tensor) -> Tensor:
 
 
 def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """The masks among the arguments, so that a layer that attends by itself reads what is before and nothing is padding;
-    the others get attention's mask from `_run`. Keys that an earlier layer picked become two that every query may read."""
+    """Return replacements for masks among the arguments: causal, without padding.
+
+    They are for a layer that attends itself; other layers get attention's mask from `_run`. Keys
+    picked by an earlier layer become two keys that every query may read.
+    """
     found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
     if isinstance(named.get(PICKED), Tensor):
         queries = torch.arange(length, device=named[PICKED].device)
@@ -89,6 +99,7 @@ def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 
 def _unmasked(mask: Any, length: int) -> Any:
+    """Return a causal mask without padding in place of `mask`, if its form is known."""
     if isinstance(mask, OwnMask):
         return mask.causal(length)
     if isinstance(mask, Mapping):
@@ -98,7 +109,10 @@ def _unmasked(mask: Any, length: int) -> Any:
 
 @contextlib.contextmanager
 def nothing_cached() -> Iterator[None]:
-    """Within, autocast keeps no copies of weights: those of stand-ins would stay until the model's forward ends."""
+    """Context manager that disables autocast's weight cache.
+
+    The cache would retain copies of the test weights until the model's forward ends.
+    """
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -108,19 +122,20 @@ def nothing_cached() -> Iterator[None]:
 
 
 def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
-    """Within, compiled modules and functions run as they were written.
+    """Return a context manager in which compiled modules and functions run eagerly.
 
-    A trial judges what a layer computes. Compiled, its few tokens would each time be one more shape to compile for, of the
-    eight that torch allows before it compiles no more, and the backward of compiled code frees what a second one reads.
+    A trial judges the layer's computation. Compiled, its few tokens would add one more shape to the
+    eight after which torch stops compiling. The backward of compiled code also frees tensors that a
+    second backward reads.
     """
     return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager
 def evaluated(call: LayerCall) -> Iterator[None]:
-    """Dropout draws other numbers for other chunks; without it the two runs must agree.
+    """Context manager that sets the layer's modules to eval mode, so that dropout cannot differ.
 
-    Modules of quantised weights keep their mode: some repack them when they are run in eval mode.
+    Modules with quantised weights do not change their mode: some repack these weights in eval mode.
     """
     modules = [module for module in call.site.of(_plain_modules) if module.training]
     try:
@@ -133,13 +148,16 @@ def evaluated(call: LayerCall) -> Iterator[None]:
 
 
 def _set_mode(module: nn.Module, training: bool) -> None:
+    """Set a module's training flag."""
     if "training" in module.__dict__:
-        module.__dict__["training"] = training  # nn.Module's own way takes long for hundreds of modules
+        # nn.Module's own setter is slow for hundreds of modules
+        module.__dict__["training"] = training
     else:
         module.training = training
 
 
 def _plain_modules(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules whose parameters are all plain floating-point tensors."""
     return [
         module
         for module in layer.modules()
@@ -148,22 +166,23 @@ def _plain_modules(layer: nn.Module) -> list[nn.Module]:
 
 
 def may_have_graphs(call: LayerCall) -> bool:
-    """Whether autograd can run through the layer: no inference mode is on, and no parameter was made in one."""
+    """True if autograd can run through the layer: no inference mode and no inference parameters."""
     return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.look.body.parameters)
 
 
 def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Within, the layer has weights as training might make them. [Note: a trial]"""
+    """Return a context manager that gives the layer weights as after training. [Note: a trial]"""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
     return Parameters(call.layer, call.device, call.site.of(slots_of)).shadowed(with_random_zeros)
 
 
 def with_random_zeros(parameter: Tensor) -> Tensor:
-    """A parameter's value [...], detached, with random numbers for zeros; vectors and numbers are changed everywhere.
+    """Return a parameter's value [...], detached, with zeros replaced by random numbers.
 
-    Gates start at values for which they do nothing. A matrix of over LARGE elements is copied only if all of it is zero.
-    Integers, floats of 8 bits and tensor subclasses keep their values: these may be quantised weights.
+    Vectors and scalars are changed everywhere. Gates start at values without effect. A matrix of
+    over LARGE elements is copied only if it is all zero. Integers, 8-bit floats and tensor
+    subclasses do not change, since they may be quantised weights.
     """
     value = parameter.detach()
     if type(parameter) not in PLAIN or not value.is_floating_point() or value.itemsize < 2:

@@ -1,15 +1,19 @@
-"""What modules, and the code that they run, keep in Python: noted before a trial, and put back after it.
+"""Save the Python state of modules and of their code before a trial, and restore it afterwards.
 
-[Note: a trial leaves nothing] A module may keep a value in many ways: an attribute that its first forward sets, a dict,
-a list, an attribute of a helper object or of its class, a variable that a hook closes over, a global of its file. A
-trial runs a few random tokens, and what they leave behind would be taken for the batch. So a snapshot follows
-references from the modules: attributes, entries of containers, objects, classes and functions that a program wrote,
-what functions close over, their defaults, and the globals that they name. Each table that is found is noted by the
-identity of what is in it, each small tensor by its values. A large tensor is copied when an operation is about to write
-to it. Every run of a trial begins with what the first one found (`Restored.rewind`), as the call itself will: a value
-that a module takes from its first tokens differs between a whole run and one in chunks, and the layer runs whole.
+[Note: a trial leaves nothing] A module may store a value in many places. Examples are an attribute,
+a dict, a list, a helper object or its class, a hook's closure, a global of its file. A trial runs a
+few random tokens, and stored values of these tokens would be taken for the batch's. A snapshot
+therefore follows references from the modules. The references are attributes, entries of containers,
+objects, third-party classes and functions, closures, defaults, and the globals that functions name.
+Each table is saved with the identity of its entries, each small tensor with its values. A large
+tensor is copied before an operation writes to it.
 
-Not followed: objects and functions of libraries, an iterator's position, files, and what only other threads hold.
+Every run of a trial starts from the first run's state (`Restored.rewind`), as the call itself will.
+A value that a module takes from its first tokens therefore differs between an unchunked and a
+chunked run, and the layer runs unchunked.
+
+References are not followed into objects and functions of libraries, the position of an iterator,
+files, and other threads' values.
 """
 
 from __future__ import annotations
@@ -55,28 +59,35 @@ ATOMS = frozenset(
 )
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 MODE = "training"  # an attribute that trials switch
-OPEN = ("collections", "types", "weakref")  # of Python's own, whose objects hold what programs put into them
+# standard modules whose objects store a program's values
+OPEN = ("collections", "types", "weakref")
 KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)).difference(OPEN)
 MOST = 10_000  # values that are followed
-SMALL = 2**22  # elements, of all tensors together, that are copied beforehand
-OUTSIDE = 64  # modules of a tree outside of the one that is tried, whose inside is followed
+SMALL = 2**22  # elements, over all tensors, that are copied beforehand
+OUTSIDE = 64  # largest number of modules in an outside tree that is followed
 
 
 class Change(NamedTuple):
-    """What is something else than it was. came_into: the dict that has it as a new entry, by name; empty: none has."""
+    """A changed value.
+
+    Attributes:
+        value: the new value.
+        came_into: name of the dict in which the value is a new entry; empty: none.
+    """
 
     value: Any
     came_into: str = ""
 
 
 class Snapshot:
-    """What a module and the code that it runs keep, as of now. [Note: a trial leaves nothing]"""
+    """Saved state of a module and its code. [Note: a trial leaves nothing]"""
 
     def __init__(self, module: nn.Module) -> None:
         self.large: list[Tensor] = []
         self._tables: list[Table] = []
         self._values: list[Values] = []
-        self._seen: dict[int, Any] = {}  # by id, which nobody else takes as long as it is held
+        # by id; the object is held, so that no other object can reuse the id
+        self._seen: dict[int, Any] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
         self._classes: set[type] = set()
         self._room = SMALL
@@ -90,13 +101,13 @@ class Snapshot:
             self._follow(*self._waiting.popleft())
 
     def changes(self) -> dict[str, Change]:
-        """What is something else now, by name."""
+        """Return the values that have changed, by name."""
         found: dict[str, Change] = {}
         for name, holder, kept, kind, structure in self._tables:
             now = {} if structure else kind.read(holder)
             if structure or same_entries(kept, now):
                 continue
-            if kind is SET and kept.keys() == now.keys():  # an equal entry came again
+            if kind is SET and kept.keys() == now.keys():  # an equal entry was added again
                 continue
             if kind.named is None:
                 found[name] = Change(tuple(now.values()))
@@ -110,10 +121,11 @@ class Snapshot:
         return found
 
     def restore(self, structure: bool = True) -> None:
-        """Put all back.
+        """Restore all values.
 
         Args:
-            structure: modules' mode and hooks as well; not where a trial goes on, which switches and watches them.
+            structure: restore modules' mode and hooks as well. False while a trial continues, which
+                sets the mode and wraps the hooks.
         """
         for table in self._tables:
             now = table.kind.read(table.holder)
@@ -127,17 +139,20 @@ class Snapshot:
             put_back(values)
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
+        """Queue values that have not been visited yet."""
         for name, value in found:
             if type(value) not in ATOMS and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._waiting.append((name, value))
 
     def _note(self, name: str, holder: Any, kind: Kind, structure: bool = False) -> dict[Any, Any]:
+        """Save a table and return its content."""
         kept = kind.read(holder)
         self._tables.append(Table(name, holder, kept, kind, structure))
         return kept
 
     def _read_module(self, path: str, module: nn.Module, inside: bool) -> None:
+        """Save a module's attributes and tables, and queue the values in them."""
         own = self._note(path, module.__dict__, OWN)
         for name, value in own.items():
             if type(value) in ATOMS:
@@ -147,7 +162,8 @@ class Snapshot:
             elif isinstance(value, dict | set):
                 kind = SET if isinstance(value, set) else STRUCTURES.get(name, DICT)
                 self._note(path, value, kind, structure="hook" in name)
-        for name, parameter in module._parameters.items():  # a module may scale its own by its first batch
+        # a module may scale its own parameters by its first batch
+        for name, parameter in module._parameters.items():
             if inside and parameter is not None and parameter.dim() < 2 and id(parameter) not in self._seen:
                 self._seen[id(parameter)] = parameter
                 self._copy(dotted(path, name), parameter)
@@ -161,6 +177,7 @@ class Snapshot:
         self._read_class(type(module))
 
     def _read_class(self, known: type) -> None:
+        """Save the attributes of a class and its bases, and queue the values in them."""
         for base in known.__mro__:
             if base in self._classes or base in (object, nn.Module):
                 continue
@@ -176,6 +193,7 @@ class Snapshot:
             )
 
     def _follow(self, name: str, value: Any) -> None:
+        """Save one value, or queue its parts."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._copy(name, value)
@@ -204,6 +222,7 @@ class Snapshot:
             self._follow_object(name, value)
 
     def _follow_object(self, name: str, value: Any) -> None:
+        """Save a container's or object's content, and queue the values in it."""
         for known, kind in CONTAINERS:
             if isinstance(value, known):
                 parts = self._note(name, value, kind)
@@ -221,6 +240,7 @@ class Snapshot:
             self._read_class(own)
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
+        """Save a function's closure, attributes and named globals, and queue the values in them."""
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._wait((f"{variable} in {name}", held) for held in self._note(f"{variable} in {name}", cell, CELL).values())
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -234,11 +254,12 @@ class Snapshot:
             )
             found = self._note(name, function.__globals__, kind)
             self._wait(found.items())
-            for part in found.values():  # the names are those of its attributes, too
+            for part in found.values():  # the names also include attributes of these modules
                 if isinstance(part, types.ModuleType) and part.__name__.partition(".")[0] not in KNOWN:
                     self._wait(self._note(part.__name__, vars(part), kind).items())
 
     def _copy(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor's values [...], or list the tensor as large."""
         if not can_be_copied(tensor):
             return
         if tensor.numel() > self._room:
@@ -249,7 +270,7 @@ class Snapshot:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The globals and attributes that a function's code, and functions inside of it, name."""
+    """Generate the globals and attributes that a function's code and its inner functions name."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -257,14 +278,16 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def is_foreign(known: Any) -> bool:
-    """Whether a class or a function was written by a program, and not by a library that is known."""
+    """True if a class or a function belongs to a program and not to a known library."""
     home = known.__globals__.get("__name__") if isinstance(known, types.FunctionType) else known.__module__
     return str(home).partition(".")[0] not in KNOWN
 
 
 class Restored:
-    """Within, a module's parts, and the code that they run, may keep what they will; afterwards they have what they had.
-    [Note: a trial leaves nothing]"""
+    """Context manager that afterwards restores the state of a module and its code.
+
+    [Note: a trial leaves nothing]
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -279,20 +302,23 @@ class Restored:
         return self
 
     def changes(self) -> list[str]:
-        """What is something else than at the beginning, by name."""
+        """Return the names of the values that differ from the beginning."""
         return list(self._snapshot.changes())
 
     def rewind(self) -> None:
-        """Begin anew: the next run finds what the first one found."""
+        """Restore the state of the first run, for the next run."""
         self._snapshot.restore(structure=False)
 
     def end_run(self) -> None:
-        """Note what has changed by the end of a run."""
+        """Save the changes at the end of a run."""
         self._first = self._snapshot.changes()
         self._after = Snapshot(self.module) if self._first else None
 
     def set_once(self) -> list[str]:
-        """What that run has set and what no later one has changed: by these modules may have initialised themselves."""
+        """Return the names of the values that this run set and no later run changed.
+
+        Modules may have initialised themselves by such values.
+        """
         if self._after is None:
             return []
         later = self._after.changes()
@@ -301,7 +327,9 @@ class Restored:
         return [name for name in found if not _touched(name, later)]
 
     def set_otherwise(self) -> list[str]:
-        """What that run has set, and what another run, on other tokens after a `rewind`, has set to something else."""
+        """Return the names that this run and a run on other tokens, after a `rewind`, set
+        differently.
+        """
         now = self._snapshot.changes()
         return [
             name for name, change in self._first.items() if name not in now or not _equal(change.value, now[name].value)
@@ -321,7 +349,7 @@ def _copied(value: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same number, or tensors and containers of the same numbers."""
+    """True if two values are the same number, or tensors and containers of the same numbers."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -340,5 +368,5 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _touched(name: str, changed: Iterable[str]) -> bool:
-    """Whether something of that name, or inside of it, is among what was changed."""
+    """True if a value of that name, or a value inside it, has changed."""
     return any(other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed)

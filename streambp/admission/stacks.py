@@ -1,4 +1,4 @@
-"""Where a model's decoder layers are, and what their structure tells about streaming them."""
+"""Find a model's decoder layers, and judge by their structure if they can be streamed."""
 
 from __future__ import annotations
 
@@ -43,12 +43,18 @@ from streambp.layer.site import LayerKind
 from streambp.recurrent.carriers import StateCarrier
 from streambp.source import written_forward
 
-ATTENDING = frozenset((ATTENTION_TABLE, UPDATE))  # in the forward of a module that attends itself
+# names in the forward of a module that attends itself
+ATTENDING = frozenset((ATTENTION_TABLE, UPDATE))
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A backbone and the decoder layers it runs one after the other."""
+    """A backbone and the decoder layers that it runs in order.
+
+    Attributes:
+        backbone: the model that runs the layers.
+        layers: the decoder layers.
+    """
 
     backbone: PreTrainedModel
     layers: tuple[nn.Module, ...]
@@ -56,24 +62,30 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The stacks of a model that can be streamed, and why others (a vision tower, say) are left as they are."""
+    """The stacks of a model.
+
+    Attributes:
+        stacks: stacks that can be streamed.
+        left_alone: why other stacks, such as a vision tower, are not streamed.
+    """
 
     stacks: tuple[Stack, ...]
     left_alone: tuple[str, ...]
 
 
 def find_stacks(model: nn.Module) -> Found:
-    """Every stack of transformers decoder layers in a model.
+    """Return every stack of transformers decoder layers in a model.
 
     Raises:
-        UnsupportedModelError: there is none that can be streamed exactly.
+        UnsupportedModelError: no stack can be streamed exactly.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
         )
     if any(base.__name__ == FSDP1 for module in model.modules() for base in type(module).__mro__):
-        # Its parameters are one flat one, and views of it as plain attributes, that no layer can be differentiated by.
+        # FSDP1's parameters are views of a flat one, plain attributes that no layer can get
+        # gradients for.
         raise UnsupportedModelError(
             f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
             "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
@@ -110,17 +122,21 @@ def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
 
 
 def bare_layers(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
-    """The layers, out of what `torch.compile` has put around each, as accelerate's regional compilation does: streamed
-    layers stay eager."""
+    """Return the layers without wrappers of `torch.compile`.
+
+    accelerate's regional compilation adds such wrappers. Streamed layers run eagerly.
+    """
     return tuple(layer._modules.get(COMPILED) or layer for layer in layers)
 
 
 def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
-    """Where no model holds a stack itself: those inside its modules, and layers that transformers does not checkpoint,
-    known by what a module inside them does."""
+    """Find stacks inside the models' modules, where no model contains a stack directly.
+
+    Layers that transformers does not checkpoint are found by the code of an inner module.
+    """
     found: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
     inside: set[int] = set()
-    for model in reversed(models):  # the innermost first
+    for model in reversed(models):  # innermost model first
         for module in model.modules():
             if id(module) in inside or not isinstance(module, nn.ModuleList) or not len(module):
                 continue
@@ -133,7 +149,9 @@ def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel,
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
-    """What is around a layer (torch's checkpoint_wrapper, a module of the program's own) would be taken for the layer."""
+    """Raise if a wrapper around a layer (torch's checkpoint_wrapper, for example) would pass for
+    the layer.
+    """
     for layers in model.modules():
         for layer in layers if isinstance(layers, nn.ModuleList) else ():
             inner = _wrapped(layer)
@@ -147,7 +165,7 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """The decoder layer inside a module that is around one alone; None if it is none, or is not around a layer."""
+    """Return the decoder layer inside a wrapper of a single one; None for other modules."""
     if isinstance(module, GradientCheckpointingLayer | nn.ModuleList) or COMPILED in module._modules:
         return None
     children = list(module.children())
@@ -156,7 +174,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
         return layers[0]
     if len(children) != 1:
         return None
-    # Some layers are none that transformers checkpoints: known by what they are made of.
+    # Layers that transformers does not checkpoint are identified by their content.
     [inner] = children
     holds = (
         ATTENDING.isdisjoint(_names(inner)) and bool(list(inner.children())) and (attends(inner) or cache_argument(inner))
@@ -165,7 +183,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:
-    """It replaces the forwards of transformers' classes with ones that compute attention, cache and loss in its own way."""
+    """Raise if Unsloth has replaced a forward by its own attention, cache and loss."""
     for module in modules:
         for home in map(home_of, wrapped_functions(type(module).forward)):
             if home.startswith(UNSLOTH):
@@ -177,20 +195,26 @@ def _refuse_unsloth(*modules: nn.Module) -> None:
 
 
 def attends(layer: nn.Module) -> bool:
-    """Whether the layer attends through transformers' attention interface, and hands it what it needs to know."""
+    """True if the layer attends through transformers' interface, and passes all that attention
+    needs.
+    """
     return bool(_attentions(layer)) and not any(map(_looks_at_keys, _attentions(layer)))
 
 
 def cache_argument(layer: nn.Module) -> str | None:
-    """The argument that takes the cache of a layer that attends by itself, over what its cache returns; None for others."""
+    """Return the cache argument of a layer that attends itself, over its cache's result; None for
+    others.
+    """
     if attends(layer) or not any(UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()):
         return None
     return next(iter(cache_arguments(layer)), None)
 
 
 def replaced_attention(layer: nn.Module) -> str | None:
-    """The function, by name, that a program or library has put in the place of the forward of an attention's class, where
-    the layer does not attend in one of the known ways and has no states; None if there is none."""
+    """Return the name of the function that replaces an attention class's forward; None without one.
+
+    Only layers count that neither attend in a known way nor have states.
+    """
     if attends(layer) or cache_argument(layer) or states_argument(layer):
         return None
     for module in layer.modules():
@@ -202,20 +226,23 @@ def replaced_attention(layer: nn.Module) -> str | None:
 
 
 def states_argument(layer: nn.Module) -> str | None:
-    """The argument that takes the cache of a layer that keeps states there, or the states themselves; None if it has none.
+    """Return the argument with a layer's states, or with the cache that holds them; None without
+    one.
 
     [Note: states]
     """
     if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
         return next(iter(cache_arguments(layer)), None)
-    # Not if a module that knows the states by the same name assigns to parts of something.
+    # A module must not assign to items if it uses the states by the same name.
     knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
     writes = (step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
     return STATE if _takes_states(layer) and not any(writes) else None
 
 
 def kind_of(layer: nn.Module) -> LayerKind:
-    """What passes from chunk to chunk of a layer, read off its forwards. [Note: carriers]"""
+    """Return what passes between a layer's chunks, from the source of its forwards. [Note:
+    carriers]
+    """
     cache, states = cache_argument(layer), states_argument(layer)
     replaced = replaced_attention(layer)
     if cache is not None:
@@ -231,16 +258,22 @@ def kind_of(layer: nn.Module) -> LayerKind:
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
-    """Whether later layers read the keys and values of earlier ones from the cache, so that a call without one computes
-    something else: Gemma 3n and 4 in transformers 5.5, which gives each layer its own there, with checkpointing too."""
+    """True if later layers read the keys and values of earlier layers from the cache.
+
+    A call without a cache then computes something else. Gemma 3n and 4 in transformers 5.5 share
+    this way: without a cache each layer uses its own keys, with checkpointing too.
+    """
     if not getattr(backbone.config, SHARES_LAYERS, 0):
         return False
     return any(SHARED_LAYERS in _names(module) for module in backbone.modules())
 
 
 def position_cache(layer: nn.Module) -> str:
-    """The argument of the layer's cache if a module of it asks that how many tokens came before (llama4's layers without
-    rotary positions do; they would count from 0 in every chunk); empty if none does."""
+    """Return the cache argument if an inner module asks the cache for the number of earlier tokens.
+
+    llama4's layers without rotary positions ask, and would count from 0 in every chunk. Empty if
+    none does.
+    """
     asking = (module for module in layer.modules() if not getattr(module, "is_cross_attention", False))
     if not any(SEQUENCE_LENGTH in _names(module) for module in asking):
         return ""
@@ -248,16 +281,22 @@ def position_cache(layer: nn.Module) -> str:
 
 
 def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: bool) -> str | None:
-    """Why layers of this stack cannot be streamed exactly; None if nothing in their structure speaks against it.
+    """Return why this stack's layers cannot be streamed exactly; None: the structure gives no
+    reason.
 
-    encoded: they are part of an encoder-decoder, whose decoder reads the encoder's output with a mask that cannot be cut.
+    Args:
+        backbone: the model that runs the layers.
+        layers: the layers.
+        encoded: the stack is part of an encoder-decoder; its decoder reads the encoder's output
+            with a mask that cannot be cut.
     """
     if getattr(backbone.config, "is_encoder_decoder", False):
         return "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads its output"
     if getattr(backbone.config, "is_causal", True) is False:
         return "its attention is bidirectional, a chunk would read what later chunks hold"
     if getattr(backbone.config, "is_decoder", True) is False:
-        # An encoder, if its mask is causal in a decoder and bidirectional in an encoder.
+        # A model whose mask is causal in a decoder and bidirectional in an encoder, which it is
+        # here.
         own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
         codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
         if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:
@@ -270,11 +309,12 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
         attentions = _attentions(layer)
         bidirectional = [a for a in attentions if getattr(a, "is_causal", True) is False]
-        # Beside a causal one it reads nothing where there is no encoder (BartForCausalLM); the probe finds out if not.
+        # A bidirectional one beside a causal one reads nothing without an encoder
+        # (BartForCausalLM). The probe tests this.
         if bidirectional and (encoded or len(bidirectional) == len(attentions)):
             told = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
             return f"{told}, a chunk would read what later chunks hold"
-        # Doge makes a mask of its own out of its values.
+        # Doge computes a mask from its values.
         masking = (a for a in attentions if any("mask" in name and hasattr(type(a), name) for name in _names(a)))
         ranking = next((a for a in masking if not _looks_at_keys(a)), None)
         if ranking is not None:
@@ -297,20 +337,22 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
 
 
 def _takes_states(layer: nn.Module) -> bool:
-    """Whether the layer's forward has an argument for its states."""
+    """True if the layer's forward has an argument for its states."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
+    """Return the inner modules that attend through transformers' interface."""
     return [module for module in layer.modules() if ATTENTION_TABLE in _names(module)]
 
 
 def _looks_at_keys(attention: nn.Module) -> bool:
-    """Whether the attention works out itself, from all keys that its cache returns, which of them are read or how much.
+    """True if the attention itself selects or weights the keys, from all keys that its cache
+    returns.
 
-    An indexer picks them, or an earlier layer has (sparse attention), or there is a bias for each pair of positions. Not if
-    it hands on what was picked.
+    An indexer or an earlier layer picks the keys (sparse attention), or each pair of positions has
+    a bias. False if the attention passes picked keys on.
     """
     if _hands_picks(attention):
         return False
@@ -319,8 +361,11 @@ def _looks_at_keys(attention: nn.Module) -> bool:
 
 
 def _hands_picks(attention: nn.Module) -> bool:
-    """Whether the attention hands the keys that an indexer picked to transformers' interface, where that is not eager
-    attention or sdpa, and its own indexer can be called for a few queries. [Note: indexers]"""
+    """True if the attention passes an indexer's picked keys to transformers' interface.
+
+    The picks are passed where the interface is neither eager attention nor sdpa. Its own indexer
+    must also accept a few queries. [Note: indexers]
+    """
     forward, indexers = written_forward(attention), indexers_of(attention)
     keywords = (const for const in forward.__code__.co_consts if isinstance(const, tuple))
     if UPDATE not in _names(attention) or biases_positions(attention) or not any(PICKS in names for names in keywords):
@@ -332,12 +377,12 @@ def _hands_picks(attention: nn.Module) -> bool:
 
 
 def _locals(module: nn.Module) -> tuple[str, ...]:
-    """The arguments and variables of a module's forward."""
+    """Return the arguments and variables of a module's forward."""
     forward = written_forward(module)
     return forward.__code__.co_varnames if hasattr(forward, "__code__") else ()
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """The global names and attributes in the source of a module's forward."""
+    """Return the global names and attributes in the source of a module's forward."""
     forward = written_forward(module)
     return forward.__code__.co_names if hasattr(forward, "__code__") else ()

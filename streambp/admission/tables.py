@@ -1,6 +1,7 @@
-"""Tables that modules and objects keep things in: how each kind is read, and refilled with what was in it.
+"""Tables in which modules and objects store values: read and refill each kind.
 
-A table is compared by the identity of its entries, and refilled only where it differs: nobody sees it empty in between.
+A table is compared by the identity of its entries, and refilled only if it differs: no other code
+finds it empty in between.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from typing import Any, NamedTuple
 from streambp.instance_forward import PATCH, REDUCES, WRAPPERS
 from streambp.known_names import MODULE_TABLES
 
-OURS = (PATCH, WRAPPERS, REDUCES)  # attributes that `patch` puts on modules
+OURS = (PATCH, WRAPPERS, REDUCES)  # attributes that `patch` sets on modules
 
 
 class Kind(NamedTuple):
-    """How a table is read and refilled.
+    """Functions that read and refill one kind of table.
 
-    named: how an entry is called, by the table's name and its key; None: by the table's name alone.
-    grows: new entries may be records, as of a dict.
-    names_alone: its values are changed by trials, which put them back by themselves.
+    Attributes:
+        read: returns the content.
+        refill: restores the content.
+        named: names an entry from the table's name and its key; None: the table's name alone.
+        grows: new entries may be records, as in a dict.
+        names_alone: compare names only, because trials change and restore the values themselves.
     """
 
     read: Callable[[Any], dict[Any, Any]]
@@ -33,9 +37,14 @@ class Kind(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table and what was in it.
+    """A table and its saved content.
 
-    structure: of a module's hooks, which trials watch.
+    Attributes:
+        name: the table's name.
+        holder: the table itself.
+        kept: the saved content.
+        kind: functions that read and refill the table.
+        structure: the table holds a module's hooks, which trials wrap.
     """
 
     name: str
@@ -52,7 +61,7 @@ def _refill_dict(holder: dict[Any, Any], kept: dict[Any, Any]) -> None:
     for key, value in kept.items():
         if key not in holder or own.__getitem__(holder, key) is not value:
             own.__setitem__(holder, key, value)
-    if list(map(id, holder)) != list(map(id, kept)):  # in another order
+    if list(map(id, holder)) != list(map(id, kept)):  # the order differs
         own.clear(holder)
         own.update(holder, kept)
 
@@ -110,7 +119,7 @@ def _refill_set(holder: set[Any], kept: dict[int, Any]) -> None:
 def _read_cell(holder: types.CellType) -> dict[None, Any]:
     try:
         return {None: holder.cell_contents}
-    except ValueError:  # not assigned yet
+    except ValueError:  # the variable has no value yet
         return {}
 
 
@@ -139,12 +148,12 @@ def _refill_slots(holder: Any, kept: dict[str, Any]) -> None:
 
 
 def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
-    """Those of a file's globals that a function names."""
+    """Return the globals of these names."""
     return {name: holder[name] for name in names if name in holder}
 
 
 def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Put them back; those that were not there are deleted."""
+    """Restore the globals of these names, and remove new ones."""
     for name in names:
         if name in kept:
             holder[name] = kept[name]
@@ -153,12 +162,12 @@ def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[st
 
 
 def dotted(name: str, key: Any) -> str:
-    """How an attribute is called."""
+    """Return an attribute's name: a.b."""
     return f"{name}.{key}" if name else str(key)
 
 
 def bracketed(name: str, key: Any) -> str:
-    """How an entry of a container is called."""
+    """Return an entry's name: a['b']."""
     return f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]"
 
 
@@ -172,12 +181,12 @@ SET = Kind(lambda holder: {value: value for value in holder}, _refill_set, None)
 CLASS = Kind(_read_own, _refill_class, dotted)
 CELL = Kind(_read_cell, _refill_cell, None)
 SLOTS = Kind(_read_slots, _refill_slots, dotted)
-STRUCTURES = dict(zip(MODULE_TABLES, (NAMES, NAMES, ATTRIBUTES), strict=True))  # of a module
+STRUCTURES = dict(zip(MODULE_TABLES, (NAMES, NAMES, ATTRIBUTES), strict=True))  # tables of a module
 CONTAINERS: tuple[tuple[type, Kind], ...] = ((dict, DICT), (list, LIST), (collections.deque, DEQUE), (set, SET))
 
 
 def same_entries(kept: dict[Any, Any], now: dict[Any, Any]) -> bool:
-    """Whether both have the same keys, in the same order, with the same objects."""
+    """True if both have the same keys, in the same order, with identical objects."""
     if len(kept) != len(now):
         return False
     return all(map(operator.is_, kept, now)) and all(map(operator.is_, kept.values(), now.values()))

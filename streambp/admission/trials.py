@@ -1,18 +1,19 @@
-"""What streaming leaves out of a layer's passes, and what it keeps of its forward, tried by value before it is used.
+"""Find the products that a layer's passes can skip, and test by value before they are skipped.
 
-[Note: writes through pointers] Kernels of Triton and of extension modules write through pointers: no dispatch mode sees it
-and no version counter moves. Labels of the data flow then end at such a kernel's output, and a kept tensor may be another
-one by the time that forward is over. So a trace only proposes, and versions are not asked alone: where there is data, a few
-random tokens decide.
+[Note: writes through pointers] Kernels of Triton and of extension modules write through pointers.
+No dispatch mode detects these writes, and no version counter changes. Labels of the data flow then
+end at such a kernel's output, and a saved tensor may change before forward ends. A trace therefore
+only proposes products, and version counters are not the only check: with data, a few random tokens
+decide.
 
-    left out of a refill           K and V are the same to the bit
-    left out of a recomputation    all gradients are the same
-    left out of a half             what the half hands on is the same, or its gradients are
-    kept                           the layer's forward has not changed it
+    skipped in a refill           K and V are the same to the bit
+    skipped in a recomputation    all gradients are the same
+    skipped in a half             its results are the same, or its gradients are
+    saved                         the layer's forward has not changed it
 
-Where a proposed set fails, its names are tried one by one; what fails then is computed. A layer that writes to its own
-input works on a copy in recomputations, and what is kept of its input is from before. Sequences that are split over ranks
-refuse it.
+If a proposed set fails, its names are tested one by one; names that fail are computed. A layer that
+writes to its own input works on a copy in recomputations, and the saved input is from before the
+write. Sequences that are split over ranks refuse such a layer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from streambp.recurrent.states import States, leaves_of
 
 
 def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
-    """Which Linear products this layer's refill and recomputation can leave out."""
+    """Return the Linear products that this layer's refill and recomputation can skip."""
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
     if call.site.found(call.arguments.kind).adopted:  # [Note: hooks after a warm-up]
@@ -65,10 +66,13 @@ def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input:
 
 
 def look_for_writes(call: LayerCall) -> Exception | None:
-    """Tell the call's site what the layer's forward writes to; looked for once for each kind of call.
+    """Run a few random tokens, detect what the layer's forward overwrites, and store it in the
+    site.
+
+    Runs once for each kind of call.
 
     Returns:
-        What the layer raised, if it did: whether it can be cut is for `can_stream` to say.
+        The layer's exception, if it raised: `can_stream` judges if the layer can be chunked.
     """
     site, x = call.site, call.hidden_states.detach()
     findings = site.found(call.arguments.kind)
@@ -76,7 +80,8 @@ def look_for_writes(call: LayerCall) -> Exception | None:
         return None
     chunks = call.first_chunks(TOKENS)
     failed: Exception | None = None
-    for turned in (True, False):  # a layer may count its keys by their positions, and find none at the highest
+    # a layer may count its keys by their positions, and find none at the highest ones
+    for turned in (True, False):
         try:
             with torch.no_grad(), call.streaming(), few_tokens(call, x, chunks[-1].stop, turned) as tokens:
                 site.overwritten = _writes(call, tokens, chunks)
@@ -93,7 +98,10 @@ def look_for_writes(call: LayerCall) -> Exception | None:
 
 
 def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
-    """The names, if leaving them out changes nothing; else those of them that hold one by one, if they do together."""
+    """Return the names if all can be skipped together; otherwise the names that pass one by one.
+
+    The latter must also pass together.
+    """
     if not names or _holds(holds, names):
         return names
     some = frozenset(name for name in names if _holds(holds, frozenset({name})))
@@ -101,9 +109,10 @@ def confirmed(names: Labels, holds: Callable[[Labels], bool]) -> Labels:
 
 
 def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
+    """True if the check passes; False if it raises anything but out of memory."""
     try:
         return holds(names)
-    except Exception as error:  # the layer wants one of them whole
+    except Exception as error:  # the layer needs one of the products
         if is_out_of_memory(error):
             raise
         return False
@@ -111,11 +120,16 @@ def _holds(holds: Callable[[Labels], bool], names: Labels) -> bool:
 
 @contextlib.contextmanager
 def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) -> Iterator[Tensor]:
-    """Within, the call's arguments are those of one document that nothing masks, parameters are as training might make
-    them, and the layer may keep what it will. Yields random tokens [..., B, length, h] as large as those of `like`
-    [..., B, T, h]; without data, their shape.
+    """Context manager that yields random tokens [..., B, length, h], at the scale of `like` [...,
+    B, T, h].
+
+    Inside, the call has one document without padding, parameters are as after training, and the
+    layer's stored values are restored afterwards. Without data, only the shape is yielded.
 
     Args:
+        call: the call.
+        like: [..., B, T, h].
+        length: number of tokens.
         turned: the tokens are at the highest positions of the call.
     """
     named = call.arguments.named
@@ -133,8 +147,10 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
 
 
 def _turned(call: LayerCall, length: int) -> dict[str, Any]:
-    """The arguments that say where tokens are, with the highest position among the first `length`: at position 0, where
-    padding may be, rotations change nothing."""
+    """Return position arguments in which the first `length` tokens include the highest position.
+
+    Rotations have no effect at position 0, where padding may be.
+    """
     named, total = call.arguments.named, call.arguments.length
     positions = named.get("position_ids")
     if not isinstance(positions, Tensor) or positions.shape[-1] != total:
@@ -150,9 +166,10 @@ def _turned(call: LayerCall, length: int) -> dict[str, Any]:
 
 
 def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor | None]:
-    """Gradients by the leaves [...], for random upstream gradients of the outputs [...]; None where none depends on a leaf.
+    """Return gradients of the leaves [...], for random upstream gradients of the outputs [...].
 
-    Outputs and leaves that do not require a gradient are left out; the list is empty if none of either are left.
+    A leaf without effect on the outputs gets None. Outputs and leaves that do not require a
+    gradient are left out. The list is empty without any outputs or without any leaves.
     """
     outputs, leaves = ([x for x in found if x.requires_grad] for found in (outputs, leaves))
     if not outputs or not leaves:
@@ -162,10 +179,11 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
 
 
 def same_gradients(call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    """Whether two lists of gradients [...] are equal to the bit, or nearly where kernels add up in any order.
+    """True if two lists of gradients [...] are equal to the bit, or nearly where kernels sum in any
+    order.
 
-    Nearly: the norm of the difference is at most max(eps of the `coarsest` dtype, 64 eps of promote_types(dtype, float32))
-    times the gradient's. None equals None alone.
+    Nearly: the norm of the difference is at most max(eps of the `coarsest` dtype, 64 eps of
+    promote_types(dtype, float32)) times the gradient's. None equals None alone.
     """
     if len(found) != len(expected):
         return False
@@ -183,7 +201,7 @@ def same_gradients(call: LayerCall, found: list[Tensor | None], expected: list[T
 
 
 class _Watched(ChunkMask):
-    """Remembers what attention gave, and its values."""
+    """Records attention outputs together with copies of their values."""
 
     def __init__(self, prefix: Prefix, chunk: Chunk) -> None:
         super().__init__(prefix, chunk, Stage.FORWARD)
@@ -196,8 +214,10 @@ class _Watched(ChunkMask):
 
 
 def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
-    """What the layer's forward over x [..., B, T, h] writes to, or was seen to write to before. Visible writes to its input
-    are for others to judge: those autograd knows of."""
+    """Return what the layer's forward over x [..., B, T, h] overwrites, now or in an earlier trial.
+
+    Writes to its input that autograd detects are judged elsewhere.
+    """
     linears, known = call.site.linears, call.site.overwritten
     products: list[tuple[str, Tensor, Tensor]] = []
     prefix = causal_prefix(call, chunks[-1].stop)
@@ -223,7 +243,15 @@ def _changed(now: Tensor, before: Tensor) -> bool:
 
 @dataclasses.dataclass
 class Recomputed:
-    """K and V of each attention call, what each chunk gave and started from, and whether end states have a graph."""
+    """Results of a recomputation.
+
+    Attributes:
+        kv: K and V of each attention call.
+        outputs: the outputs of each chunk.
+        leaves: the input and the start states.
+        starts: the start states of each chunk.
+        goes_on: end states have a graph.
+    """
 
     kv: list[Tensor]
     outputs: list[Tensor]
@@ -234,7 +262,9 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A layer's passes over x [..., B, T, h] in a chunk or two, each run from the same random state."""
+    """Passes of a layer over x [..., B, T, h] in one or two chunks, each from the same random
+    state.
+    """
 
     call: LayerCall
     linears: dict[str, nn.Linear]
@@ -244,7 +274,7 @@ class Trial:
     random: RandomState
 
     def recompute(self) -> Recomputed:
-        """With a graph, as a recomputation does it."""
+        """Run the chunks with a graph, as a recomputation does."""
         prefix = causal_prefix(self.call, self.chunks[-1].stop)
         leaf = self.x.detach().requires_grad_(self.needs_input)
         found = Recomputed([], [], [leaf], [], False)
@@ -265,7 +295,7 @@ class Trial:
         return found
 
     def refill(self, calls: int, starts: list[States], names: Labels) -> list[Tensor]:
-        """K [B, t, H_kv, D] and V of so many attention calls, as a refill computes them that leaves those products out."""
+        """Return K [B, t, H_kv, D] and V of attention calls from a refill without `names`."""
         prefix, given = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
         prefix.calls, chunks = calls, self.chunks[: len(starts)]
         with torch.no_grad(), self.random.replayed(), left_out(self.linears, names):
@@ -274,26 +304,28 @@ class Trial:
         return _keys_and_values(prefix)
 
     def gradients(self, names: Labels) -> list[Tensor | None]:
-        """Of the input [..., B, T, h], start states and all parameters, as a recomputation gives them that leaves those
-        products out."""
+        """Return the gradients [...] of input, start states and parameters, when recomputed without
+        `names`.
+        """
         others = [name for name in self.linears if name not in names]
         with computed(self.linears, others), left_out(self.linears, names):
             return self.gradients_of(self.recompute())
 
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
-        """The same, [...] each, of one that has run."""
+        """Return the same gradients [...] for a finished recomputation."""
         parameters = [parameter for parameter in self.call.layer.parameters() if parameter.requires_grad]
         with self.random.replayed():
             return gradients_of(found.outputs, [*found.leaves, *parameters])
 
 
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:
-    """What is in the prefix's buffers, [B, filled, H_kv, D]."""
+    """Return the content of the prefix's buffers, [B, filled, H_kv, D]."""
     sites = [site for site in prefix.sites if isinstance(site, KVBuffer)]
     return [part[:, : prefix.filled_until] for site in sites for part in (site.k, site.v)]
 
 
 def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
+    """Trace the layer, and test the products that the trace proposes."""
     like = call.kept.store.peek("x", 0)
     chunks = call.first_chunks(TRIED)
     known = has_data(like)
@@ -302,22 +334,25 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
         ran: list[Recomputed] = []
 
         def run() -> list[Tensor]:
-            with computed(linears, linears):  # as where it is differentiated without some of them
+            # the same computation as a recomputation that skips products
+            with computed(linears, linears):
                 ran.append(trial.recompute())
             return ran[0].kv
 
         try:
             traced = trace(linears, run)
-        except Exception as error:  # a trace is there to save work; what is wrong with the layer, its own passes will say
+        # a trace only saves work: the layer's own passes report its errors
+        except Exception as error:
             if is_out_of_memory(error):
                 raise
             return UnreadProducts()
         found = UnreadProducts(traced.called - traced.reached, traced.called - traced.read, ran[0].goes_on)
         if known and found.recompute:
             try:
-                with computed(linears, linears):  # a checkpoint inside of the layer computes it once more
+                # a checkpoint inside the layer computes the products once more
+                with computed(linears, linears):
                     expected = trial.gradients_of(ran[0])
-            except Exception as error:  # as of a trace
+            except Exception as error:  # a trace's error is ignored as well
                 if is_out_of_memory(error):
                     raise
                 recompute: Labels = frozenset()
@@ -328,7 +363,7 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
 
 
 def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
-    """What of it a refill can leave out. ran: a recomputation of the trial."""
+    """Return `found` with the products that a refill can skip; `ran` is a recomputation."""
     if not ran.kv or not found.refill:
         return dataclasses.replace(found, refill=frozenset())
     starts = ran.starts if trial.call.site.kind.states.carries else [{}]
@@ -338,7 +373,7 @@ def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadP
 
 
 def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether K and V are the same to the bit; without data, whether they have the same shapes."""
+    """True if K and V are equal to the bit; without data, if they have the same shapes."""
     if any(x.shape != y.shape for x, y in zip(found, expected, strict=True)):
         return False
     return not has_data(found[0]) or all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -1,4 +1,7 @@
-"""Tensors and arrays whose values are put back after a trial: small ones are copied before, large ones when written to."""
+"""Restore the values of tensors and arrays after a trial.
+
+Small tensors are copied before the trial, large ones before an operation writes to them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class Values(NamedTuple):
-    """A tensor or array [...] and its values. version: of the tensor; None: it counts none."""
+    """A tensor or array [...] and its saved values.
+
+    Attributes:
+        name: the name for messages.
+        holder: the tensor or array.
+        kept: the saved values.
+        version: the tensor's version counter; None: it has no counter.
+    """
 
     name: str
     holder: Any
@@ -21,14 +31,17 @@ class Values(NamedTuple):
 
 
 def values_of(name: str, tensor: Tensor) -> Values:
-    """A copy of a tensor's values [...], and how often it was written to."""
+    """Copy a tensor's values [...] and its version counter."""
     with _disable_current_modes(), torch.no_grad():
         version = None if tensor.is_inference() else tensor._version
         return Values(name, tensor, tensor.detach().clone(), version)
 
 
 def put_back(values: Values) -> None:
-    """Write values [...] back. The tensor counts as never written to: graphs that saved it hold what they saved."""
+    """Write values [...] back, and restore the version counter.
+
+    With the old counter the tensor counts as never written to, and graphs that saved it stay valid.
+    """
     now, kept = values.holder, values.kept
     if isinstance(now, np.ndarray):
         now[...] = kept
@@ -43,9 +56,12 @@ def put_back(values: Values) -> None:
 
 
 class Writes(TorchDispatchMode):
-    """Copies tensors before an operation writes to them. [Note: a trial leaves nothing]
+    """Dispatch mode that copies tensors before an operation writes to them.
 
-    before: the copies.
+    [Note: a trial leaves nothing]
+
+    Attributes:
+        before: the copies.
     """
 
     supports_higher_order_operators = True
@@ -74,7 +90,7 @@ class Writes(TorchDispatchMode):
 
 
 def written(known: Iterable[Values]) -> list[Values]:
-    """Those whose values are others now; one question to each device."""
+    """Return the entries whose values differ now. Synchronizes once with each device."""
     found: list[Values] = []
     asked: dict[torch.device, list[tuple[Values, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
@@ -82,10 +98,11 @@ def written(known: Iterable[Values]) -> list[Values]:
             now, kept = values.holder, values.kept
             if isinstance(now, np.ndarray):
                 found += [values] if now.tobytes() != kept.tobytes() else []
-            elif now.shape != kept.shape or now.dtype != kept.dtype:  # through `.data`
+            elif now.shape != kept.shape or now.dtype != kept.dtype:  # replaced through `.data`
                 found.append(values)
             else:
-                one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (now, kept))  # NaN is the same as NaN
+                # comparing bytes makes NaN equal to NaN
+                one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (now, kept))
                 asked.setdefault(now.device, []).append((values, (one != other).any()))
         for pairs in asked.values():
             told = torch.stack([differs for _, differs in pairs]).tolist()
@@ -94,7 +111,7 @@ def written(known: Iterable[Values]) -> list[Values]:
 
 
 def can_be_copied(tensor: Tensor) -> bool:
-    """Whether a tensor [...] has values that a copy could give back."""
+    """True if a tensor [...] has values that a copy can restore."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
     if not plain or tensor.is_meta or not tensor.numel():
         return False

@@ -1,1 +1,1 @@
-"""What engines do to parameters and host memory."""
+"""Engines (DDP, DeepSpeed, FSDP, Ulysses): their effect on parameters, hooks and host memory."""

@@ -1,11 +1,14 @@
-"""What ranks tell each other before one of them does what the others must do as well.
+"""Agreement between ranks before one of them runs a collective that the others must join.
 
-[Note: what a rank decides alone] Ranks have other batches, other free memory, other hooks. So each decides by itself how
-its micro-batch is computed, and no collective may depend on that: a rank that is alone in one waits for ever. Under DDP,
-ZeRO-1 and ZeRO-2 collectives are in backward alone, for each gradient, whatever it was computed from. Under ZeRO-3 and
-FSDP2 each call of a unit is one, forward and backward: there a rank may neither begin a forward again nor make one that
-nobody asked for, unless all do. docs/explanation/distributed.md lists every decision. Where sequences are split,
-`sharded/shards.py` agrees on all that decides an exchange.
+[Note: what a rank decides alone] Ranks differ in their batch, their free memory and their hooks.
+Each rank therefore decides alone how to compute its micro-batch, and no collective may depend on
+the decision: a rank that is alone in a collective waits forever. Under DDP, ZeRO-1 and ZeRO-2 all
+collectives are in backward. Each gradient has one collective, however the gradient was computed.
+
+Under ZeRO-3 and FSDP2 each call of a unit is a collective, in forward and backward. A rank may
+there neither repeat a forward nor add one, unless all ranks do. docs/explanation/distributed.md
+lists every decision. For split sequences, `sharded/shards.py` agrees on every value that decides an
+exchange.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ from streambp.known_names import FSDP_GATHERS, FSDP_GROUPS, ZERO_GROUP
 
 
 def must_agree(module: nn.Module) -> bool:
-    """Whether a forward of the module is a collective that other ranks take part in."""
+    """True if a forward of the module is a collective that other ranks take part in."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and held(module).weights
 
 
 def everyones_numbers(module: nn.Module, mine: Sequence[int], device: torch.device) -> list[list[int]]:
-    """What each rank hands in, as many numbers on each, of the ranks over which an engine has divided the module's
-    parameters; of all, where it does not say.
+    """Gather `mine` from each rank, as many numbers on each.
 
-    Every one of them calls this before each of its forwards. device: where the model's inputs are.
+    The ranks are the group over which an engine has partitioned the module's parameters, or all
+    ranks if the engine names no group. Every rank of the group calls this before each of its
+    forwards.
+
+    Args:
+        module: the module whose parameters are partitioned.
+        mine: this rank's numbers.
+        device: the device of the model's inputs.
     """
     ranks = next((getattr(p, ZERO_GROUP) for p in module.parameters() if hasattr(p, ZERO_GROUP)), None)
     for unit in filter(is_fsdp_unit, () if ranks is not None else module.modules()):
@@ -43,7 +52,7 @@ def everyones_numbers(module: nn.Module, mine: Sequence[int], device: torch.devi
 
 
 def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
-    """Every rank's `tensor`, of any one shape [...]."""
+    """Return every rank's `tensor`, all of the same shape [...]."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     return parts

@@ -1,8 +1,9 @@
-"""torch's context parallelism, which accelerate's `cp_size`, HF Trainer and TRL's trainers enter around every step.
+"""torch's context parallelism, which accelerate's `cp_size`, HF Trainer and TRL enter for each
+step.
 
-Within `torch.distributed.tensor.experimental.context_parallel` a closure stands in for `scaled_dot_product_attention`.
-Streamed attention does not call it. It takes the process group and the order of the shards from there, and streamed layers
-gather keys and values themselves (`sharded/gathered.py`).
+`torch.distributed.tensor.experimental.context_parallel` replaces `scaled_dot_product_attention` by
+a closure. Streamed attention does not call the closure, but reads the process group and the order
+of the shards from it. Streamed layers gather keys and values themselves (`sharded/gathered.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from streambp.known_names import (
 
 
 def replaced_attention() -> Any:
-    """What stands in for torch's own `scaled_dot_product_attention`, to compare with another time's.
+    """Return a key for the current `scaled_dot_product_attention`, to detect a replacement.
 
-    Context parallelism puts another closure in place in each step, and one word stands for all of them.
+    Context parallelism installs a new closure in each step; all these closures have the same key.
     """
     function = F.scaled_dot_product_attention
     if (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
@@ -35,10 +36,11 @@ def replaced_attention() -> Any:
 
 
 def find_context_parallel() -> SplitOver | None:
-    """What is at work now, if it is.
+    """Return the active context parallelism; None if it is not active.
 
     Raises:
-        UnsupportedModelError: it is, but its mesh or its order is not where torch 2.11 to 2.13 keep them.
+        UnsupportedModelError: context parallelism is active, but its mesh or its order is not where
+            torch 2.11 to 2.13 store them.
     """
     function = F.scaled_dot_product_attention
     if not (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):

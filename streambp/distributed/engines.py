@@ -1,18 +1,20 @@
-"""What engines hang on modules and parameters, and how the chunk loop treats it (DESIGN.md section 3, rules 3, 5 and 6).
+"""Marks and hooks of engines on modules and parameters (DESIGN.md section 3, rules 3, 5 and 6).
 
-One question, for all who would run a forward again, keep a graph or gather by themselves: does
-an engine take part in what happens to these parameters? It is asked of the parameters, and of what `fully_shard` made of
-modules. Hooks do not tell: a ZeRO-3 leaf has none on the modules inside it. It is asked anew each time, for an engine may
-come after a forward.
+Code that repeats a forward, retains a graph or gathers parameters must first know if an engine
+manages these parameters. The answer comes from marks on the parameters and from the modules that
+`fully_shard` changed. Hooks are no sign: a ZeRO-3 leaf has none on its inner modules. The answer is
+not cached, because an engine may be set up after a forward.
 
-[Note: order of gradients] ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets as they come, and add up the
-buckets of all ranks. If they come in another order on one rank, parameters get the gradients of others without a word.
-A layer that streams gives all its gradients at once, behind its backward. A layer that runs whole on one rank, because of a
-mask or a hook that others have not, must do the same: its input and its parameters go through one node.
+[Note: order of gradients] ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order
+of arrival, and sum the buckets of all ranks. If the order differs on one rank, parameters silently
+get the gradients of other parameters. A streamed layer delivers all its gradients together, after
+its backward. A layer may run unchunked on one rank alone, because of a mask or a hook there. Its
+input and its parameters then pass through one autograd node, which keeps the same order.
 
-[Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is initialised. The
-gradients of such a block are reduced by its full-backward hook alone, which is silenced with the rest. If the layer was not
-patched yet, so that it is not the leaf itself, that hook runs behind the layer's backward, when all gradients are there.
+[Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is
+initialised. Only the block's full-backward hook reduces its gradients, and streaming silences this
+hook. If the layer was patched too late to be the leaf itself, the hook runs after the layer's
+backward, when all gradients exist.
 """
 
 from __future__ import annotations
@@ -39,15 +41,18 @@ from streambp.known_names import (
     Z3_LEAF,
 )
 
-DDP, FSDP2 = "DDP", "FSDP2"  # as errors name them
+DDP = "DDP"  # the names in errors
+FSDP2 = "FSDP2"
 
 
 class Hold(NamedTuple):
-    """What an engine does with a module's parameters.
+    """How an engine manages a module's parameters.
 
-    weights: they are on this rank only while a module runs, so that its forward is a collective: ZeRO-3, FSDP2.
-    gradients: its hooks wait for the gradient of each: ZeRO-1 to -3, FSDP2. DDP's wait for each backward alone, whatever it
-        was made of.
+    Attributes:
+        weights: parameters are on this rank only while a module runs, which makes its forward a
+            collective: ZeRO-3, FSDP2.
+        gradients: the engine's hooks wait for each gradient: ZeRO-1 to -3, FSDP2. DDP's hooks wait
+            for each backward, however its graph was built.
     """
 
     weights: bool
@@ -55,9 +60,10 @@ class Hold(NamedTuple):
 
 
 def engine_of(module: nn.Module) -> str | None:
-    """Return the name of the engine that holds parameters in a module or waits for their gradients; None: no engine does.
+    """Return the name of the engine that manages a module's parameters or gradients; None: no
+    engine.
 
-    An engine around the module is seen as far as it marks parameters. DDP marks none.
+    An engine around the module is detected by its marks on parameters. DDP sets none.
     """
     modules, parameters = contents_of(module)
     if any(isinstance(inner, DistributedDataParallel) for inner in modules):
@@ -68,40 +74,49 @@ def engine_of(module: nn.Module) -> str | None:
 
 
 def engine_of_parameter(parameter: Tensor) -> str | None:
-    """Return the name of the engine that has marked a parameter [...] as its own; None: no engine has."""
+    """Return the name of the engine that marked a parameter [...]; None: no engine did."""
     if is_partitioned(parameter):
         return "DeepSpeed's ZeRO-3"
     if hasattr(parameter, GRADIENT_HOOKED):
         return "DeepSpeed's ZeRO-1 or ZeRO-2"
     if getattr(parameter, FLAT_PARAMETER, False):
         return "FSDP1"
-    return FSDP2 if isinstance(parameter, DTensor) else None
+    if isinstance(parameter, DTensor):
+        return FSDP2
+    return None
 
 
 def reduces_later(parameter: Tensor) -> str | None:
-    """Return the name of what changes a parameter's gradient [...] after autograd has accumulated it; None: nothing does.
+    """Return the name of what changes a gradient [...] after autograd accumulated it; None: nothing
+    does.
 
-    FSDP2 reduces a gradient before it runs the hooks of its parameter. Every other engine reduces behind these hooks. DDP,
-    pipelines and split sequences leave no mark on a parameter, so a whole parameter in a group of several ranks is taken
-    for theirs.
+    FSDP2 reduces a gradient before it runs the parameter's hooks. Every other engine reduces after
+    these hooks. DDP, pipelines and split sequences leave no mark on a parameter. An unmarked
+    parameter in a group of several ranks is therefore assumed to be theirs.
     """
     name = engine_of_parameter(parameter)
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = 1
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
     if isinstance(parameter, DTensor):
         there = parameter.device_mesh.size()
-        return None if there == ranks else f"FSDP2 over {there} of {ranks} ranks (a pipeline, or replicas beside it)"
+        if there == ranks:
+            return None
+        return f"FSDP2 over {there} of {ranks} ranks (a pipeline, or replicas beside it)"
     if name is None and ranks > 1:
         return f"DDP, a pipeline or a split sequence over a process group of {ranks} ranks"
     return name
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """A module with all inside it, and their parameters; each as often as it is there. In a third of the time of
-    `modules()` and `parameters()`."""
+    """Return a module with all inner modules, and their parameters; shared ones appear repeatedly.
+
+    Takes a third of the time of `modules()` and `parameters()`.
+    """
     parameters_table, _, modules_table = MODULE_TABLES
     modules: list[nn.Module | None] = [module]
     parameters: list[nn.Parameter | None] = []
-    for inner in modules:  # which grows
+    for inner in modules:  # the loop appends to this list
         if inner is not None:
             own = inner.__dict__
             if own[modules_table]:
@@ -112,7 +127,7 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
 
 
 def held(module: nn.Module) -> Hold:
-    """What an engine does with the parameters of a module and of those inside it."""
+    """Return how an engine manages the parameters of a module and its inner modules."""
     modules, parameters = contents_of(module)
     weights = any(map(is_fsdp_unit, {type(inner): inner for inner in modules}.values())) or any(
         is_partitioned(parameter) or isinstance(parameter, DTensor) for parameter in parameters
@@ -121,19 +136,20 @@ def held(module: nn.Module) -> Hold:
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
-    """The tables of hooks of the layer's inner modules in which an engine has some."""
+    """Return the hook tables of the layer's inner modules that hold engine hooks."""
     tables = [getattr(module, name) for module in layer.modules() if module is not layer for name in MODULE_HOOKS]
     return [hooks for hooks in tables if any(map(belongs_to_engine, hooks.values()))]
 
 
 @contextlib.contextmanager
 def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
-    """Within, hooks that an engine hung on the layer's inner modules do not run: they would gather or reduce once a chunk.
+    """Context manager that disables engine hooks on the layer's inner modules.
 
-    The layer's own hooks run around it as ever, and so do hooks of anybody else, once a chunk.
+    These hooks would gather or reduce once for each chunk. The layer's own hooks still run around
+    the layer, and hooks of other code still run once for each chunk.
 
     Args:
-        tables: `engine_hooks`.
+        tables: the result of `engine_hooks`.
     """
     taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for hooks in tables:
@@ -152,7 +168,7 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
-    """What reduces the gradients of the layer's inner leaves. [Note: inner leaves]"""
+    """Return the hooks that reduce gradients of the layer's leaves. [Note: inner leaves]"""
     return [
         (module, hook)
         for module in layer.modules()
@@ -163,54 +179,68 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
 
 
 class Reduced(torch.autograd.Function):
-    """The identity, behind whose backward a layer's inner leaves are reduced: autograd accumulates the gradients of
-    parameters before it goes on to an input's own graph. [Note: inner leaves]"""
+    """Identity whose backward reduces a layer's inner leaves. [Note: inner leaves]
+
+    Autograd accumulates the gradients of parameters before it continues to the graph of an input.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
-        """hidden_states [..., B, T, h] in their own memory."""
+        """Return a view of hidden_states [..., B, T, h]."""
         ctx.reductions = reductions
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient [..., B, T, h] as it came."""
+        """Reduce the inner leaves and return the gradient [..., B, T, h] unchanged."""
         for module, hook in ctx.reductions:
             hook(module, (), ())
         return grad, None
 
 
 class Together(torch.autograd.Function):
-    """A layer's input [..., B, T, h] and its parameters [...] -> the same; their gradients go on together, in this
-    order. [Note: order of gradients]"""
+    """Identity for a layer's input [..., B, T, h] and its parameters [...].
+
+    One node passes on all their gradients, in this order. [Note: order of gradients]
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """hidden_states [..., B, T, h] and the parameters [...], in their own memory."""
+        """Return views of hidden_states [..., B, T, h] and of the parameters [...]."""
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in (hidden_states, *parameters))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients as they came; zeros [...] where the engine waits for one that does not."""
+        """Return the gradients [...] unchanged, with zeros where the engine waits for a missing
+        gradient.
+        """
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(zeros_for_engines(parameter) if found is None else found for found, parameter in pairs)
 
 
 def drops_masks(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is accelerate's on attention under context parallelism: it puts None in place of the mask, of which
-    torch's ring knows causal ones alone. Streamed layers attend with the model's own."""
+    """True for the hook that accelerate registers on attention under context parallelism.
+
+    The hook replaces the mask by None, because torch's ring attention supports causal masks alone.
+    Streamed layers use the model's own mask.
+    """
     return getattr(hook, "__qualname__", "").startswith(f"{DROPS_MASKS}.")
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
-    """Whether a hook on a module is DeepSpeed's, by the package that defines the hook or its class, or drops masks."""
+    """True if a module hook belongs to DeepSpeed, by the package of the hook or its class, or drops
+    masks.
+    """
     owner = getattr(hook, "func", hook)
     return drops_masks(hook) or (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter [...] that the loss does not touch: None; zeros if DeepSpeed's hooks wait for it."""
+    """Return the gradient of a parameter [...] that the loss does not use.
+
+    The gradient is None, or zeros [...] if DeepSpeed's hooks wait for one.
+    """
     managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
     return torch.zeros_like(parameter) if managed else None

@@ -1,4 +1,4 @@
-"""What an engine's own CPU offloading takes of the host memory that offloaded activations want as well."""
+"""Host memory that an engine's own CPU offloading uses, and offloaded activations cannot use."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from streambp.known_names import (
     ZERO_OPTIMIZERS,
 )
 
-STATES = 2  # of an optimizer that has not been seen: Adam's
+STATES = 2  # states of an optimizer that does not exist yet; Adam has two
 
 
 @dataclasses.dataclass(frozen=True)
 class HostUse:
-    """Bytes of host memory on this rank: parameters and optimizer state that are there, and what is still to come."""
+    """Bytes of host memory on this rank that an engine uses.
+
+    Attributes:
+        parameters: offloaded parameters.
+        optimizer: optimizer state that exists already.
+        to_come: allocations that are still expected.
+    """
 
     parameters: int = 0
     optimizer: int = 0
@@ -33,12 +39,14 @@ class HostUse:
 
 
 def engine_host_use(model: nn.Module) -> HostUse:
-    """What ZeRO-Offload, or FSDP2 under CPUOffloadPolicy, takes; all zero without them.
+    """Return the host memory that ZeRO-Offload or FSDP2's CPUOffloadPolicy uses; zeros without
+    them.
 
-    DeepSpeed allocates everything when it is initialised. Under FSDP2 the gradients come with the first backward and the
-    optimizer's state with its first step; nobody knows that optimizer yet, so Adam's two states are assumed.
+    DeepSpeed allocates everything when it is initialised. Under FSDP2 the gradients come with the
+    first backward, and the optimizer's state with its first step. The optimizer is not known
+    before, and Adam's two states are assumed.
     """
-    shards: list[Tensor] = []  # that FSDP2 keeps on the host
+    shards: list[Tensor] = []  # shards that FSDP2 stores on the host
     for module in filter(is_fsdp_unit, model.modules()):
         state = module._get_fsdp_state()  # type: ignore[operator]
         for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:
@@ -60,7 +68,7 @@ def engine_host_use(model: nn.Module) -> HostUse:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of distinct storages; of a DTensor, this rank's."""
+    """Sum the bytes of distinct storages; a DTensor counts this rank's part."""
     storages = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

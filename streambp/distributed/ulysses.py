@@ -1,7 +1,7 @@
-"""DeepSpeed Ulysses (ALST), which splits sequences over ranks and stands in for the attention function that a config names.
+"""DeepSpeed Ulysses (ALST), which splits sequences over ranks by replacing the attention function.
 
-Streamed attention does not call that function. Ulysses' process group is taken from it, and streamed layers exchange heads
-for tokens themselves (`sharded/layer.py`).
+Streamed attention does not call the replaced function, but takes Ulysses' process group from it.
+Streamed layers exchange heads for tokens themselves (`sharded/layer.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from streambp.known_names import ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYS
 class SplitOver:
     """The process group over which sequences are split.
 
-    balanced: None where Ulysses splits them. Where context parallelism does, True: rank r holds parts r and 2 P - 1 - r of
-        2 P parts; False: part r of P. disable_in_eval: sequences are whole while the model is in eval mode.
+    Attributes:
+        group: the process group, of P ranks.
+        balanced: None under Ulysses. Under context parallelism, True: rank r holds parts r and
+            2 P - 1 - r of 2 P parts; False: part r of P.
+        disable_in_eval: sequences are not split while the model is in eval mode.
     """
 
     group: Any
@@ -30,13 +33,15 @@ class SplitOver:
 
 
 def find_ulysses(implementation: str | None) -> SplitOver | None:
-    """What `UlyssesSPAttentionHF.register_with_transformers` put in place of an attention function, if it did.
+    """Return the split that `UlyssesSPAttentionHF.register_with_transformers` set up; None without
+    it.
 
     Args:
         implementation: the attention implementation that the model's config names.
 
     Raises:
-        UnsupportedModelError: DeepSpeed's function is there, but its process group is not where it is expected.
+        UnsupportedModelError: DeepSpeed's function is active, but its process group is not in the
+            expected place.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(implementation or "sdpa")
     if not (getattr(function, "__module__", None) or "").startswith(ENGINES):

@@ -1,10 +1,11 @@
 """DeepSpeed ZeRO-3: parameters that are on this rank only while a module runs.
 
-[Note: ZeRO-3 leaves] DeepSpeed gathers a module's parameters in its forward and backward hooks. Inside a streamed layer
-these would run once a chunk, so the layer is marked as a leaf, which is gathered whole: once for its forward, once for
-its backward. A leaf's gradients are reduced by a full-backward hook, which fires too early unless hidden_states is a
-positional argument that requires a gradient; a hook in front of DeepSpeed's sees to that, which a layer gets once DeepSpeed
-was imported. Both do nothing without ZeRO-3.
+[Note: ZeRO-3 leaves] DeepSpeed gathers a module's parameters in its forward and backward hooks.
+Inside a streamed layer these hooks would run once for each chunk. The layer is therefore marked as
+a leaf. DeepSpeed gathers a leaf completely: once for its forward, once for its backward. A
+full-backward hook reduces a leaf's gradients. The hook runs too early unless hidden_states is a
+positional argument that requires a gradient. A hook before DeepSpeed's ensures this; a layer gets
+the hook once DeepSpeed was imported. The mark and the hook have no effect without ZeRO-3.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ from streambp.known_names import ENGINES, FULL_SHAPE, PARTITIONED
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether ZeRO-3 manages a parameter [...], be it gathered now or not."""
+    """True if ZeRO-3 manages a parameter [...], gathered or not."""
     return hasattr(parameter, PARTITIONED)
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """A parameter's shape as when it is gathered; ZeRO-3 leaves a tensor of 0 elements in place of [V, h], say."""
+    """Return the shape of a parameter when gathered.
+
+    Between gathers, ZeRO-3 replaces a parameter of shape [V, h], say, by a tensor of 0 elements.
+    """
     shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
     return shape
 
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A forward pre-hook of a streamed layer: its hidden_states are positional and want a gradient under ZeRO-3."""
+    """Pass hidden_states as a positional argument that requires a gradient, if ZeRO-3 is active.
+
+    Registered as a forward pre-hook of streamed layers.
+    """
     if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)

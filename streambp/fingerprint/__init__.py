@@ -1,1 +1,1 @@
-"""What a layer is made of: whether findings about it still hold, and whether backward finds what forward did."""
+"""Snapshots of a layer's structure: detect changes between calls, forward and backward."""

@@ -1,4 +1,4 @@
-"""Places that code can keep values in, each with what was in it when it was found, which can be put back."""
+"""Containers in which code can store values, each with a restorable copy of its content."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-WIDE = 64  # entries of a container, of which the last are noted
+WIDE = 64  # recorded entries of a longer container, counted from its end
 GONE = object()
 Content = dict[Any, Any]
 
 
 class Holder:
-    """A place with values in it, and what was in it when it was found.
+    """A container of values, and its content when it was found.
 
     Args:
-        owner: what values are put into. read: gives its content. write, delete: one entry.
+        owner: the object in which values are stored.
+        read: returns the current content.
+        write: sets one entry.
+        delete: removes one entry.
     """
 
     def __init__(
@@ -27,11 +30,14 @@ class Holder:
         write: Callable[[Any, Any], None],
         delete: Callable[[Any], None],
     ) -> None:
-        self.owner, self._read, self._write, self._delete = owner, read, write, delete
+        self.owner = owner
+        self._read = read
+        self._write = write
+        self._delete = delete
         self.content = read()
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Restore the recorded content."""
         now = self._read()
         for key in now.keys() - self.content.keys():
             self._delete(key)
@@ -41,25 +47,27 @@ class Holder:
 
 
 class Entries(Holder):
-    """A list, a deque or a set: it is filled anew if its entries are others.
+    """A list, a deque or a set. `restore` refills it if its entries changed.
 
-    A long one is cut to the length that it had.
+    A container of more than `WIDE` entries is only cut back to its recorded length.
     """
 
     def __init__(self, owner: Any) -> None:
-        self.owner, self.length = owner, len(owner)
+        self.owner = owner
+        self.length = len(owner)
         self.short = self.length <= WIDE or isinstance(owner, set)
         tail = list(owner) if self.short else list(itertools.islice(reversed(owner), WIDE))[::-1]
         start = self.length - len(tail)
         self.content = {start + index: value for index, value in enumerate(tail)}
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Restore the recorded entries."""
         if not self.short:
             while len(self.owner) > self.length:
                 self.owner.pop()
             return
-        now, before = list(self.owner), list(self.content.values())
+        now = list(self.owner)
+        before = list(self.content.values())
         if len(now) != len(before) or any(map(_is_not, now, before)):
             self.owner.clear()
             if isinstance(self.owner, set):
@@ -73,6 +81,7 @@ def _is_not(one: Any, other: Any) -> bool:
 
 
 def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
+    """Return a holder for an object's attributes, except names for which `left_out` is true."""
     table = owner.__dict__
 
     def read() -> Content:
@@ -82,6 +91,8 @@ def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
 
 
 def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
+    """Return a holder for the value of a context variable."""
+
     def read() -> Content:
         value = variable.get(GONE)
         return {} if value is GONE else {"": value}
@@ -93,7 +104,7 @@ def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
 
 
 def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Holder:
-    """All entries of a dictionary, or those of these names alone."""
+    """Return a holder for the entries of a dictionary: all, or the given names alone."""
     wanted = None if names is None else list(names)
 
     def read() -> Content:
@@ -103,7 +114,10 @@ def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Hol
 
 
 def attributes_of_class(owner: type) -> Holder:
-    """A class's own attributes and methods; special names are left out, but for a call's."""
+    """Return a holder for a class's own attributes and methods.
+
+    Names with two leading underscores are left out, except `__call__`.
+    """
 
     def read() -> Content:
         table = vars(owner).items()
@@ -113,6 +127,7 @@ def attributes_of_class(owner: type) -> Holder:
 
 
 def slots_of_class(base: type) -> list[str]:
+    """Return the slots that a class itself defines, without special names."""
     own = vars(base).get("__slots__", ())
     names = (own,) if isinstance(own, str) else own
     return [name for name in names if not name.startswith("__")]

@@ -1,8 +1,9 @@
-"""Hooks inside a layer: what they are, and which of them change what they are given.
+"""Hooks inside a layer: describe them, and find the hooks that modify values.
 
-A hook that changes something must be there for backward's recomputation as it was in forward. One that only looks may come
-and go. Which is which is seen while it runs: it returns other values, or a tensor that it was given is of another version
-afterwards; of hooks that could write past versions, values are compared.
+A hook that modifies a value must be the same in forward and in backward's recomputation. A hook
+that only reads values may be added and removed freely. A running hook counts as modifying if it
+returns other values or changes the version of a tensor argument. The values themselves are compared
+for hooks that could write without changing a version.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ from streambp.fingerprint.leaves import leaves, name_of, version_of
 from streambp.known_names import ALORA_OFFSETS, FOR_ONE_FORWARD, MODULE_HOOKS, UNSEEN_WRITES
 from streambp.nested import tensors_in
 
-HookKey = tuple[str, str, str, int]  # the module's name in the layer, the sort of hook, its name, and which of several
+# module name in the layer, kind of hook, hook name, number among equal ones
+HookKey = tuple[str, str, str, int]
 SORTS = dict(zip(MODULE_HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
 
 
 @dataclasses.dataclass(eq=False)
 class Hooks:
-    """The hooks inside of a layer that are not an engine's, as of one look.
+    """The hooks inside a layer in one snapshot, except the hooks of engines.
 
-    ids: of all hooks. exact, kind: as of leaves. places: where each is, and its number there. routing: those by which peft
-    hands something to its modules for one forward alone; they are not among the others.
+    Attributes:
+        ids: ids of all hooks.
+        exact: the exact side of each hook's leaves, see `leaves.py`.
+        kind: the kind of each hook's leaves.
+        places: the table and the id of each hook.
+        routing: hooks by which peft passes an argument to its modules for a single forward. The
+            other attributes leave these hooks out.
     """
 
     ids: list[int]
@@ -43,7 +50,7 @@ class Hooks:
     routing: list[tuple[nn.Module, Callable[..., Any]]] = dataclasses.field(default_factory=list)
 
     def why_whole(self) -> str | None:
-        """Why the layer cannot be cut with these hooks, as far as is known without trying."""
+        """Return why these hooks forbid chunks, as far as no trial is needed; None: no reason."""
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
         if ALORA_OFFSETS in names:
             return f"peft hands {ALORA_OFFSETS} to its modules, which count tokens from the end of the sequence"
@@ -52,7 +59,7 @@ class Hooks:
         return None
 
     def differences(self, before: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]) -> list[str]:
-        """What is different in hooks that have acted since `before`, in words."""
+        """Describe what changed in hooks that modify values since `before`."""
         told = []
         for (key, leaf), exact in before.exact.items():
             if (key not in acted and "backward" not in key[1]) or (key, base_of(leaf)) in ignored:
@@ -69,7 +76,7 @@ class Hooks:
 
 
 def short_name(hook: Any) -> str:
-    """A hook as messages name it: its function, and where that stands."""
+    """Return a hook's name for messages: its function, with file and line."""
     hook = getattr(hook, "func", hook)
     code = getattr(hook, "__code__", None)
     name = name_of(hook).rpartition(".")[2]
@@ -77,12 +84,17 @@ def short_name(hook: Any) -> str:
 
 
 def base_of(leaf: str) -> str:
-    """The leaf that it is an entry of: what is put into a container changes leaves of many names."""
+    """Return the name of the leaf whose entry this leaf is.
+
+    A value that is put into a container changes leaves of many names.
+    """
     return leaf.partition("[")[0]
 
 
 def described(key: HookKey) -> str:
-    """A hook as error messages name it, such as: the forward hook double (model.py:12) of self_attn."""
+    """Describe a hook for error messages, such as: the forward hook double (model.py:12) of
+    self_attn.
+    """
     path, sort, name, number = key
     return f"the {sort} {name}" + (f" ({number + 1})" if number else "") + f" of {path}"
 
@@ -90,11 +102,14 @@ def described(key: HookKey) -> str:
 def hooks_of(
     tables: list[dict[int, Any]], named: dict[str, nn.Module], ignored: set[tuple[HookKey, str]], latest: Hooks | None
 ) -> Hooks:
-    """The hooks in these tables of the modules inside of a layer; `latest` itself if they are the same.
+    """Return the hooks in these tables of a layer's inner modules; `latest` itself if nothing
+    changed.
 
     Args:
-        tables: of each inner module, in the order of `MODULE_HOOKS`.
-        named: the layer's modules, itself first.
+        tables: the hook tables of each inner module, in the order of `MODULE_HOOKS`.
+        named: the layer's modules, the layer first.
+        ignored: leaves that the layer's own forward changes.
+        latest: the hooks of the previous snapshot; None: there is no previous snapshot.
     """
     if not any(tables):
         return latest if latest is not None and not latest.ids else Hooks([])
@@ -129,7 +144,7 @@ def hooks_of(
 
 @contextlib.contextmanager
 def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
-    """Within, it is noted which of these hooks change what they are given."""
+    """Context manager that records which of these hooks modify their inputs or outputs."""
     acted: set[HookKey] = set()
     watched = []
     for key, (table, number) in hooks.places.items():
@@ -141,11 +156,13 @@ def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
         yield acted
     finally:
         for table, number, own in watched:
-            if isinstance(table.get(number), _Watched):  # a hook may have removed itself
+            if isinstance(table.get(number), _Watched):  # the hook may have removed itself
                 table[number] = own
 
 
 class _Watched:
+    """A hook in a wrapper that adds the hook's key to `acted` once the hook modifies a value."""
+
     def __init__(self, key: HookKey, hook: Callable[..., Any], acted: set[HookKey]) -> None:
         self.key, self.hook, self.acted = key, hook, acted
         code = getattr(getattr(hook, "func", hook), "__code__", None)
@@ -160,7 +177,7 @@ class _Watched:
         result = self.hook(module, *given)
         acts = before != [version_of(x) for x in tensors] or not all(map(_equal, tensors, copies))
         if not acts and result is not None:
-            # It may give back what it was given: it looks at it, or changes its gradient alone.
+            # A hook may return its own argument: it only reads, or changes the gradient alone.
             was = given[-1] if self.key[1] == "forward hook" else given[0]
             now, then = (tensors_in(values, Tensor) for values in (result, was))
             acts = len(now) != len(then) or not all(map(_equal, now, then))
@@ -170,11 +187,12 @@ class _Watched:
 
 
 def unwatched(hook: Any) -> Any:
-    """The hook itself, where `watching` has put something in its place."""
+    """Return the hook itself, without the wrapper that `watching` adds."""
     return hook.hook if isinstance(hook, _Watched) else hook
 
 
 def _equal(x: Tensor, other: Tensor) -> bool:
+    """True if two tensors [...] are the same object or hold equal values."""
     if x is other:
         return True
     return x.shape == other.shape and x.dtype == other.dtype and has_data(x) and torch.equal(x, other)
@@ -182,7 +200,7 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Within, peft hands its modules what it handed them in forward."""
+    """Context manager that registers peft's hooks again, so its modules get forward's arguments."""
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in routing]
     try:
         yield

@@ -1,12 +1,16 @@
-"""What is seen of a value that a layer's forward may read: an attribute, or what a hook closes over.
+"""Leaves: the comparable parts of a value that a layer's forward may read.
 
-Each value gives leaves, one for each number, string, tensor or object in it, down to a few levels: entries of small
-containers, what a function closes over and which code it runs, attributes of objects that are not torch's. A leaf has two
-sides. Exactly: does this forward read the same as that one? As a kind: does what was found out about the layer still hold?
-For the kind a number is zero or not, a function its code, an object its class: an annealed weight or a hook that a `with`
-block puts on anew in every step is no other kind of layer.
+Such a value is an attribute, or a variable in a hook's closure. Each number, string, tensor or
+object inside it gives one leaf, down to a few levels. The levels are entries of small containers,
+closures and code of functions, and attributes of objects outside torch. A leaf has two sides. The
+exact side is equal if a forward would read the same value. The kind is equal if test results about
+the layer still hold.
 
-What no leaf tells: globals, objects deep inside of others, containers of more than `SMALL` entries.
+In the kind, a number is only zero or nonzero, a function is its code, and an object is its class.
+An annealed weight therefore keeps the kind, and so does a hook that a `with` block registers anew
+in every step.
+
+Leaves do not cover globals, deeply nested objects, and containers of more than `SMALL` entries.
 """
 
 from __future__ import annotations
@@ -31,7 +35,11 @@ CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class Mark:
-    """An object's identity. It keeps nothing alive, and an object that comes to lie in its place is another one."""
+    """Identity of an object, by weak reference where the object allows one.
+
+    A mark keeps no object alive. A new object at the same address has another mark, unless its
+    class allows no weak references.
+    """
 
     def __init__(self, value: Any) -> None:
         self.kind = name_of(type(value)).rpartition(".")[2]
@@ -44,7 +52,8 @@ class Mark:
         if not isinstance(other, Mark):
             return False
         numbers = isinstance(self._mark, int) and isinstance(other._mark, int)
-        return self._mark is other._mark or (numbers and bool(self._mark == other._mark))  # references compare objects
+        # comparing references would compare the objects
+        return self._mark is other._mark or (numbers and bool(self._mark == other._mark))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -54,8 +63,13 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """name: of the value and where in it. exact: compares equal where a forward would read the same. kind: has a repr that
-    is the same for all values of one kind."""
+    """One comparable part of a value.
+
+    Attributes:
+        name: the value's name and the position inside the value.
+        exact: compares equal where a forward would read the same.
+        kind: its repr is the same for all values of one kind.
+    """
 
     name: str
     exact: Any
@@ -63,12 +77,14 @@ class Leaf:
 
 
 def name_of(known: Any) -> str:
-    """Module and qualified name of a function or a class; of any other object, those of its class."""
+    """Return the module and qualified name of a function or class; of other objects, of their
+    class.
+    """
     return f"{getattr(known, '__module__', None)}.{getattr(known, '__qualname__', type(known).__qualname__)}"
 
 
 def plain_leaf(value: Any, name: str) -> Leaf | None:
-    """The one leaf of what most attributes are; None: ask `leaves`."""
+    """Return the single leaf of a None, bool, str, int or float; None for every other value."""
     known = type(value)
     if value is None or known is bool or known is str:
         return Leaf(name, value, value)
@@ -76,7 +92,7 @@ def plain_leaf(value: Any, name: str) -> Leaf | None:
 
 
 def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
-    """All that is seen of a value by that name."""
+    """Generate all leaves of a value with that name."""
     if value is None or isinstance(value, PLAIN):
         yield Leaf(name, value, value)
     elif isinstance(value, int | float | complex):
@@ -107,7 +123,7 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
-            except ValueError:  # not assigned yet
+            except ValueError:  # the variable has no value yet
                 continue
             if held is not value:
                 yield from leaves(held, f"{variable} in {name}", depth - 1)
@@ -121,19 +137,21 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
         yield Leaf(name, Mark(value), (name_of(own if code or not known else value), code))
         if depth < 2 or known:
             return
-        # Also of a module that is not inside the layer.
+        # This includes modules outside the layer.
         for attribute, part in list(getattr(value, "__dict__", {}).items())[:SMALL]:
             if not attribute.startswith("_") and (part is None or isinstance(part, (*PLAIN, int, float, Tensor))):
                 yield from leaves(part, f"{name}.{attribute}", depth - 1)
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor [...] was written to in place; None for an inference tensor, which keeps no count."""
+    """Return the version counter of a tensor [...]; None for an inference tensor, which has no
+    counter.
+    """
     return None if tensor.is_inference() else tensor._version
 
 
 def contents(value: Any) -> list[tuple[str, Any]] | None:
-    """The entries of a small container, by what they are called in it; None: it is none, or not small."""
+    """Return the entries of a small container with their labels; None for every other value."""
     if isinstance(value, Mapping) and len(value) <= SMALL:
         return [(f"[{key!r}]" if isinstance(key, str | int) else "[...]", part) for key, part in value.items()]
     if isinstance(value, CONTAINERS) and len(value) <= SMALL:
@@ -143,7 +161,7 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def holds_more(value: Any) -> bool:
-    """Whether its leaves may change while it and the entries of a container in its place stay the same."""
+    """True if the value's leaves can change while its identity and its entries stay the same."""
     if isinstance(value, CALLABLES):
         return True
     plain = value is None or isinstance(value, (*PLAIN, int, float, complex, Tensor, type, nn.Module, Mapping, *CONTAINERS))
@@ -151,4 +169,5 @@ def holds_more(value: Any) -> bool:
 
 
 def _is_known(own: type) -> bool:
+    """True if instances of this class are identified by their class alone."""
     return own.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN

@@ -1,15 +1,18 @@
-"""What a layer is made of: whether what was found out about it still holds, and whether backward finds what forward did.
+"""Compare a layer with its earlier snapshots, to reuse test results and to check backward.
 
-[Note: fingerprint] Modules, hooks inside the layer, parameters, buffers and attributes are looked at before a forward, when
-it is over and before its backward. A look costs a list of what is there, compared with that of the look before. Only where
-they differ is each thing named and described (`leaves.py`). Two prints come of it:
+[Note: fingerprint] A snapshot of modules, inner hooks, parameters, buffers and attributes is taken
+before a forward, at its end and before its backward. A snapshot costs one list of values, which is
+compared with the previous list. Only after a difference is each value named and described
+(`leaves.py`). There are two fingerprints:
 
-    exact   compared between a forward and its backward, which would recompute another layer: it raises and names the change
-    kind    decides which verdicts count (`LayerSite.findings`, `unread`): structure alone, not numbers, nor identities
+    exact   compared between a forward and its backward, which would recompute another layer; a
+            difference raises and is named
+    kind    decides which verdicts apply (`LayerSite.findings`, `unread`): structure alone, not
+            numbers, nor identities
 
-What the layer's own forward changes (counters, what it leaves behind for later) belongs to neither: the look at its end
-finds it. A hook that has changed nothing that it was given may come and go. What the layer answers to questions about its
-modules (`of`) is asked again only when a look differs.
+Values that the layer's own forward changes (counters, values stored for later) belong to neither
+fingerprint: the snapshot at the forward's end finds them. A hook that modifies nothing may come and
+go. Answers about the layer's modules (`of`) are cached until a snapshot differs.
 """
 
 from __future__ import annotations
@@ -43,22 +46,23 @@ from streambp.known_names import (
 )
 
 T = TypeVar("T")
-Key = tuple[str, str]  # the module's name in the layer, and of an attribute, parameter or buffer of it
+Key = tuple[str, str]  # module name in the layer, and name of its attribute, parameter or buffer
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 READ = ("training", *MODULE_TABLES, *MODULE_HOOKS)
-# Engines and trainers change these while a step runs; the first three are ours.
+# Engines and trainers change these during a step; streambp itself changes the first three.
 THEIRS = ("_streambp", "__reduce_ex__", MOVES, *CHECKPOINTING, PEFT_CHECKPOINTING, *ZERO_COUNTERS)
-OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)  # of the layer itself: they run around it
+# attributes of the layer itself that run around it
+OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)
 NAMED_AT_MOST = 3
 WANTS_GRADIENT = operator.attrgetter("requires_grad")
 VERSION = Tensor._version.__get__  # type: ignore[attr-defined]  # of a tensor: how often it was written to
 ALL_OF, VALUES = itertools.chain.from_iterable, operator.methodcaller("values")  # of all modules in one go
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-CLASSES = "~"  # stands for a module's name where it is the modules' classes that something is of
+CLASSES = "~"  # replaces a module's name in keys that concern the modules' classes
 
 
 class Body:
-    """A layer's modules and what is in them, as of one look; hooks are apart, since they come and go more often."""
+    """Snapshot of a layer's modules and their content, without hooks, which change more often."""
 
     def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
         self.named = dict(layer.named_modules())
@@ -69,15 +73,17 @@ class Body:
         self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
         self._tables: list[dict[Any, Any]] = []
         self._of_tensors: list[dict[str, Any]] = []
-        self._parts: list[tuple[dict[str, Any], tuple[str, ...]]] = []  # of such tables, without what the forward changes
+        # parts of parameter and buffer tables that the layer's forward does not change
+        self._parts: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self._empty: list[Any] = []
         self._lists: list[Any] = []
-        self._live: list[tuple[str, dict[str, Any], str]] = []  # attributes that hold what no container does
+        # attributes whose content no container comparison covers
+        self._live: list[tuple[str, dict[str, Any], str]] = []
         self.exact: dict[tuple[str, str, str], Any] = {}
         self.generators: list[Generator] = []
         self.parameters: list[Tensor] = []
-        self.tensors: list[Tensor] = []  # whose versions count
-        self.keys: list[Key] = []  # and where they are
+        self.tensors: list[Tensor] = []  # tensors whose versions are compared
+        self.keys: list[Key] = []  # and their keys, in the same order
         self._held: list[Tensor] = []
         kinds: list[Any] = []
         for path, module in self.named.items():
@@ -88,18 +94,20 @@ class Body:
         self._flat = self._look()
 
     def unchanged(self) -> bool:
-        """Whether all is as it was; reads every attribute, describes none."""
+        """True if nothing changed. Reads every attribute and describes none."""
         try:
-            return self._look() == self._flat  # objects that are the same are not compared
-        except Exception:  # an attribute is gone, or is a tensor in the place of something else
+            return self._look() == self._flat  # identical objects are not compared by value
+        except Exception:  # an attribute is gone, or a tensor replaced another value
             return False
 
     def _look(self) -> list[Any]:
+        """Return the flat list of values that the next snapshot is compared with."""
         found: list[Any] = list(map(len, self.dicts))
         extend = found.extend
         for getter, values in self._getters:
             extend(getter(values))
-        extend(map(id, ALL_OF(map(VALUES, self._of_tensors))))  # which are held, so that no other takes an id
+        # the ids of live tensors, so no other object can reuse an id
+        extend(map(id, ALL_OF(map(VALUES, self._of_tensors))))
         for table, names in self._parts:
             extend([id(table[name]) for name in names])
         extend(ALL_OF(map(VALUES, self._tables)))
@@ -112,6 +120,7 @@ class Body:
         return found
 
     def _read(self, path: str, module: nn.Module, ignored: set[Key], kinds: list[Any]) -> None:
+        """Add a module's attributes, parameters and buffers to the snapshot."""
         own = module.__dict__
         counts = [
             name
@@ -121,7 +130,7 @@ class Body:
             and (path or name not in OUTSIDE)
             and (path, name) not in ignored
         ]
-        read = [name for name in READ if name in own]  # torch.compile's modules lack some
+        read = [name for name in READ if name in own]  # modules of torch.compile lack some of these
         self._getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), own))
         for table in (module._parameters, module._buffers):
             kept = tuple(name for name in table if (path, name) not in ignored)
@@ -157,12 +166,14 @@ class Body:
                     (self._tables if isinstance(inner, dict) else self._lists).append(inner)
 
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
+        """Add a tensor [...] to the tensors whose versions are compared."""
         self._held.append(tensor)
         if not tensor.is_inference():
             self.tensors.append(tensor)
             self.keys.append(key)
 
     def _add(self, key: Key, found: Iterable[Leaf], kinds: list[Any]) -> None:
+        """Add leaves of a value to the exact fingerprint and to the kind."""
         for leaf in found:
             self.exact[(*key, leaf.name)] = leaf.exact
             kinds.append((*key, leaf.name, leaf.kind))
@@ -170,9 +181,12 @@ class Body:
 
 @dataclasses.dataclass(eq=False)
 class Look:
-    """What a layer was made of at one time.
+    """Snapshot of a layer's modules, attributes and hooks. [Note: fingerprint]
 
-    answers: what was asked of it. [Note: fingerprint]
+    Attributes:
+        body: the modules and their content.
+        hooks: the hooks inside the layer.
+        answers: cached answers about the layer.
     """
 
     body: Body
@@ -181,18 +195,27 @@ class Look:
 
     @property
     def trained(self) -> bytes:
-        """Which parameters want a gradient now; no look is needed to change that."""
+        """Return a byte for each parameter: 1 if the parameter currently requires a gradient.
+
+        A change of `requires_grad` needs no new snapshot.
+        """
         return bytes(map(WANTS_GRADIENT, self.body.parameters))
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What verdicts count for."""
+        """Return the key under which verdicts about the layer are stored."""
         return self.body.kind, self.hooks.kind, self.trained
 
 
 @dataclasses.dataclass
 class SeenBefore:
-    """What a layer was made of when a forward was over. acted: inner hooks that changed what they were given."""
+    """Snapshot of a layer at the end of a forward.
+
+    Attributes:
+        look: the snapshot.
+        versions: version counters of the snapshot's tensors.
+        acted: inner hooks that modified values.
+    """
 
     look: Look
     versions: list[int]
@@ -201,25 +224,30 @@ class SeenBefore:
 
 @dataclasses.dataclass(eq=False)
 class Fingerprint:
-    """A layer's looks. [Note: fingerprint] Copies start without: they hold the original's modules.
+    """A layer's snapshots. A copy starts empty, because snapshots hold the original's modules.
 
-    last: the look that was taken last; whoever changes the layer looks again.
-    pending: forwards whose backward is still to come. in_cycles: graphs of the layer's recomputations are freed late.
-    kept: paths of what code of others was seen to keep inside of it. [Note: kept values]
+    [Note: fingerprint] [Note: kept values]
+
+    Attributes:
+        last: the latest snapshot. Code that changes the layer takes a new one.
+        pending: forwards whose backward has not run yet.
+        in_cycles: graphs of the layer's recomputations are in reference cycles and are freed late.
+        kept: paths of values that third-party code stored inside the layer.
     """
 
     last: Look | None = None
     pending: int = 0
     in_cycles: bool = False
     kept: set[str] = dataclasses.field(default_factory=set)
-    _ignored: set[Key] = dataclasses.field(default_factory=set)  # what the layer's own forward changes
+    # changed by the layer's own forward
+    _ignored: set[Key] = dataclasses.field(default_factory=set)
     _ignored_of_hooks: set[tuple[HookKey, str]] = dataclasses.field(default_factory=set)
 
     def __reduce__(self) -> Any:
         return Fingerprint, ()
 
     def look(self, layer: nn.Module) -> Look:
-        """What it is made of now; the same object as before if nothing has changed."""
+        """Return a snapshot of the layer; the previous object if nothing changed."""
         latest = self.last
         same = latest is not None and latest.body.unchanged()
         if same and latest is not None and not latest.hooks.ids and not any(latest.body.hooks):
@@ -232,7 +260,10 @@ class Fingerprint:
         return latest
 
     def learn(self, layer: nn.Module, before: Look, versions: list[int] | None = None) -> Look:
-        """What the layer is made of after a forward of its own; what that has changed is left out from now on."""
+        """Take a snapshot after the layer's own forward and return it.
+
+        Changes since `before` are excluded from later comparisons, as the forward caused them.
+        """
         now = self.look(layer)
         same = now.body is before.body
         changed = set() if same else {key[:2] for key in _differing(before.body.exact, now.body.exact)}
@@ -247,16 +278,16 @@ class Fingerprint:
         return self.look(layer)
 
     def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: AbstractSet[HookKey]) -> SeenBefore:
-        """Of a forward that is over; `before` and `versions` are from when it began."""
+        """Return the snapshot of a finished forward; `before` and `versions` are from its start."""
         look = self.learn(layer, before, versions)
         self.pending += 1
         return SeenBefore(look, versions if look is before else versions_of(look), acted)
 
     def check(self, layer: nn.Module, seen: SeenBefore, now: Look) -> None:
-        """Raise if the layer is now not what it was when that forward was over.
+        """Raise if the layer changed since the end of that forward.
 
         Raises:
-            BackwardError: with the names of what changed.
+            BackwardError: the layer changed; the message names the changes.
         """
         self.pending = max(0, self.pending - 1)
         told: list[str] = []
@@ -267,9 +298,10 @@ class Fingerprint:
                 key
                 for key in differing
                 if key[:2] not in self._ignored
-                and (key[0] != CLASSES or (key in before and key in after))  # classes come and go with their modules
+                # classes come and go with their modules
+                and (key[0] != CLASSES or (key in before and key in after))
             }
-            if differing:  # those that are attributes count if the layer's code may read them
+            if differing:  # an attribute counts only if the layer's code may read it
                 modules = [*now.body.modules, *seen.look.body.modules]
                 places = [*now.hooks.places.values(), *seen.look.hooks.places.values()]
                 read = names_read(modules, [table[number] for table, number in places if number in table])
@@ -287,7 +319,7 @@ class Fingerprint:
 
 
 def changed(layer: nn.Module, what: str) -> BackwardError:
-    """The error of a layer that is not in backward what it was in forward."""
+    """Return the error for a layer that differs between forward and backward."""
     return BackwardError(
         f"{type(layer).__name__} is not in backward what it was in forward: {what}. Backward recomputes the layer, so it "
         "would give the gradient of another model. Call backward before you change the layer: inside of the `with` block "
@@ -296,12 +328,12 @@ def changed(layer: nn.Module, what: str) -> BackwardError:
 
 
 def versions_of(look: Look) -> list[int]:
-    """How often each of the look's tensors was written to in place, in the order of `look.body.tensors`."""
+    """Return the version counters of the snapshot's tensors, in `look.body.tensors`' order."""
     return list(map(VERSION, look.body.tensors))
 
 
 def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
-    """Keys of what is not the same in both, or in one of them alone."""
+    """Return the keys whose values differ, or that only one of the two has."""
     missing = object()
     pairs = ((key, then, after.get(key, missing)) for key, then in before.items())
     return {key for key, then, now in pairs if then is not now and not bool(then == now)} | (after.keys() - before.keys())

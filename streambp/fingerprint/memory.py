@@ -1,10 +1,12 @@
-"""What the code of others inside a layer can keep values in, and whether a run has left something there.
+"""Find the values that third-party code inside a layer can store, and detect what a run left there.
 
-Attributes of modules and classes, what hooks and forwards close over, their defaults and attributes, globals that they
-name, objects and containers that can be reached from there. Each value has a path, such as `mlp.kept[3]`. What belongs to
-torch, transformers or other libraries that keep nothing of a batch is not looked into, nor are parameters and buffers.
+The search follows attributes of modules and classes, closures, defaults and attributes of hooks and
+forwards, globals that they name, and objects or containers reachable from there. Each value has a
+path, such as `mlp.kept[3]`. Parameters, buffers, and objects of torch, transformers and similar
+libraries are left out: these libraries store nothing of a batch.
 
-Looked at are the `MOST` nearest things, and the last `WIDE` entries of a long container.
+The search visits at most `MOST` objects, nearest first, and the last `WIDE` entries of a long
+container.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ MOST = 4000
 CONTAINERS = (list, set, dict, deque)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ARRAYS = (Tensor, np.ndarray)
-# Classes of the standard library whose objects hold what programs put into them.
+# The standard library's classes in which programs store values.
 HOLDERS = (types.SimpleNamespace, threading.local, collections.UserDict, collections.UserList)
 WEAK_HOLDERS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 HOLDS = frozenset(kind.__name__ for kind in (*HOLDERS, *WEAK_HOLDERS))
@@ -59,21 +61,23 @@ KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdl
 
 
 def is_theirs(function: Any) -> bool:
-    """True if a callable, or one that it wraps, is neither a library's that keeps nothing nor streambp's."""
+    """True if a callable or its wrapped function is third-party code that may store values."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
-        return True  # which keeps what it is given
+        return True  # the method stores its argument
     return any(home_of(one).partition(".")[0] not in KNOWN for one in wrapped_functions(function))
 
 
 class Memory:
-    """What can be reached from some roots, as of now.
+    """The values reachable from some roots at one time.
 
     Args:
-        roots: values with the names that they are told by.
+        roots: values with their names for messages.
 
-    values: plain values, tensors [...] and arrays [...] by path, and the lengths of containers.
+    Attributes:
+        values: plain values, tensors [...] and arrays [...] by path, and the lengths of containers.
+        holders: the containers found, each with its content.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
@@ -89,15 +93,18 @@ class Memory:
         del self._waiting
 
     def restore(self) -> None:
-        """Put back what holders had; tensors keep what was written to them."""
+        """Restore the content of the containers; writes into tensors stay."""
         for holder in self.holders:
             holder.restore()
 
     def changed(self, before: Memory, written: Writes | None = None) -> dict[str, Any]:
-        """What is another value than before or was written to, by path; `GONE` for what was there before alone.
+        """Return the values that changed since `before` or were written to, by path.
+
+        `GONE` marks a path that existed only before.
 
         Args:
-            written: what was written to, if somebody watched.
+            before: the values at the earlier time.
+            written: the recorded writes; None: writes were not recorded.
         """
         found = {}
         for path, value in self.values.items():
@@ -111,7 +118,8 @@ class Memory:
         return found
 
     def _note(self, path: str, value: Any) -> None:
-        name, number = path, 1
+        name = path
+        number = 1
         while name in self.values:  # another function has a variable of that name
             number += 1
             name = f"{path} ({number})"
@@ -141,7 +149,8 @@ class Memory:
             self._waiting.extend(((path, value.func), (path, value.args), (path, value.keywords)))
         elif isinstance(value, types.MethodType):
             self._waiting.extend(((path, value.__func__), (path, value.__self__)))
-        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):  # such as a list's `append`
+        # for example a list's `append`
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             if not isinstance(value.__self__, types.ModuleType):
                 self._waiting.append((path, value.__self__))
         elif isinstance(value, types.GeneratorType):
@@ -167,7 +176,7 @@ class Memory:
         name = function.__code__.co_name
         path = path or name
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not assigned yet
+            with contextlib.suppress(ValueError):  # the variable has no value yet
                 self._visit_cell(f"{variable} of {name}", cell)
         self._waiting.append((path, function.__defaults__))
         self._waiting.append((path, function.__kwdefaults__))
@@ -238,7 +247,9 @@ class Memory:
 
 
 class Writes(TorchDispatchMode):
-    """Within, what is written to tensors that a memory has found is noted, and what they were before is kept."""
+    """Context manager that records writes to a memory's tensors and copies the values before the
+    write.
+    """
 
     supports_higher_order_operators = True
 
@@ -262,18 +273,20 @@ class Writes(TorchDispatchMode):
         return result
 
     def kept_elsewhere(self, memory: Memory) -> str:
-        """The shapes of tensors that were made and that somebody keeps where the memory finds none; "" if nobody does."""
+        """Return the shapes of new tensors that stay alive outside of `memory`; "" if none does."""
         found = self._alive(memory)
         if found:
             del found
-            gc.collect()  # of graphs in cycles
+            gc.collect()  # frees graphs in reference cycles
         return ", ".join(sorted(str(tuple(x.shape)) for x in self._alive(memory)))
 
     def _alive(self, memory: Memory) -> list[Tensor]:
+        """Return the new tensors [...] that are alive and not among the memory's values."""
         there = {id(value) for value in memory.values.values()}
         return [x for x in (made() for made in self._made) if x is not None and id(x) not in there]
 
     def _note(self, given: Any) -> None:
+        """Copy the storages [...] of these tensors before their first write."""
         for x in given if isinstance(given, (list, tuple)) else (given,):
             place = _storage(x)
             if place in self._known and place not in self._before:
@@ -286,7 +299,7 @@ class Writes(TorchDispatchMode):
         return _storage(value) in self._before
 
     def restore(self) -> None:
-        """Put back the values of what was written to; other writes are noted anew."""
+        """Restore the values before the recorded writes, and forget these writes."""
         for place, before in self._before.items():
             self._known[place].untyped_storage().copy_(before)
         for x, values in self._arrays:
@@ -297,7 +310,7 @@ class Writes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
-    """Context manager after which nothing stays of what was put into what can be reached from roots, or written to it."""
+    """Context manager that afterwards undoes all changes to values reachable from the roots."""
     before = Memory(roots)
     writes = Writes(before)
     try:
@@ -310,14 +323,15 @@ def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code and the functions inside of it use."""
+    """Return the names that code and its inner functions use."""
     codes = [code]
-    for one in codes:  # which grows
+    for one in codes:  # the loop appends to this list
         codes += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
     return tuple(dict.fromkeys(name for one in codes for name in one.co_names))
 
 
 def _key(key: Any) -> str:
+    """Return a dictionary key's label in a path."""
     return repr(key) if isinstance(key, (str, int, float, tuple)) else name_of(type(key)).rpartition(".")[2]
 
 
@@ -330,7 +344,9 @@ def _is_known(module: types.ModuleType) -> bool:
 
 
 def _storage(x: Any) -> Any:
-    """What tells whether tensors [...] share memory; None of tensors that are none of torch's own."""
+    """Return the identity of a tensor's [...] storage; None for tensor subclasses and tensors
+    without one.
+    """
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.device.type == "meta":
         return None
     return x.untyped_storage()._cdata

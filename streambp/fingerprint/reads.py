@@ -1,7 +1,7 @@
-"""Which attributes a layer's code reads, as far as its source tells.
+"""Find the attributes that a layer's code reads, from its bytecode.
 
-A program may note on modules what no forward reads: a profiler's handles, a phase, a time. Such a note may change between a
-forward and its backward.
+A program may set attributes that no forward reads: a profiler's handles, a phase, a time. These
+attributes may change between a forward and its backward.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from streambp.known_names import READ_ALWAYS
 
 # Read by torch for every module, or by streamed attention.
 ALWAYS = ("forward", "training", *READ_ALWAYS)
-DEPTH = 2  # functions that a module's methods call, and those that these call
+DEPTH = 2  # levels of called functions that are searched, below a module's methods
 
 
 def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
-    """The names that the methods of these modules, functions in their attributes and these hooks may read.
+    """Return the names that these hooks, and methods and attributes of these modules, may read.
 
-    Strings in the source count, since getattr takes them.
+    String constants in the code count, since getattr takes strings.
     """
     found: set[str] = set(ALWAYS)
     seen: set[int] = set()
@@ -39,19 +39,23 @@ def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
 
 
 def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int) -> None:
+    """Add the names that these functions and their closures read to `found`.
+
+    Functions called by name are searched down to `depth` levels.
+    """
     for function in (function for value in values for function in _functions(value)):
         if id(function.__code__) in seen:
             continue
         seen.add(id(function.__code__))
         names: set[str] = set()
         codes = [function.__code__]
-        for code in codes:  # which grows
+        for code in codes:  # the loop appends to this list
             names.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         found |= names
         held = []
         for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not assigned yet
+            with contextlib.suppress(ValueError):  # the variable has no value yet
                 held.append(cell.cell_contents)
         _collect(held, found, seen, depth)
         if depth:
@@ -60,7 +64,7 @@ def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int)
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """What runs when a member of a class, a hook or an attribute is called or read."""
+    """Return the functions that run on a call or read of a class member, hook or attribute."""
     if isinstance(value, property):
         return [f for part in (value.fget, value.fset) for f in _functions(part)]
     if isinstance(value, staticmethod | classmethod | MethodType):

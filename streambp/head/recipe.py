@@ -257,7 +257,9 @@ def _loss_at_places(
             return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)
 
         request.values = request.values.each(spread)
-        request.hidden_states = lambda: taken(recipe.reaching(source, places), places)
+        # Values at padding are masked by the trainers that read them: padding gets a token's hidden state.
+        tokens = places if recipe.late is None else torch_own.where(recipe.late.tokens(places), places, 0)
+        request.hidden_states = lambda: taken(source, tokens)
     if repeats is not None:
         loss = loss[repeats]
         loss = loss if reduction == "none" else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])

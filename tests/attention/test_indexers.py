@@ -156,7 +156,7 @@ def test_backward_reads_what_forward_picked(settings, monkeypatch):
 
 
 def test_the_mutant_that_picks_again(monkeypatch):
-    monkeypatch.setattr(Kept, "picks", lambda self, chunk: None)
+    monkeypatch.setattr(Kept, "picks", lambda self: None)
     with pytest.raises(BackwardError, match="not in backward what it was in forward"):
         loss_then_other_picks(monkeypatch)
     monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)

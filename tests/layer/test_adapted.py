@@ -19,7 +19,7 @@ from streambp.layer import adapters
 from streambp.layer.adapters import Adaptation, readings
 from streambp.layer.products import ADAPTED, UNREAD
 from tests.oracle import BAR, EXACT, worst_error
-from tests.seeds import seed_torch
+from tests.seeds import seed_torch, seeded
 
 peft = pytest.importorskip("peft", reason="adapters need peft")
 helpers = pytest.importorskip("peft.helpers", reason="adapters need peft")
@@ -72,7 +72,7 @@ def run(model, x, value=None, fused=False, autocast=None):
                 y = model(x) if one is None else one.product(x, value)
         else:
             y = model(x)
-    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
+    upstream = torch.randn(y.shape, generator=seeded(7), dtype=torch.float64).to(y.dtype)
     y.backward(upstream)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return y.detach(), {**found, "x": x.grad}
@@ -479,7 +479,7 @@ def both_of_three(model, x, autocast=None, parts=False):
             adapters.adapted(readings(model) if fused else {}),
         ):
             y = model(leaf * 1.0)
-        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
+        upstream = torch.randn(y.shape, generator=seeded(7), dtype=torch.float64).to(y.dtype)
         if parts:
             y, upstream = y[..., OUT:], upstream[..., OUT:]
         y.backward(upstream)

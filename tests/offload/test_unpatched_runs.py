@@ -164,7 +164,7 @@ def test_a_backbone_alone():
 def test_logits_are_left_out_as_in_a_streamed_step():
     model = patched()
     output = model(**make_batch("plain"), output_hidden_states=True)
-    assert set(output.keys()) == {"loss", "hidden_states"}
+    assert set(output.keys()) == {"loss", "hidden_states", "past_key_values"}
     assert isinstance(chooser_of(model).latest, AsUnpatched)
 
 
@@ -457,9 +457,9 @@ def test_documents_that_unpatched_attention_does_not_read():
 def test_fields_do_not_come_and_go():
     """A head with backward hooks builds its logits and hands them out; lm_head's hooks may come at any time."""
     model, batch = patched(), make_batch("plain")
-    assert set(model(**batch).keys()) == {"loss"}
+    assert set(model(**batch).keys()) == {"loss", "past_key_values"}
     model.lm_head.register_full_backward_hook(lambda *_: None)
-    assert set(model(**batch).keys()) == {"loss", "logits"}
+    assert set(model(**batch).keys()) == {"loss", "logits", "past_key_values"}
 
 
 def test_a_reentrant_checkpoint_computes_the_same_twice():
@@ -585,7 +585,7 @@ def test_a_head_that_has_not_streamed_does():
     model, batch = patched(warm=False), make_batch("plain")
     labels = batch.pop("labels")
     model(**batch).logits.sum().backward()
-    assert set(model(**batch, labels=labels).keys()) == {"loss"}
+    assert set(model(**batch, labels=labels).keys()) == {"loss", "past_key_values"}
     assert "blockwise" in streambp.describe(model).head
     model(**batch, labels=labels)
     assert "as the unpatched model" in streambp.describe(model).head

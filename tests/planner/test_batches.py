@@ -73,7 +73,7 @@ def count(batch_size, length, chunk_size, shared=False):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(calls.SharedPrefixes, "_find", lambda *_: tree)
-        patched.setattr(HeadInputs, "rows", lambda _: torch.arange(GROUP.scored, device="meta"))
+        patched.setattr(HeadInputs, "rows", property(lambda _: torch.arange(GROUP.scored, device="meta")))
         if shared:
             patched.setattr(recipe, "_loss_at_places", loss_at_places)
             patched.setattr(recipe, "taken", lambda source, places: real[1](source, places.to("meta")))

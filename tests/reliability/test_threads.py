@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,11 +58,11 @@ def evaluate(model):
 
 def in_the_middle(model, when, action):
     """Call `action` once in the first layer's MLP, in forward or in its recomputation in backward."""
-    done = []
+    done = queue.SimpleQueue()  # a list would be put back after a trial
 
     def act(module, args):
-        if not done and torch.is_grad_enabled() == (when == "backward"):
-            done.append(action())
+        if done.empty() and torch.is_grad_enabled() == (when == "backward"):
+            done.put(action())
 
     return model.model.layers[0].mlp.register_forward_pre_hook(act), done
 
@@ -82,7 +83,8 @@ def test_a_thread_that_comes_between_is_refused(when, thread, expected, other, m
     loss = model(**make_batch("plain"), use_cache=False).loss
     loss.backward()
     hook.remove()
-    assert done == [True]
+    assert done.get_nowait()
+    assert done.empty()
     assert ran is None or ran
     assert worst_error(gradients(model), expected) <= EXACT
     assert other(lambda: evaluate(model)).isfinite()  # its turn
@@ -98,12 +100,14 @@ def test_backward_that_comes_between_is_refused_and_can_be_repeated(expected, ot
         return True
 
     model.eval()
-    done = []
-    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None if done else done.append(come_between()))
+    done = queue.SimpleQueue()
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda *_: done.put(come_between()) if done.empty() else None
+    )
     evaluate(model)
     hook.remove()
     model.train()
-    assert done == [True]
+    assert done.get_nowait()
 
 
 def test_threads_that_take_turns(expected):
