@@ -140,7 +140,10 @@ class Recipe:
     def seen(self, source: Tensor) -> Seen:
         """Return what a value that is made now of source [..., h] depends on."""
         inputs = (source, *self.inputs())
-        versions = [(x.shape, -1 if x.is_inference() else x._version) for x in inputs]
+        versions = []
+        for x in inputs:
+            version = -1 if x.is_inference() else x._version
+            versions.append((x.shape, version))
         return Seen(Autocast.capture(source.device), versions)
 
     def gradients(self, source: Tensor, gradient: Tensor, autocast: Autocast) -> list[Tensor | None]:
@@ -153,18 +156,26 @@ class Recipe:
         norm = nn.Identity() if self.norm is None else self.norm
         parameters = Parameters(norm, source.device)
         named = {id(own): place for place, own in enumerate(parameters.current())}
-        leaves = [x.detach().requires_grad_(x.requires_grad) for x in (source, self.weight, self.bias) if x is not None]
+        leaves = []
+        for x in (source, self.weight, self.bias):
+            if x is not None:
+                leaves.append(x.detach().requires_grad_(x.requires_grad))
         places = [named.get(id(own)) for own in norm.parameters()]
         with torch.enable_grad(), autocast.restored(), parameters.shadowed() as shadows:
             rest = iter(leaves[1:])
-            weight = None if self.weight is None else next(rest)
-            bias = None if self.bias is None else next(rest)
+            weight = bias = None
+            if self.weight is not None:
+                weight = next(rest)
+            if self.bias is not None:
+                bias = next(rest)
             value = dataclasses.replace(self, weight=weight, bias=bias).build(leaves[0])
         wanted = [leaf for leaf in (*leaves, *shadows) if leaf.requires_grad]
         given = torch.autograd.grad(value, wanted, gradient.to(value.dtype), allow_unused=True)
         found = dict(zip(map(id, wanted), given, strict=True))
-        of_norm = [None if place is None else found[id(shadows[place])] for place in places]
-        return [*(found.get(id(leaf)) for leaf in leaves), *of_norm]
+        gradients = [found.get(id(leaf)) for leaf in leaves]
+        for place in places:
+            gradients.append(None if place is None else found[id(shadows[place])])
+        return gradients
 
 
 def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:

@@ -41,9 +41,14 @@ class InBackward:
         self.on_host = on_host
         self._weights: list[Tensor] = []
         self._handles: list[Any] = []
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        trained = {}
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                trained[name] = weight
         # `make` may raise, so all optimizers are made before the first hook is registered.
-        self.optimizers: dict[str, Optimizer] = {name: make([weight]) for name, weight in trained.items()}
+        self.optimizers: dict[str, Optimizer] = {}
+        for name, weight in trained.items():
+            self.optimizers[name] = make([weight])
         for name, weight in trained.items():
             step = functools.partial(_step, self.optimizers[name], on_host)
             self._handles.append(weight.register_post_accumulate_grad_hook(step))

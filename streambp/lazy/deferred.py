@@ -67,7 +67,11 @@ class Deferred(StandIn):
         )  # type: ignore[attr-defined]
         self.source, self.recipe, self.memory = source, recipe, SharedMemory()
         self.origin = source if recipe.places is None else recipe.places
-        self.written, self.derived, self.cut, self.followed, self.link = None, False, False, False, None
+        self.written = None
+        self.derived = False
+        self.cut = False
+        self.followed = False
+        self.link = None
         self.made_of = [(x, x._version) for x in (source, *recipe.inputs()) if not x.is_inference()]
         return self
 
@@ -129,7 +133,9 @@ class Deferred(StandIn):
     def values(self) -> Tensor:
         """Compute the real tensor [..., h] or [..., V] from the stored input."""
         real = self.recipe.build(self.source)
-        return real if real.dtype == self.dtype else real.to(self.dtype)
+        if real.dtype != self.dtype:
+            real = real.to(self.dtype)
+        return real
 
     def known(self) -> bool:
         """True if the autograd node is the node from `make`.

@@ -172,7 +172,8 @@ class Hub:
 
         [Note: padding that is read]
         """
-        late, graded = self.recipe.late, torch.is_grad_enabled()
+        late = self.recipe.late
+        graded = torch.is_grad_enabled()
         if late is None or not late.reads(reading.positions):
             return reading
         if graded not in self._whole:

@@ -20,7 +20,12 @@ def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | N
     """
     floating: Kind = "floating"
     given = {name: like, **tensors}
-    check_tensors(**{key: (x, "B T", "any" if key.endswith("mask") else floating) for key, x in given.items()})
+    wanted: dict[str, tuple[Tensor | None, str, Kind]] = {}
+    for key, x in given.items():
+        wanted[key] = x, "B T", floating
+        if key.endswith("mask"):
+            wanted[key] = x, "B T", "any"
+    check_tensors(**wanted)
 
 
 def within(mask: Tensor, values: Tensor) -> Tensor:

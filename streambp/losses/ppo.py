@@ -136,4 +136,6 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
     whitened = (values - mean) * torch.rsqrt(variance + EPS)
-    return within(mask, whitened if shift_mean else whitened + mean)
+    if not shift_mean:
+        whitened = whitened + mean
+    return within(mask, whitened)

@@ -82,7 +82,9 @@ def _numbered(axis: Tensor) -> Tensor:
     """Return [B, T] integers that are equal where positions [B, T] are equal, fractions
     included.
     """
-    return axis.unique(return_inverse=True)[1] if axis.is_floating_point() else axis
+    if axis.is_floating_point():
+        return axis.unique(return_inverse=True)[1]
+    return axis
 
 
 def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:

@@ -114,10 +114,14 @@ class SharedPrefixes:
         tree = self._find(kwargs, over, sites, labels, padding_unseen)
         tree = "position_ids mark documents in packed rows" if documents and isinstance(tree, Tree) else tree
         if isinstance(tree, Tree):
-            late = None if again is None else self._late(again, tree, labels)
+            late = None
+            if again is not None:
+                late = self._late(again, tree, labels)
             try:
                 output = over(packed(kwargs, tree, self.trials.takes_positions), tree)
-                compute = None if late is None else late.of(output)
+                compute = None
+                if late is not None:
+                    compute = late.of(output)
                 output = spread_all(output, tree, late=compute)
             except Exception as error:  # a hook may need the rows, as for peft's adapter_names
                 if is_out_of_memory(error):

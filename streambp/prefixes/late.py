@@ -42,8 +42,14 @@ class Moment:
     def of(cls, module: nn.Module) -> Moment:
         """Return a snapshot of the module's current state."""
         tensors = [*module.parameters(), *module.buffers()]
-        written = [(x, 0 if x.is_inference() else x._version) for x in tensors]
-        return cls(written, _flags(module) if draws_noise(module) else [])
+        written = []
+        for x in tensors:
+            version = 0 if x.is_inference() else x._version
+            written.append((x, version))
+        flags: list[dict[str, Any]] = []
+        if draws_noise(module):
+            flags = _flags(module)
+        return cls(written, flags)
 
     def is_over(self, module: nn.Module) -> bool:
         """True if the module has changed since the snapshot."""
@@ -92,9 +98,13 @@ class LateRows:
     """
 
     def __init__(self, module: nn.Module, again: Again, tree: Tree, told: Callable[[], None]) -> None:
-        self.module, self.again, self.tree, self.told = module, again, tree, told
+        self.module = module
+        self.again = again
+        self.tree = tree
+        self.told = told
         self.moment = Moment.of(module)
-        self.graded, self.inferred = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.graded = torch.is_grad_enabled()
+        self.inferred = torch.is_inference_mode_enabled()
         self.autocast: Autocast | None = None
         self.source: Tensor | None = None
 
@@ -147,12 +157,15 @@ class LateRows:
             return  # the second forward draws other noise
         places = self.tree.places(rows.device).flatten()  # [B * T]
         here = places < self.tree.length
-        before, now = self.source[places[here]], rows[here]
+        before = self.source[places[here]]
+        now = rows[here]
         difference = now.double() - before.double()
         if rows.dtype in HALF:
-            distance, bar = difference.norm() / before.double().norm().clamp(min=1e-30), BAR_IN_HALF
+            distance = difference.norm() / before.double().norm().clamp(min=1e-30)
+            bar = BAR_IN_HALF
         else:
-            distance, bar = difference.abs().max() / before.abs().max().clamp(min=1e-30), BAR
+            distance = difference.abs().max() / before.abs().max().clamp(min=1e-30)
+            bar = BAR
         if not bool(distance <= bar):
             raise _changed()
 

@@ -151,7 +151,9 @@ def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) 
     if isinstance(x, Deferred):
         if x.written is not None:
             return spread(x.written, tree)
-        return _at_places(x, tree) if late is None else with_late_padding(x, tree, late)
+        if late is None:
+            return _at_places(x, tree)
+        return with_late_padding(x, tree, late)
     if x.dim() > 1 and tuple(x.shape[:2]) == (1, tree.length):
         rows: Tensor = Spread.apply(x[0], tree)
         return rows
