@@ -71,7 +71,12 @@ class HeadRequest:
 
 
 class Seen(NamedTuple):
-    """What a value was made of: autocast's state; the shape and the version of each input, -1 where it has none."""
+    """Snapshot of a value's inputs.
+
+    Attributes:
+        autocast: the autocast state.
+        versions: shape and version of each input; -1: the input has no version.
+    """
 
     autocast: Autocast
     versions: list[tuple[torch.Size, int]]
@@ -104,7 +109,9 @@ class Recipe:
     late: LatePadding | None = None
 
     def reaching(self, source: Tensor, places: Tensor) -> Tensor:
-        """Hidden states [N, h], and those of padding behind them if it is among the places [...]."""
+        """Return hidden states [N, h], followed by the states of padding if `places` [...] include
+        padding.
+        """
         if self.late is None or not self.late.reads(places):
             return source
         return self.late.completed()
@@ -138,7 +145,7 @@ class Recipe:
         return value if softcap is None else torch_own.mul(torch_own.tanh(value), softcap)
 
     def seen(self, source: Tensor) -> Seen:
-        """Return what a value that is made now of source [..., h] depends on."""
+        """Return a snapshot of the inputs of source's [..., h] current value."""
         inputs = (source, *self.inputs())
         versions = []
         for x in inputs:
@@ -147,11 +154,13 @@ class Recipe:
         return Seen(Autocast.capture(source.device), versions)
 
     def gradients(self, source: Tensor, gradient: Tensor, autocast: Autocast) -> list[Tensor | None]:
-        """Return the gradients of source [..., h] and of `inputs`, in this order, for one of what `build` gives; None for
-        those that want none.
+        """Return the gradients of source [..., h] and of `inputs`, in this order.
+
+        None for an input that requires no gradient.
 
         Args:
-            autocast: in which it was built.
+            gradient: gradient of the result of `build`.
+            autocast: autocast state of that result.
         """
         norm = nn.Identity() if self.norm is None else self.norm
         parameters = Parameters(norm, source.device)
