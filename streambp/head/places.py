@@ -1,7 +1,7 @@
 """Hidden states shared by several tokens of a batch, with an index for each token.
 
 [Note: places] A model whose rows share prefixes ends with the hidden states [N, h] of its packed
-row. The head reads them at places [B, T], or at the labelled places only, and never as [B, T, h].
+row. The head reads these at places [B, T], or at the labelled places only, and never as [B, T, h].
 The gradient of a hidden state that several tokens read is a sum, added in promote_types(dtype,
 float32) and rounded once.
 
@@ -53,11 +53,12 @@ def taken(source: Tensor, places: Tensor) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class LatePadding:
-    """Hidden states of padding, computed if something reads them. [Note: padding that is read]
+    """Hidden states of padding, computed if the program reads padding. [Note: padding that is read]
 
-    source: [N, h] of the packed row.
-    compute: gives those of the batch, [B * T, h], with a gradient or without.
-    whole: both together, with a gradient and without, once they are there.
+    Attributes:
+        source: [N, h], hidden states of the packed row.
+        compute: returns hidden states of the batch, [B * T, h]; argument: True for a gradient.
+        whole: results of `completed`; key: True for a gradient.
     """
 
     source: Tensor
@@ -65,15 +66,18 @@ class LatePadding:
     whole: dict[bool, Tensor] = dataclasses.field(default_factory=dict)
 
     def tokens(self, places: Tensor) -> Tensor:
-        """Which of the places [...] are a token's, in bool."""
+        """Return a bool mask of the places [...] that are tokens."""
         return places < self.source.shape[0]
 
     def reads(self, places: Tensor) -> bool:
-        """Whether one of the places [...] is padding's; waits for the device."""
+        """True if one of the places [...] is padding; synchronizes with the device."""
         return has_data(places) and not bool(self.tokens(places).all())
 
     def completed(self) -> Tensor:
-        """The hidden states of all places, [N + B * T, h], differentiable in grad mode if those of the packed row are."""
+        """Return the hidden states of all places, [N + B * T, h].
+
+        The result is differentiable in grad mode if the packed row's hidden states are.
+        """
         graded = torch.is_grad_enabled() and self.source.requires_grad
         if graded not in self.whole:
             rows = self.compute(graded)

@@ -71,7 +71,12 @@ class HeadRequest:
 
 
 class Seen(NamedTuple):
-    """What a value was made of: autocast's state; the shape and the version of each input, -1 where it has none."""
+    """Snapshot of a value's inputs.
+
+    Attributes:
+        autocast: the autocast state.
+        versions: shape and version of each input; -1: the input has no version.
+    """
 
     autocast: Autocast
     versions: list[tuple[torch.Size, int]]
@@ -104,7 +109,9 @@ class Recipe:
     late: LatePadding | None = None
 
     def reaching(self, source: Tensor, places: Tensor) -> Tensor:
-        """Hidden states [N, h], and those of padding behind them if it is among the places [...]."""
+        """Return hidden states [N, h], followed by the states of padding if `places` [...] include
+        padding.
+        """
         if self.late is None or not self.late.reads(places):
             return source
         return self.late.completed()
@@ -138,33 +145,46 @@ class Recipe:
         return value if softcap is None else torch_own.mul(torch_own.tanh(value), softcap)
 
     def seen(self, source: Tensor) -> Seen:
-        """Return what a value that is made now of source [..., h] depends on."""
+        """Return a snapshot of the inputs of source's [..., h] current value."""
         inputs = (source, *self.inputs())
-        versions = [(x.shape, -1 if x.is_inference() else x._version) for x in inputs]
+        versions = []
+        for x in inputs:
+            version = -1 if x.is_inference() else x._version
+            versions.append((x.shape, version))
         return Seen(Autocast.capture(source.device), versions)
 
     def gradients(self, source: Tensor, gradient: Tensor, autocast: Autocast) -> list[Tensor | None]:
-        """Return the gradients of source [..., h] and of `inputs`, in this order, for one of what `build` gives; None for
-        those that want none.
+        """Return the gradients of source [..., h] and of `inputs`, in this order.
+
+        None for an input that requires no gradient.
 
         Args:
-            autocast: in which it was built.
+            gradient: gradient of the result of `build`.
+            autocast: autocast state of that result.
         """
         norm = nn.Identity() if self.norm is None else self.norm
         parameters = Parameters(norm, source.device)
         named = {id(own): place for place, own in enumerate(parameters.current())}
-        leaves = [x.detach().requires_grad_(x.requires_grad) for x in (source, self.weight, self.bias) if x is not None]
+        leaves = []
+        for x in (source, self.weight, self.bias):
+            if x is not None:
+                leaves.append(x.detach().requires_grad_(x.requires_grad))
         places = [named.get(id(own)) for own in norm.parameters()]
         with torch.enable_grad(), autocast.restored(), parameters.shadowed() as shadows:
             rest = iter(leaves[1:])
-            weight = None if self.weight is None else next(rest)
-            bias = None if self.bias is None else next(rest)
+            weight = bias = None
+            if self.weight is not None:
+                weight = next(rest)
+            if self.bias is not None:
+                bias = next(rest)
             value = dataclasses.replace(self, weight=weight, bias=bias).build(leaves[0])
         wanted = [leaf for leaf in (*leaves, *shadows) if leaf.requires_grad]
         given = torch.autograd.grad(value, wanted, gradient.to(value.dtype), allow_unused=True)
         found = dict(zip(map(id, wanted), given, strict=True))
-        of_norm = [None if place is None else found[id(shadows[place])] for place in places]
-        return [*(found.get(id(leaf)) for leaf in leaves), *of_norm]
+        gradients = [found.get(id(leaf)) for leaf in leaves]
+        for place in places:
+            gradients.append(None if place is None else found[id(shadows[place])])
+        return gradients
 
 
 def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Other libraries' ways in; each imports its library only when it is used."""
+"""Integrations with other libraries. Each module imports its library only when used."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ __all__ = ["StreamCallback", "TokenBatchSampler", "optimizer_in_backward"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the callback for a Trainer's logs, the sampler, an optimizer in backward, or a library's module, when it is
-    asked for: transformers is slow."""
+    """Import the public names and each library's module when they are first used.
+
+    Importing transformers is slow, so nothing is imported earlier.
+    """
     if name in PLACES:
         return getattr(importlib.import_module(PLACES[name]), name)
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:

@@ -1,11 +1,12 @@
-"""streambp in axolotl: a section of its YAML, with `StreamConfig`'s fields.
+"""Integration with axolotl: a `streambp` section in its YAML, with the fields of `StreamConfig`.
 
     streambp:
       chunk_size: 8192
       saves: [attn_out]
 
-An axolotl that looks for installed plugins (0.21) needs no more; otherwise add
-`plugins: [streambp.integrations.axolotl.StreamPlugin]`. Without the section nothing happens.
+An axolotl that discovers installed plugins (0.21) needs no further setting. For other versions add
+`plugins: [streambp.integrations.axolotl.StreamPlugin]`. Without the section the plugin does
+nothing.
 """
 
 from __future__ import annotations
@@ -26,28 +27,33 @@ SECTION = "The streambp section of axolotl's YAML"
 
 
 class StreamSection(BaseModel):  # type: ignore[misc]  # pydantic is not typed here
-    """What the plugin adds to axolotl's schema."""
+    """The plugin's part of axolotl's schema."""
 
     streambp: dict[str, Any] | None = None
 
     @field_validator("streambp")
     @classmethod
     def _check(cls, section: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Raises ConfigError, a ValueError, before a model is loaded."""
+        """Raise ConfigError, a ValueError, for an invalid section before a model is loaded."""
         if section is not None:
             config_from(section, SECTION)
         return section
 
 
 class StreamPlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not typed
-    """Patches the model that a trainer of axolotl's trains, and its reference."""
+    """Patches the model and the reference model of an axolotl trainer."""
 
     def get_input_args(self) -> str:
-        """Where the section's schema is."""
+        """Return the import path of the section's schema."""
         return f"{__name__}.{StreamSection.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Raises UnsupportedModelError for a model that cannot be streamed, and ConfigError for a wrong section."""
+        """Patch the trainer's models.
+
+        Raises:
+            UnsupportedModelError: the model cannot be streamed.
+            ConfigError: the section is invalid.
+        """
         section = cfg.streambp
         if section is None:
             return

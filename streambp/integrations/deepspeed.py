@@ -1,9 +1,12 @@
-"""streambp from a DeepSpeed config: a "streambp" section with `StreamConfig`'s fields.
+"""Integration with DeepSpeed: a "streambp" section in its config, with the fields of
+`StreamConfig`.
 
-    {"zero_optimization": {"stage": 3}, "streambp": {"chunk_size": 8192, "saves": ["attn_out"], "offload": "cpu"}}
+    {"zero_optimization": {"stage": 3},
+     "streambp": {"chunk_size": 8192, "saves": ["attn_out"], "offload": "cpu"}}
 
-`initialize` takes such a config where `deepspeed.initialize` would be called. With HF Trainer or accelerate, pass the same
-file as `deepspeed=` and add `StreamCallback()`: DeepSpeed ignores sections that it does not know.
+Call `initialize` with this config instead of `deepspeed.initialize`. With HF Trainer or accelerate,
+pass the same file as `deepspeed=` and add `StreamCallback()`. DeepSpeed ignores sections with
+unknown names.
 """
 
 from __future__ import annotations
@@ -30,18 +33,19 @@ SECTION = "streambp"
 
 
 def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, **kwargs: Any) -> Any:
-    """`deepspeed.initialize` for a model that streams as the config's "streambp" section says.
+    """Call `deepspeed.initialize` after patching the model as the "streambp" section specifies.
 
     Args:
         model: patched here, unless the config has no such section.
-        config: a dictionary, the path of a JSON file, its text, or that as base64. `config_params` and
-            `args.deepspeed_config` are looked at as well.
+        config: a dictionary, the path of a JSON file, JSON text, or base64 of JSON text. Without
+            `config`, `config_params` or `args.deepspeed_config` is read.
 
     Returns:
-        What deepspeed.initialize returns.
+        The result of `deepspeed.initialize`.
 
     Raises:
-        ConfigError: a key is unknown, a value has the wrong type, or two settings contradict each other.
+        ConfigError: a key is unknown, a value has the wrong type, or two settings contradict each
+            other.
     """
     with required("deepspeed"):
         import deepspeed
@@ -60,13 +64,13 @@ def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, *
 
 
 def read(source: Any) -> dict[str, Any]:
-    """A DeepSpeed config as a dictionary.
+    """Return a DeepSpeed config as a dictionary.
 
     Args:
-        source: a mapping, the path of a JSON file, its text, or that as base64.
+        source: a mapping, the path of a JSON file, JSON text, or base64 of JSON text.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `source` is none of these.
     """
     if source is None:
         return {}
@@ -77,7 +81,7 @@ def read(source: Any) -> dict[str, Any]:
             raise ValueError(f"it is a {type(source).__name__}")
         text = os.fspath(source)
         if not text.lstrip().startswith("{"):
-            # No text of a config is asked for among files: beyond 255 characters the system refuses it as a name.
+            # Try base64 before a path: the system rejects file names beyond 255 characters.
             with contextlib.suppress(ValueError):
                 decoded = base64.urlsafe_b64decode(text).decode()
                 text = decoded if decoded.lstrip().startswith("{") else text
@@ -93,10 +97,11 @@ def read(source: Any) -> dict[str, Any]:
 
 
 def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
-    """The `StreamConfig` of a DeepSpeed config's "streambp" section; None if it has none.
+    """Return the `StreamConfig` of a DeepSpeed config's "streambp" section; None without the
+    section.
 
     Raises:
-        ConfigError: the section cannot be read as one, or activation_checkpointing is set beside it.
+        ConfigError: the section is invalid, or activation_checkpointing is set as well.
     """
     section = settings.get(SECTION)
     if section is None:
@@ -112,11 +117,19 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
 
 
 class StreamCallback(logs.StreamCallback):
-    """Patches a Trainer's model before training, as its DeepSpeed config's "streambp" section says, and adds numbers of the
-    last step to its logs (`streambp.integrations.StreamCallback`)."""
+    """Patches a Trainer's model before training, as its DeepSpeed config's "streambp" section
+    specifies.
+
+    The base class adds numbers of the last step to the logs
+    (`streambp.integrations.StreamCallback`).
+    """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Raises ConfigError for a section that `stream_config` does not take."""
+        """Patch the model.
+
+        Raises:
+            ConfigError: `stream_config` does not accept the section.
+        """
         stream = stream_config(read(args.deepspeed))
         if stream is not None and model is not None:
             patch(model, stream)

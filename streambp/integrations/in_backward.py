@@ -1,14 +1,15 @@
-"""An optimizer that steps in backward: each weight's when its gradient has arrived, so that no step holds all gradients.
+"""Optimizer steps during backward: each weight steps when its gradient is complete.
 
     handle = optimizer_in_backward(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-5))
     for batch in batches:
         model(**batch).loss.backward()      # no optimizer.step(), no zero_grad()
 
-With weights on the host gradients come layer by layer, on the thread that called backward: the optimizer works beside the
-device, and two layers' gradients take host memory. [Note: gradients on the host]
+No step holds the gradients of all weights at once. With weights on the host, gradients arrive layer
+by layer, on the thread that called backward. The optimizer runs in parallel to the device, and
+gradients of two layers use host memory. [Note: gradients on the host]
 
-Embeddings and head stay on the device. With `on_host=True` their steps are made on the host, which has the optimizer's
-states of all weights then: 17 GiB of AdamW for a vocabulary of 152k and 5,120 features.
+Embeddings and head stay on the device. With `on_host=True` they step on the host, which then stores
+the optimizer states of all weights: 17 GiB of AdamW for a vocabulary of 152k and 5,120 features.
 """
 
 from __future__ import annotations
@@ -29,18 +30,25 @@ MARK = "_streambp_in_backward"
 
 
 class InBackward:
-    """What `optimizer_in_backward` has put on a model's weights.
+    """Handle of the hooks that `optimizer_in_backward` registered on a model's weights.
 
-    optimizers: one for each weight that trains, by its name.
+    Attributes:
+        optimizers: name of a trained weight -> its optimizer.
+        on_host: True if weights on the device step on the host.
     """
 
     def __init__(self, model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer], on_host: bool) -> None:
         self.on_host = on_host
         self._weights: list[Tensor] = []
         self._handles: list[Any] = []
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        # `make` may raise: no weight has a hook before each weight has its optimizer.
-        self.optimizers: dict[str, Optimizer] = {name: make([weight]) for name, weight in trained.items()}
+        trained = {}
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                trained[name] = weight
+        # `make` may raise, so all optimizers are made before the first hook is registered.
+        self.optimizers: dict[str, Optimizer] = {}
+        for name, weight in trained.items():
+            self.optimizers[name] = make([weight])
         for name, weight in trained.items():
             step = functools.partial(_step, self.optimizers[name], on_host)
             self._handles.append(weight.register_post_accumulate_grad_hook(step))
@@ -49,7 +57,9 @@ class InBackward:
         self._handles.append(model.register_forward_pre_hook(Guard(trained)))
 
     def remove(self) -> None:
-        """Weights keep their gradients from now on; the optimizers stay here."""
+        """Remove the hooks, so that weights accumulate gradients again; `optimizers` is
+        unchanged.
+        """
         for handle in self._handles:
             handle.remove()
         for weight in self._weights:
@@ -58,32 +68,32 @@ class InBackward:
         self._weights.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of each weight's optimizer, by the weight's name."""
+        """Return the state of each weight's optimizer, by the weight's name."""
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave, of a model with the same weights.
+        """Load the result of `state_dict`, from a model with the same trained weights.
 
         Raises:
-            ConfigError: other weights train here.
+            ConfigError: other weights are trained here.
         """
         if state.keys() != self.optimizers.keys():
             other = sorted(state.keys() ^ self.optimizers.keys())[0]
             raise ConfigError(f"The state is of other weights: {other} trains in one of them alone. Freeze the same.")
         for name, one in state.items():
-            self.optimizers[name].load_state_dict(one)  # to where each weight is
+            self.optimizers[name].load_state_dict(one)  # moves states to the weight's device
             for values in self.optimizers[name].state.values() if self.on_host else ():
                 values.update({key: x.to("cpu") if isinstance(x, Tensor) else x for key, x in values.items()})
 
 
 class Guard:
-    """A forward pre-hook of a model whose weights step in backward: it looks for an engine that came after them.
+    """Forward pre-hook that raises if an engine was added after `optimizer_in_backward`.
 
-    An engine in the middle of a backward pass cannot go on after an error; before a forward pass nothing has happened yet.
-    A copy of the model has weights without hooks, so a copied or pickled guard looks at none.
+    An engine cannot recover from an error during backward; before forward nothing has started. A
+    copy of the model has weights without hooks, so a copied or pickled guard checks nothing.
 
     Args:
-        weights: those that step in backward, by name.
+        weights: name -> weight that steps in backward.
     """
 
     def __init__(self, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -98,7 +108,7 @@ class Guard:
             return
         there = set(map(id, contents_of(module)[1]))
         for name, weight in self.weights.items():
-            # FSDP2 puts a gathered weight in the place of its DTensor.
+            # FSDP2 replaces a DTensor by the gathered weight.
             if id(weight) not in there and not isinstance(weight, DTensor):
                 raise ConfigError(
                     f"{name} has an optimizer in backward, and is no parameter of this {type(module).__name__} any more "
@@ -109,7 +119,7 @@ class Guard:
 
 
 def _refuse_engine(weight: Tensor) -> None:
-    """Raise ConfigError if the gradient [...] of a weight is not complete when its hook runs."""
+    """Raise ConfigError if a weight's gradient [...] is incomplete when its hook runs."""
     name = reduces_later(weight)
     if name is not None:
         raise ConfigError(
@@ -120,13 +130,17 @@ def _refuse_engine(weight: Tensor) -> None:
 
 
 def _step(optimizer: Optimizer, on_host: bool, parameter: Tensor) -> None:
-    """Step with the complete gradient of `parameter` [...], and let it go; `on_host`: there, wherever the weight lives."""
-    _refuse_engine(parameter)  # of a model that is called through a part of itself
+    """Step with the complete gradient of `parameter` [...], and free the gradient.
+
+    Args:
+        on_host: True to step on the host, on whatever device the weight is.
+    """
+    _refuse_engine(parameter)  # calling a submodule skips the guard
     here, gradient = parameter.data, parameter.grad
     if not on_host or here.device.type == "cpu" or gradient is None:
         optimizer.step()
     else:
-        parameter.grad = None  # lest it is of another device than its weight
+        parameter.grad = None  # a gradient must be on its weight's device
         parameter.data, parameter.grad = here.to("cpu"), gradient.to("cpu")
         try:
             optimizer.step()
@@ -143,24 +157,27 @@ def optimizer_in_backward(
     on_host: bool = False,
     max_grad_norm: float | None = None,
 ) -> InBackward:
-    """Have each weight that trains step in backward, once its gradient is complete.
+    """Make each trained weight step during backward, when its gradient is complete.
 
-    Every backward is a step then: gradients of several micro-batches are not added up.
+    Every backward is then a step: gradients of several micro-batches are not accumulated.
 
     Args:
-        make: an optimizer for a list of weights, such as `lambda parameters: AdamW(parameters, lr=1e-5)`; learning rates
-            of schedules are set in `optimizers[name].param_groups`.
-        on_host: weights on the device step on the host as well: their gradients go there, and they come back. It frees
-            the device of the optimizer's states, and costs three copies of each of these weights.
-        max_grad_norm: refused, see below; set it to None (in HF's TrainingArguments to 0).
+        make: returns an optimizer for a list of weights, such as `lambda parameters:
+            AdamW(parameters, lr=1e-5)`. Schedules set learning rates in
+            `optimizers[name].param_groups`.
+        on_host: weights on the device step on the host as well. Their gradients are copied to the
+            host, and the weights are copied back. The device then stores no optimizer states; the
+            cost is three copies of each such weight.
+        max_grad_norm: must be None (in HF's TrainingArguments 0), see Raises.
 
     Returns:
         a handle: `optimizers`, `state_dict`, `load_state_dict`, `remove`.
 
     Raises:
-        ConfigError: gradients are to be clipped by their global norm, the model has an optimizer in backward already, or
-            an engine reduces gradients after the weights' hooks: DDP, DeepSpeed, pipelines. The first forward raises it as
-            well, if such an engine came later.
+        ConfigError: max_grad_norm requests clipping by the global norm, the model has an optimizer
+            in backward already, or an engine reduces gradients after the weights' hooks: DDP,
+            DeepSpeed, pipelines. The first forward raises as well, if such an engine was added
+            later.
     """
     if max_grad_norm:
         raise ConfigError(

@@ -1,9 +1,11 @@
-"""streambp in ms-swift: a callback, for a file of one's own that `--external_plugins` names.
+"""Integration with ms-swift: a callback, imported by a user's file for `--external_plugins`.
 
     echo "import streambp.integrations.ms_swift" > plugin.py
-    STREAMBP_LAUNCH='{"chunk_size": 8192}' swift sft --external_plugins plugin.py --callbacks streambp ...
+    export STREAMBP_LAUNCH='{"chunk_size": 8192}'
+    swift sft --external_plugins plugin.py --callbacks streambp ...
 
-ms-swift has no arguments for callbacks, so the settings are where `streambp launch` has them; without any, the defaults.
+ms-swift has no arguments for callbacks. The settings are therefore in the environment variable of
+`streambp launch`; without settings, the defaults apply.
 """
 
 from __future__ import annotations
@@ -21,15 +23,24 @@ with required("swift"):
     from swift.callbacks import callbacks_map
     from swift.callbacks.base import TrainerCallback
 
-if __name__.startswith(SWIFTS_PLUGIN):  # its folder is first on sys.path now, where `import deepspeed` would find ours
+# ms-swift puts a plugin's folder first on sys.path. `import deepspeed` would then import the module
+# beside this file.
+if __name__.startswith(SWIFTS_PLUGIN):
     raise ImportError(f"{__file__} was given to ms-swift itself; name a file that imports streambp.integrations.ms_swift.")
 
 
 class StreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
-    """Patches the model that a trainer of ms-swift's trains, and its reference; ms-swift passes the trainer."""
+    """Patches the model and the reference model of an ms-swift trainer, which ms-swift passes to
+    the callback.
+    """
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UnsupportedModelError for a model that cannot be streamed, and ConfigError for wrong settings."""
+        """Patch the trainer's models.
+
+        Raises:
+            UnsupportedModelError: the model cannot be streamed.
+            ConfigError: the settings are invalid.
+        """
         config = from_fields(read()).config
         find_stacks(self.trainer.model)
         Launched(config).trainer_made(self.trainer)

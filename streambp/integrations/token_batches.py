@@ -1,4 +1,4 @@
-"""Micro-batches by tokens instead of rows."""
+"""Sampler that fills micro-batches by tokens instead of rows."""
 
 from __future__ import annotations
 
@@ -15,27 +15,37 @@ from streambp.fields import shown
 
 
 class TokenBatchSampler(Sampler[list[int]]):
-    """Batches of whole rows, each of up to `tokens` tokens: a `DataLoader`'s `batch_sampler`.
+    """Batches of whole rows, each of up to `tokens` tokens: a `batch_sampler` for `DataLoader`.
 
-    Where a batch is computed without its padding (`StreamConfig(rows="packed")`, or "auto" with labels), its tokens are
-    its cost, whatever the lengths of its rows. Each epoch shuffles all rows by (`seed`, epoch), cuts them into windows, and
-    fills batches in each window with the longest rows first. Every epoch has each row once, and one number of batches;
-    only where no two rows fit into a batch, up to num_replicas - 1 rows come again, so that no rank waits. A loss that is
-    to count each token alike needs the number of labels of all batches of a step, as Trainer's `num_items_in_batch`.
+    A batch's cost is its number of tokens, whatever the lengths of its rows, if padding is not
+    computed. That is the case with `StreamConfig(rows="packed")`, or with "auto" and labels. Each
+    epoch shuffles all rows by (`seed`, epoch) and cuts the rows into windows. Batches of a window
+    are filled with the longest rows first. Every epoch contains each row once, and has the same
+    number of batches. Only if no two rows fit into a batch are up to num_replicas - 1 rows
+    repeated, so that no rank waits. A loss with equal weight for each token needs the number of
+    labels of all batches of a step, as Trainer's `num_items_in_batch`.
 
-    Consecutive batches are alike, and are dealt to ranks: batch i goes to rank i % num_replicas, so that every rank has the
-    same number of batches. accelerate deals them by itself: leave `rank` out there, and set `even_batches=False`. The
-    longest row comes first, so that memory which does not suffice fails at the first step.
+    Consecutive batches are similar and go to different ranks: batch i goes to rank i %
+    num_replicas. Every rank therefore has the same number of batches. accelerate distributes
+    batches itself: omit `rank` there, and set `even_batches=False`. The longest row is in the first
+    batch, so that a lack of memory shows at the first step.
 
-    lengths: of each row, in tokens, special tokens included. tokens: of a batch at most. num_replicas: how many ranks
-        share an epoch. rank: whose batches these are; None: those of all ranks, in the order in which they are dealt.
-        window: rows that are packed together; a larger one fills batches better and makes an epoch's batches less random.
+    Args:
+        lengths: number of tokens of each row, special tokens included.
+        tokens: maximum number of tokens in a batch.
+        num_replicas: number of ranks that share an epoch.
+        rank: yield this rank's batches only; None: batches of all ranks, in the order of
+            distribution.
+        seed: seed of the shuffles.
+        window: number of rows that are packed together; a larger window fills batches better and
+            makes an epoch's batches less random.
 
     Raises:
-        ConfigError: a row has no token or more than `tokens`, there is no row, or a number is out of range.
+        ConfigError: a row has no token or more than `tokens`, there is no row, or a number is out
+            of range.
     """
 
-    # accelerate asks a batch sampler for these two: no fixed number of rows, and nothing to leave out at the end.
+    # accelerate reads these two: no fixed number of rows, and no incomplete last batch to drop.
     batch_size = None
     drop_last = False
 
@@ -72,55 +82,71 @@ class TokenBatchSampler(Sampler[list[int]]):
             raise ConfigError(f"Row {self.lengths.index(min(self.lengths))} has no token. Leave such rows out.")
         order = range(len(self.lengths))
         most = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
-        self._count = -(-most // num_replicas) * num_replicas  # of all ranks: one number in every epoch
+        self._count = -(-most // num_replicas) * num_replicas  # number for all ranks, the same in every epoch
 
     @property
     def sampler(self) -> TokenBatchSampler:
-        """Itself: accelerate gives the epoch to the `sampler` of a batch sampler that it has wrapped."""
+        """Return the sampler itself. accelerate calls `set_epoch` on the `sampler` of a wrapped
+        batch sampler.
+        """
         return self
 
     def set_epoch(self, epoch: int, batches_done: int = 0) -> None:
-        """The epoch that is handed out next, without its first batches: those of this rank that were trained on before."""
+        """Set the epoch that the next iteration yields.
+
+        Args:
+            epoch: number of the epoch.
+            batches_done: number of this rank's batches to skip, because a resumed run has trained
+                on them.
+        """
         self.epoch, self._done = epoch, batches_done
 
     def __len__(self) -> int:
-        """Batches of an epoch: of this rank, or of all where `rank` is None."""
+        """Return the number of batches of an epoch, for this rank or, without `rank`, for all
+        ranks.
+        """
         return self._count if self.rank is None else self._count // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Numbers of rows, batch by batch."""
+        """Yield the row numbers of each batch."""
         first, step = (0, 1) if self.rank is None else (self.rank, self.num_replicas)
         epoch, skipped, self._done = self.epoch, self._done, 0
         order = self._shuffled(epoch)
         found = self._in_windows(order)
         if len(found) > self._count:
-            found = self._filled(order)  # never more than are planned: the number depends on lengths alone
+            found = self._filled(order)  # `_count` batches at most, in every epoch
         while len(found) < self._count:
             which = max(range(len(found)), key=lambda batch: len(found[batch]))
             rows = found[which]
-            found[which : which + 1] = [rows[::2], rows[1::2] or [order[len(found) % len(order)]]]  # or a row again
+            found[which : which + 1] = [rows[::2], rows[1::2] or [order[len(found) % len(order)]]]  # or repeat a row
         groups = [found[start : start + self.num_replicas] for start in range(0, self._count, self.num_replicas)]
         random.Random(f"{self.seed} {epoch} groups").shuffle(groups)
         longest = [max(self.lengths[row] for batch in group for row in batch) for group in groups]
         groups.insert(0, groups.pop(longest.index(max(longest))))
-        dealt = [batch for group in groups for batch in group]  # to all ranks, in turn
+        dealt = [batch for group in groups for batch in group]  # in the order of distribution to ranks
         yield from dealt[first::step][skipped:]
 
     def _shuffled(self, epoch: int) -> list[int]:
-        """All rows; text seeds alike on every machine, and keeps seed 0, epoch 1 apart from seed 1, epoch 0."""
+        """Return all rows in an epoch's random order.
+
+        A text seed is the same on every machine, and differs for (seed 0, epoch 1) and (seed 1,
+        epoch 0).
+        """
         order = list(range(len(self.lengths)))
         random.Random(f"{self.seed} {epoch}").shuffle(order)
         return order
 
     def _in_windows(self, order: Sequence[int]) -> list[list[int]]:
-        """Batches of each window's rows."""
+        """Return the batches of each window's rows."""
         starts = range(0, len(order), self.window)
         return [batch for start in starts for batch in self._filled(order[start : start + self.window])]
 
     def _filled(self, rows: Sequence[int]) -> list[list[int]]:
-        """Batches of these rows: the longest row first, each into the fullest batch that has room for it."""
+        """Return batches of these rows: the longest row first, each into the fullest batch with
+        enough room.
+        """
         batches: list[list[int]] = []
-        rooms: list[tuple[int, int]] = []  # what each batch has left, and its number, in order
+        rooms: list[tuple[int, int]] = []  # sorted (tokens left, batch)
         for row in sorted(rows, key=lambda row: -self.lengths[row]):
             place = bisect.bisect_left(rooms, (self.lengths[row], -1))
             room, batch = rooms.pop(place) if place < len(rooms) else (self.tokens, len(batches))
@@ -132,10 +158,10 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 def _whole_numbers(lengths: Any) -> list[int]:
-    """The lengths of rows, out of a list, a column of a data set, an array or a tensor [rows].
+    """Return the lengths of rows from a list, a column of a data set, an array or a tensor [rows].
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: `lengths` has another type.
     """
     found = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     try:

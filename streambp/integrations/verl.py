@@ -1,10 +1,12 @@
-"""streambp in verl: a module for its workers to import, which patches what its FSDP engine trains, and its references.
+"""Integration with verl: a module for its workers to import.
 
     STREAMBP_LAUNCH='{"chunk_size": 8192}' python -m verl.trainer.main_ppo \
-        actor_rollout_ref.model.external_lib=streambp.integrations.verl actor_rollout_ref.actor.strategy=fsdp2 ...
+        actor_rollout_ref.model.external_lib=streambp.integrations.verl \
+        actor_rollout_ref.actor.strategy=fsdp2 ...
 
-Without settings, the defaults. The model is patched when verl has changed it in its own ways and has put adapters in, right
-before FSDP wraps it.
+Importing the module makes verl's FSDP engine patch the models that it trains, and reference models.
+Without settings, the defaults apply. A model is patched after verl's own changes and adapters,
+right before FSDP wraps the model.
 """
 
 from __future__ import annotations
@@ -28,12 +30,20 @@ with required("verl"):
 
 @functools.cache
 def launched() -> Launched:
-    """What patches the models of this process; raises ConfigError for settings that cannot be."""
+    """Return the object that patches the models of this process.
+
+    Raises:
+        ConfigError: the settings are invalid.
+    """
     return Launched(from_fields(read()).config)
 
 
 def check(engine: Any) -> None:
-    """Raises UnsupportedModelError for an engine of verl's with which streamed layers would not be exact."""
+    """Check that streamed layers are exact with the settings of verl's engine.
+
+    Raises:
+        UnsupportedModelError: a setting makes streamed layers inexact or is untested.
+    """
     config = engine.engine_config
     if config.strategy != VERLS_STRATEGY:
         raise UnsupportedModelError(
@@ -54,7 +64,7 @@ def check(engine: Any) -> None:
 
 
 def patch_engines(engine_class: Any) -> None:
-    """Patch the models of an engine class from now on; an engine with which that is not exact is not made."""
+    """Make an engine class patch its models from now on, and `check` each new engine."""
     make, wrap = engine_class.__init__, engine_class._build_fsdp_module
 
     @functools.wraps(make)

@@ -1,1 +1,1 @@
-"""Logits that do not exist: stand-ins that follow what a program does with logits, and compute it block by block."""
+"""Logits without storage, with rules that compute a program's results block by block."""

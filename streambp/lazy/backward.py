@@ -1,8 +1,10 @@
-"""One pass over the head in backward, for everything that a program computed of the logits of one forward.
+"""Backward pass over the head, a single pass for all results of a forward's logits.
 
-The gradient of a logit is the sum of what each use of it gives, and uses may cancel: a token's own logit and the logsumexp,
-taken apart, give 1 - p and no more. Rounded apart, nothing would be left of that in half precision. So each use leaves the
-gradient of its result, a `Term`, and one pass adds them up for a block of logits before it goes on to the weights.
+The gradient of a logit is the sum of the gradients from all its uses, and uses may cancel. For
+example, a token's own logit and the logsumexp together give 1 - p. If each gradient were rounded
+separately in half precision, the difference would be lost. Each use therefore leaves the gradient
+of its result, a `Term`. One pass adds all terms for a block of logits, before the block's gradient
+reaches the weights.
 """
 
 from __future__ import annotations
@@ -32,18 +34,26 @@ from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, r
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """How many rows of logits are there at a time where torch's own operations compute with them."""
+    """Return how many rows of logits exist at a time when torch's own operations compute with
+    rows.
+    """
     return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
 
 
 class StatisticsTerm:
-    """The gradients of each position's own statistics, of which there is a closed form.
+    """Closed-form gradient of the statistics of each position.
 
-    d loss / d logits = onehot(label) pick + p lse + mean / V, from gradients pick, lse and mean [M] of the label's logit,
-    the logsumexp and the logits' mean. further: of other entries than the label, (positions, entries, gradients).
+        d loss / d logits = onehot(label) pick + p lse + mean / V
+
+    pick, lse and mean [M] are gradients of the label's logit, the logsumexp and the logits' mean.
 
     Args:
-        count: M. like: gives the gradients their dtype, promote_types(dtype, float32), and device.
+        projection: the map from products to logits.
+        count: M.
+        like: gives the gradients their dtype, promote_types(dtype, float32), and device.
+
+    Attributes:
+        further: gradients of other entries than the label: (positions, entries, gradients).
     """
 
     def __init__(self, projection: Projection, count: int, like: Tensor) -> None:
@@ -54,7 +64,10 @@ class StatisticsTerm:
         self.further: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, given: StatisticsGradient) -> None:
-        """Add the gradients of one result; its labels go to `further` if a position comes twice or has a label already."""
+        """Add the gradients of one result.
+
+        Labels go to `further` if a position is repeated or has a label already.
+        """
         positions = given.positions
         if given.pick is not None:
             assert given.labels is not None
@@ -69,19 +82,27 @@ class StatisticsTerm:
         self.has_mean |= given.mean is not None
 
     def touched(self, count: int) -> Tensor:
-        """[M] of bool: where one of the gradients is not zero."""
+        """Return [M] of bool: True where one of the gradients is not zero."""
         found = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for positions, _, gradient in self.further:
             found[positions[gradient != 0]] = True
         return found
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Only `further` is changed to rows; the other gradients [M] are looked up by position."""
+        """Convert the positions in `further` to rows. Other gradients [M] are indexed by
+        position.
+        """
         if row_of is not None:
             self.further = [(row_of[positions], entries, pick) for positions, entries, pick in self.further]
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Adds the closed form to `total` [n, V] and, entry by entry, `further`; block: of rows, those of positions [n]."""
+        """Add the closed form and `further` to `total` [n, V].
+
+        Args:
+            product: [n, V].
+            positions: [n], positions of the block's rows.
+            block: the block's rows.
+        """
         given, logits = self.read(product, positions), self.projection.logits(product)
         grad = logits_gradient(logits, given, slice(0, product.shape[-1]))
         for rows, entries, gradient in self.further:
@@ -90,20 +111,28 @@ class StatisticsTerm:
         total += self.projection.backward(grad, logits)
 
     def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
-        """The softmax of products [n, V] at positions [n], computed again, and the gradients there."""
+        """Recompute the softmax of products [n, V] at positions [n], and return it with the
+        gradients there.
+        """
         labels, pick, lse, mean = (values[positions] for values in (self.labels, self.pick, self.lse, self.mean))
         columns = product.shape[-1]
         folded = fold(product, self.projection, labels, slice(0, columns))
-        # A label's log-probability takes its gradient off p's; `d_lse` is what p is to have in all.
+        # A label's log-probability subtracts its gradient from p's; `d_lse` is p's total factor.
         means = mean if self.has_mean else None
         return TokenGradients(labels, folded.lse(), None, columns, pick, None, means, lse + pick + mean)
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsGradient:
-    """Gradients of the statistics of N tokens, [N] each; unique: no two of `positions` [N] are the same.
+    """Gradients of the statistics of N tokens, [N] each; None: no gradient.
 
-    pick: of the logits of `labels` [N]. lse: of the logsumexp. mean: of the logits' mean. None: there is no such gradient.
+    Attributes:
+        positions: [N].
+        unique: True if all positions differ.
+        labels: [N].
+        pick: gradients of the logits of `labels`.
+        lse: gradients of the logsumexp.
+        mean: gradients of the logits' mean.
     """
 
     projection: Projection
@@ -115,19 +144,22 @@ class StatisticsGradient:
     mean: Tensor | None = None
 
     def times(self, factor: Tensor) -> StatisticsGradient:
-        """The same gradients [N] times a factor [1]."""
+        """Return the gradients [N] times a factor [1]."""
         pick, lse, mean = (None if g is None else g * factor for g in (self.pick, self.lse, self.mean))
         return dataclasses.replace(self, pick=pick, lse=lse, mean=mean)
 
 
 @dataclasses.dataclass
 class NodeTerm:
-    """The gradient of any function of rows, by running it again under autograd.
+    """Gradient of any function of rows, computed by rerunning the function under autograd.
 
-    node: of N tokens, its leaves flat: [N], [N, k].
-    reading: the leaf that is differentiated.
-    gradients: of what the node gives, [N, ...] each, or None.
-    entries: of each block, among the N. blocks: that were added.
+    Attributes:
+        node: the function of N tokens; its leaves are flat, [N] or [N, k].
+        reading: the leaf to differentiate.
+        gradients: [N, ...] or None for each result of the node.
+        entries: indices into the N tokens, a tensor for each block.
+        row_of: [M], the row of each position; None: the position itself.
+        blocks: number of blocks added so far.
     """
 
     node: Node
@@ -138,18 +170,25 @@ class NodeTerm:
     blocks: int = 0
 
     def times(self, factor: Tensor) -> NodeTerm:
-        """The same with its gradients [N, ...] times a factor [1], which is rounded to their dtypes."""
+        """Return the term with its gradients [N, ...] times a factor [1], rounded to each
+        gradient's dtype.
+        """
         scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
         return NodeTerm(self.node, self.reading, scaled)
 
     def touched(self, count: int) -> Tensor:
-        """[M] of bool: the positions of `reading`, whatever the gradients there."""
+        """Return [M] of bool: True at the positions of `reading`, even where gradients are zero."""
         found = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
         found[self.reading.positions] = True
         return found
 
     def place(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Finds for each block of rows those of the N tokens that are in it, as `entries`; row_of: [M] or None."""
+        """Find which of the N tokens each block of rows contains, as `entries`.
+
+        Args:
+            row_of: [M] or None.
+            edges: block boundaries.
+        """
         self.row_of = row_of
         rows = self.reading.positions if row_of is None else row_of[self.reading.positions]
         order = torch.argsort(rows)
@@ -161,14 +200,18 @@ class NodeTerm:
         self.blocks = 0
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Adds to `total` [n, V] by running the node again on products [n, V]; a call takes the next block of `place`."""
+        """Rerun the node on products [n, V] and add the gradient to `total` [n, V].
+
+        Each call uses the next block of `place`.
+        """
         entries = self.entries[self.blocks]
         self.blocks += 1
         if not entries.shape[0]:
             return
         rows = self.reading.positions[entries]
         rows = (rows if self.row_of is None else self.row_of[rows]) - block.start  # in `product`
-        leaf = product[rows].to(total.dtype).requires_grad_()  # wide, or its part would be rounded before it is added
+        # A wide leaf, so that its gradient is not rounded before the addition.
+        leaf = product[rows].to(total.dtype).requires_grad_()
         others = [reading for reading in readings(self.node) if reading is not self.reading]
         products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in others)}
         values = values_at(self.node, entries, others, products)
@@ -183,20 +226,22 @@ class NodeTerm:
             total.index_add_(0, rows, part.to(total.dtype))
 
 
-Term = StatisticsTerm | NodeTerm  # what one use of the logits adds to their gradient
+Term = StatisticsTerm | NodeTerm  # a use of the logits that adds to their gradient
 
 
 def values_at(
     node: Node, entries: Tensor | slice, read: Sequence[Reading], products: Mapping[Any, Products]
 ) -> dict[Node, Any]:
-    """Of some of a flat node's N tokens: the tensors [n, k] that stand beside the logits, and the logits [n, V] of `read`,
-    in promote_types(dtype, float32) and without a gradient.
+    """Return a flat node's leaf values for some of its N tokens, without a gradient.
+
+    The values are the program's tensors [n, k] and the logits [n, V] of `read`. Logits have
+    promote_types(dtype, float32).
 
     Args:
-        products: of the readings' heads.
+        products: products with the weights of each reading's head.
 
     Raises:
-        StreamBPError: one of these tensors was changed in place since it was used.
+        StreamBPError: one of the program's tensors was changed in place since its use.
     """
     beside = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
     for leaf in beside:
@@ -212,10 +257,13 @@ def values_at(
 def sweep(
     inputs: HeadInputs, terms: Sequence[Term], hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters, where `needs` says so."""
+    """Return gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters.
+
+    A gradient is None where `needs` is False.
+    """
     work = HeadGradients(inputs, hidden, weight, bias, needs)
     products, everything = Products(weight, bias), slice(0, weight.shape[0])
-    rows: Tensor | None = None  # [count], the positions that a term adds to, in order; None: all M
+    rows: Tensor | None = None  # [count], sorted positions with a gradient; None: all M
     if has_data(hidden):
         touched = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)  # [M]
         for term in terms:
@@ -227,7 +275,7 @@ def sweep(
         row_of = torch.full_like(hidden[:, 0], -1, dtype=torch.long)  # [M]
         row_of.index_copy_(0, rows, torch.arange(count, device=rows.device))
 
-    # Statistics alone, of one label a position, are what the kernels differentiate.
+    # The kernels support a single term: statistics with at most one label for each position.
     alone = terms[0] if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further else None
     tokens = rows_at_once(weight.shape[0])
     if alone is not None:

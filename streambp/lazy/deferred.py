@@ -1,17 +1,20 @@
-"""Hidden states and logits that a model computes with, but that do not exist.
+"""Deferred hidden states and logits: stand-ins in a model's own forward.
 
-A model's own forward ends with: final norm, slice, `lm_head`, perhaps a scale or a softcap, the loss function. While a
-streamed model computes a loss, its final norm returns a `Deferred` instead: a tensor without storage that remembers the
-norm's input. Slicing it slices that input; `F.linear` turns it into deferred logits; multiplication, division and tanh
-are remembered; `F.cross_entropy` finally computes the loss block by block. So no family's head is written again here.
-An operation that writes in place does so to the real tensor, which then stands for the deferred one; through a slice or a
-view it is refused.
+A model's own forward ends with: final norm, slice, `lm_head`, perhaps a scale or a softcap, the
+loss function. While a streamed model computes a loss, its final norm returns a `Deferred` instead:
+a tensor without storage that stores the norm's input. Slicing a `Deferred` slices that input;
+`F.linear` returns deferred logits. Multiplication, division and tanh are recorded, and
+`F.cross_entropy` computes the loss block by block. Each model family's own code for the head
+therefore runs unchanged. An in-place operation writes to the real tensor, which then replaces the
+deferred tensor. An in-place operation on a slice or a view raises.
 
-[Note: stand-ins in a graph] What follows these rules takes the stored hidden states into autograd's graph, and never the
-stand-in. Whoever does not (an autograd.Function, a C++ extension) makes the stand-in itself an input, where the gradient
-would end: the loss right, and nothing below it trained. So a stand-in is the output of `Place`, through which each
-path from there to a parameter leads. What the Function read was built of the stored hidden states; so the backward of
-`Place` builds it again and differentiates it. One that was made under no_grad stays without a gradient.
+[Note: stand-ins in a graph] Operations with a rule put the stored hidden states into autograd's
+graph, and never the stand-in. Other code (an autograd.Function, a C++ extension) makes the stand-in
+itself an input. The gradient would end there: the loss would be right, and no layer below would
+train. A stand-in is therefore the output of `Place`, and each path to a parameter leads through
+`Place`. The Function read a real tensor that was built from the stored hidden states. The backward
+of `Place` builds that tensor again and differentiates it. A stand-in that was made under no_grad
+has no gradient.
 """
 
 from __future__ import annotations
@@ -34,10 +37,16 @@ from streambp.nested import tensors_in
 
 
 class Deferred(StandIn):
-    """Shape, dtype and device of a tensor [..., h] or [..., V]; `source` [..., h] and `recipe` say how to compute it.
+    """Shape, dtype and device of a tensor [..., h] or [..., V], computed from `source` by `recipe`.
 
-    Made by `Deferred.make`. cut: made under no_grad of what requires a gradient. made_of: what it is computed from, and the
-    versions of that. link: its own place in the graph.
+    `Deferred.make` creates the stand-in.
+
+    Attributes:
+        source: [..., h], the input of the final norm.
+        recipe: the operations from `source` to this tensor.
+        cut: True if the stand-in was made under no_grad from inputs that require a gradient.
+        made_of: the inputs of the computation, and the version of each input.
+        link: the autograd node that `make` created.
     """
 
     instead = "StreamConfig(head=False) for this model"
@@ -58,13 +67,21 @@ class Deferred(StandIn):
         )  # type: ignore[attr-defined]
         self.source, self.recipe, self.memory = source, recipe, SharedMemory()
         self.origin = source if recipe.places is None else recipe.places
-        self.written, self.derived, self.cut, self.followed, self.link = None, False, False, False, None
+        self.written = None
+        self.derived = False
+        self.cut = False
+        self.followed = False
+        self.link = None
         self.made_of = [(x, x._version) for x in (source, *recipe.inputs()) if not x.is_inference()]
         return self
 
     @classmethod
     def make(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
-        """One for source [..., h] that requires a gradient if what it stands for would; dtype: source's if None."""
+        """Return a stand-in for source [..., h]; it requires a gradient if the real tensor would.
+
+        Args:
+            dtype: dtype of the stand-in; None: the dtype of `source`.
+        """
         inputs = (source, *recipe.inputs())
         result: Deferred = Place.apply(cls, (source, recipe, dtype), *inputs)
         result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
@@ -76,11 +93,16 @@ class Deferred(StandIn):
 
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
-        """Return the gradients of what it is computed from, for one of its shape [..., h] or [..., V] that came from an
-        autograd.Function. [Note: stand-ins in a graph]
+        """Return the gradients of the stand-in's inputs.
+
+        [Note: stand-ins in a graph]
+
+        Args:
+            gradient: an autograd.Function's gradient, in the stand-in's shape [..., h] or [..., V].
 
         Raises:
-            BackwardError: the stand-in, or what it is computed from, was written to or is elsewhere since it was made.
+            BackwardError: the stand-in or one of its inputs was written to or moved after it was
+                made.
         """
         if gradient is None:
             return None
@@ -97,7 +119,9 @@ class Deferred(StandIn):
         return recipe.gradients(source, gradient, ctx.seen.autocast)
 
     def build(self) -> Tensor:
-        """The real tensor [..., h] or [..., V], differentiable if this one is, whatever grad mode it is asked for in."""
+        """Return the real tensor [..., h] or [..., V], differentiable if the stand-in is, in any
+        grad mode.
+        """
         if self.written is not None:
             return self.written
         with torch.set_grad_enabled(self.requires_grad):
@@ -107,25 +131,34 @@ class Deferred(StandIn):
             return taken
 
     def values(self) -> Tensor:
-        """The real tensor [..., h] or [..., V], made of what is stored."""
+        """Compute the real tensor [..., h] or [..., V] from the stored input."""
         real = self.recipe.build(self.source)
-        return real if real.dtype == self.dtype else real.to(self.dtype)
+        if real.dtype != self.dtype:
+            real = real.to(self.dtype)
+        return real
 
     def known(self) -> bool:
-        """True if its place in the graph is the one that it was made with. An autograd.Function that returns what a rule
-        gave makes it another, and has a backward of its own."""
+        """True if the autograd node is the node from `make`.
+
+        An autograd.Function that returns the stand-in replaces the node, and has a backward of its
+        own.
+        """
         return self.grad_fn is self.link
 
     def changed(self, recipe: Recipe | None = None, dtype: torch.dtype | None = None) -> Deferred:
-        """Another in memory of its own, by another recipe or in another dtype."""
+        """Return a copy in memory of its own, with another recipe or dtype."""
         return Deferred.make(self.source, recipe or self.recipe, dtype or self.dtype)
 
     def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> Deferred:
-        """The same of other tokens: their hidden states are others, or their places [*tokens] are. [Note: places]
+        """Return the stand-in of other tokens, by changing the hidden states or their places
+        [*tokens].
+
+        [Note: places]
 
         Args:
             change: [*tokens, k] -> [*other tokens, k], for any k.
-            unique: it gives no token twice. view: the result shares this one's memory.
+            unique: True if `change` repeats no token.
+            view: True if the result shares this stand-in's memory.
         """
         source, recipe = self.source, self.recipe
         if recipe.places is None:
@@ -138,11 +171,15 @@ class Deferred(StandIn):
         return made
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """Whether `dtype` is no narrower than what it is computed from; losses are computed in float32 or wider anyway."""
+        """True if `dtype` is no narrower than the source's dtype. Losses use float32 or wider in
+        any case.
+        """
         return torch.promote_types(dtype, self.source.dtype) == dtype
 
     def check(self, operation: str) -> None:
-        """Raise StreamBPError if it can no longer be computed as it was, or if what shares its memory was written to."""
+        """Raise StreamBPError if an input of the stand-in has changed or its memory was written
+        to.
+        """
         super().check(operation)
         for tensor, version in () if self.written is not None else self.made_of:
             if tensor._version != version:
@@ -153,15 +190,19 @@ class Deferred(StandIn):
                 )
 
     def follows_rules(self) -> bool:
-        """Whether rules may take it: no real tensor has its place, nor a Function its place in the graph, and grad mode is
-        off if it is `cut`."""
+        """True if rules may use the stand-in.
+
+        False if a real tensor or a Function's node has replaced it, and for a `cut` stand-in in
+        grad mode.
+        """
         return self.written is None and self.known() and not (self.cut and torch.is_grad_enabled())
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation that changes this one in place: on the real tensor, which stands for it from then on.
+        """Run an operation that changes the stand-in in place on the real tensor, which then
+        replaces it.
 
         Raises:
-            StreamBPError: it is a slice or a view of another.
+            StreamBPError: the stand-in is a slice or a view of another.
         """
         if self.derived and name != "requires_grad_":
             raise StreamBPError(
@@ -177,20 +218,22 @@ class Deferred(StandIn):
         return result
 
     def pass_by(self, why: str) -> None:
-        """A gradient of this stand-in is none of what has its place from now on."""
+        """Record why a later gradient at the stand-in's node would be wrong; `arrived` then
+        raises.
+        """
         if self.link is not None:
             self.link.passed_by = why
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation without a rule, on real tensors."""
+        """Run an operation without a rule on real tensors."""
         result = super().on_real(func, name, args, kwargs)
         for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
             x.pass_by(f"{name} was called on them")
         return result
 
     def note(self, operation: str) -> None:
-        """`operation` needs the real tensor, for `describe`."""
+        """Record for `describe` that `operation` needs the real tensor."""
         request = self.recipe.request
         if self.recipe.logits or request.projecting:
             request.built_for = operation
@@ -206,7 +249,7 @@ class Deferred(StandIn):
 
 
 def _scale(x: Deferred, other: Any, *, over: bool = False) -> Any:
-    """Times a number, or over it."""
+    """Multiply by a number, or divide by the number if `over`."""
     if not is_number(other):
         return NotImplemented
     projection, factor = x.recipe.projection, 1.0 / other if over else float(other)

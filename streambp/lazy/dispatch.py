@@ -1,9 +1,10 @@
 """Logits that a model returns without computing them.
 
-A streamed model that is called without labels, by a program that computes its loss from logits, returns `LazyLogits`. What
-the program makes of them row by row is remembered (`row_rules`); what it takes of each row, a log-probability, a logsumexp,
-an entropy, an argmax, is computed block by block (`head`). Any other operation builds the real tensor and goes on with
-it, exact, at the memory cost that the unpatched model has; the operation's name is kept, for `describe`.
+A streamed model that is called without labels returns `LazyLogits`. The program computes its loss
+from the logits. Row-wise functions are recorded (`row_rules`). Values of each row, such as a
+log-probability, a logsumexp, an entropy or an argmax, are computed block by block (`head`). Every
+other operation builds the real tensor and runs on the real tensor: exact, at the unpatched model's
+memory cost. The operation's name is recorded for `describe`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from streambp.torchs_own import torch_own
 
 
 def lazy_logits(deferred: Deferred, request: HeadRequest) -> LazyLogits:
-    """What a model's forward has made of its deferred hidden states, for its caller.
+    """Return lazy logits for the model's caller, from the model's deferred logits.
 
-    request: tells what became of them.
+    Args:
+        request: record of the model call, in which `describe` reads how the logits were used.
     """
     source = deferred.source.reshape(-1, deferred.source.shape[-1])
     hub = Hub(source, dataclasses.replace(deferred.recipe, request=request))
     reading = hub.read(source, deferred.shape[:-1], deferred.recipe.places)
     made = LazyLogits.make(reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
-    made.followed = deferred.recipe.request is not request  # by the model's own loss
+    made.followed = deferred.recipe.request is not request  # the model's own loss used the logits
     return made
 
 
@@ -48,20 +50,20 @@ ELEMENTWISE = (
 )  # fmt: skip
 SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__", "__div__")
 
-# By name: of torch's functions and of the methods that are them. [Note: torch's own functions]
+# Names of torch's functions and of equal methods. [Note: torch's own functions]
 ROW_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(SCALING, scale),
     **dict.fromkeys(DIM, along_rows),
     "cross_entropy": lambda name, func, args, kwargs: of_labels(name, func, *args, **kwargs),
     "nll_loss": lambda name, func, args, kwargs: of_labels(name, func, *args, **kwargs),
-    # `torch.kl_div` numbers the reductions.
+    # `torch.kl_div` takes reductions as integers.
     "kl_div": lambda _, func, args, kwargs: NotImplemented if func is torch_own.kl_div else kl_div(func, *args, **kwargs),
 }
 LazyLogits.row_rules = ROW_RULES
 LazyLogits.rules = TOKEN_RULES | {
     "clone": lambda x, *args, **kwargs: x.changed(),
-    "detach": lambda x: x.changed(graded=False).sharing(x),  # writes to one show in the other
+    "detach": lambda x: x.changed(graded=False).sharing(x),  # both share memory
     "double": lambda x: to(x, torch.float64),
     "type_as": to,
     "register_hook": LazyLogits.hook,

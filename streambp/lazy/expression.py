@@ -1,8 +1,9 @@
-"""What a program computes of each row of logits, remembered instead of computed.
+"""Functions of rows of logits, recorded instead of computed.
 
-A `Node` is a function of rows: it turns [n, V] logits of some tokens, and what the program gives beside them, into [n, W].
-Nothing in it mixes tokens, so that it may be computed for a few tokens at a time, whichever these are: an operation on the
-tokens (a slice, a view, a mask) is one on the positions that the logits are read at, and on what stands beside them.
+A `Node` is a function of rows. Its inputs are [n, V] logits of some tokens and other tensors of the
+program; the result is [n, W]. No node mixes tokens, so any subset of the tokens can be computed at
+a time. An operation on tokens (a slice, a view, a mask) changes the positions of the logits and the
+other tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ from streambp.head.blocks import Projection
 class Reading:
     """The logits of a forward at some of its positions.
 
-    head: what computes them (`streambp.lazy.head.Hub`). handle: [1], its place in the graph.
-    positions: [*tokens] integers; unique: no two are the same.
-    anchor: stands in the graph where an engine wants something run before these logits' gradient.
-    hooks: of engines, which scale what is left of the gradient. They stand before the handle in the graph.
+    Attributes:
+        head: computes the logits (`streambp.lazy.head.Hub`).
+        handle: [1], the logits' input in the autograd graph.
+        positions: [*tokens] integers.
+        projection: the map from products to logits.
+        unique: True if all positions differ.
+        anchor: graph input through which backward runs an engine's node before these logits'
+            gradient.
+        hooks: scaling hooks of engines for the left gradients, in the graph before the handle.
     """
 
     head: Any
@@ -40,18 +46,22 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operand:
-    """A tensor of the program's, [*tokens, k]: k values for each token. version: what it must not be written to after."""
+    """A tensor [*tokens, k] of the program: k values for each token.
+
+    Attributes:
+        version: the tensor's version at its use; later in-place changes raise.
+    """
 
     tensor: Tensor
     version: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
-        """A node for a tensor [*tokens, k] as it is now."""
+        """Return a node for the current values of a tensor [*tokens, k]."""
         return cls(tensor, 0 if tensor.is_inference() else tensor._version)
 
     def check(self) -> None:
-        """Raise StreamBPError if the tensor was changed in place since the node was made."""
+        """Raise StreamBPError if the tensor was changed in place after the node was made."""
         if not self.tensor.is_inference() and self.tensor._version != self.version:
             raise StreamBPError(
                 f"A tensor {list(self.tensor.shape)} that the loss is computed with was changed in place since it was used "
@@ -62,7 +72,12 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """function(*args, **kwargs), with nodes among them. graded: a gradient passes through."""
+    """The result of function(*args, **kwargs), with nodes among the arguments.
+
+    Attributes:
+        graded: True if a gradient flows through the call.
+        name: the operation, for `describe`.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -72,17 +87,19 @@ class Call:
 
 
 Node = Reading | Operand | Call  # a function of rows
-Values = dict[Node, Any]  # of n tokens
+Values = dict[Node, Any]  # values for n tokens
 
 
 def children(node: Node) -> list[Node]:
-    """The nodes among a call's arguments, inside of lists and dicts too; none for a leaf."""
+    """Return the nodes among a call's arguments, including nested lists and dicts; none for a
+    leaf.
+    """
     given = tree_leaves((node.args, node.kwargs)) if isinstance(node, Call) else []
     return [leaf for leaf in given if isinstance(leaf, Node)]
 
 
 def leaves(node: Node) -> list[Node]:
-    """The readings, and what stands beside them, once each."""
+    """Return the distinct leaves: readings and operands."""
     found: dict[Node, None] = {}
     seen: set[Node] = set()
     open_ends = [node]
@@ -99,12 +116,12 @@ def leaves(node: Node) -> list[Node]:
 
 
 def readings(node: Node) -> list[Reading]:
-    """Those of the leaves that are logits, once each."""
+    """Return the distinct leaves that are logits."""
     return [leaf for leaf in leaves(node) if isinstance(leaf, Reading)]
 
 
 def names(node: Node) -> Iterator[str]:
-    """The operations, first to last."""
+    """Yield the names of the operations, first to last."""
     for child in children(node):
         yield from names(child)
     if isinstance(node, Call):
@@ -112,13 +129,17 @@ def names(node: Node) -> Iterator[str]:
 
 
 def inputs_of(node: Node) -> list[Tensor]:
-    """Through what a gradient of it goes: the handles [1] of its heads, and what engines want run."""
+    """Return the graph inputs of a node: the handles [1] of its heads, and the engines' anchors."""
     found = [tensor for reading in readings(node) for tensor in (reading.handle, reading.anchor) if tensor is not None]
     return list({id(tensor): tensor for tensor in found}.values())
 
 
 def rebuilt(node: Node, change: Callable[[Node], Node], done: dict[Node, Node] | None = None) -> Node:
-    """The same function with each of its leaves changed. done: what became of nodes so far."""
+    """Return the same function with each leaf changed.
+
+    Args:
+        done: changed nodes so far, by original node.
+    """
     done = {} if done is None else done
     if node not in done and isinstance(node, Call):
         args, kwargs = tree_map_only(Node, lambda child: rebuilt(child, change, done), (node.args, node.kwargs))
@@ -129,14 +150,14 @@ def rebuilt(node: Node, change: Callable[[Node], Node], done: dict[Node, Node] |
 
 
 def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:
-    """The same function of other tokens: [*tokens, W] -> [*other tokens, W].
+    """Return the same function of other tokens: [*tokens, W] -> [*other tokens, W].
 
     Args:
         change: [*tokens, k] -> [*other tokens, k], for any k.
-        unique: it gives no token twice.
+        unique: True if `change` repeats no token.
 
     Raises:
-        StreamBPError: a tensor beside the logits was changed in place since it was used.
+        StreamBPError: a tensor of the program was changed in place since its use.
     """
 
     def changed(leaf: Node) -> Node:
@@ -151,7 +172,9 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
 
 
 def evaluate(node: Node, values: Values) -> Any:
-    """The function, of what `values` holds for its leaves; intermediate results are added to them."""
+    """Compute the function from its leaves in `values`, and add intermediate results to
+    `values`.
+    """
     if node not in values:
         assert isinstance(node, Call)
         args, kwargs = tree_map_only(Node, lambda child: evaluate(child, values), (node.args, node.kwargs))

@@ -1,10 +1,12 @@
-"""The hub of one forward's logits: where all that a program computes of them reads, and where their gradients go.
+"""Hub of one forward's logits: computes results of the logits and collects their gradients.
 
-[Note: one pass in backward] A result of the logits is an output of `Result`, an autograd Function whose input is the hub's
-handle, an empty tensor that stands for the logits in the graph; hidden states and weights are inputs of `Handle` alone. In
-backward each `Result` leaves its gradients with the hub and passes nothing on. autograd runs `Handle` after all of them.
-It computes the gradients of hidden states and weights from all that was left in one pass (`sweep`). What is left belongs
-to one backward call, lest gradients that never reach the handle (`autograd.grad` of something else) stay for the next.
+[Note: one pass in backward] A result of the logits is an output of `Result`, an autograd Function.
+Its input is the hub's handle, an empty tensor that represents the logits in the graph. Hidden
+states and weights are inputs of `Handle` alone. In backward each `Result` leaves its gradients with
+the hub and returns no gradient. autograd runs `Handle` after all results. `Handle` computes the
+gradients of hidden states and weights from all left gradients in one pass (`sweep`). Left gradients
+belong to one backward call. Otherwise gradients that never reach the handle (`autograd.grad` with
+respect to other tensors) would remain for the next call.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, reading
 
 
 class Handle(torch.autograd.Function):
-    """source [M, h], weight [V, h], bias [V] or None, the norm's parameters -> [1]. [Note: one pass in backward]"""
+    """Autograd Function from the head's inputs to a handle [1]. [Note: one pass in backward]
+
+    Inputs are source [M, h], weight [V, h], bias [V] or None, and the norm's parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, hub: Hub, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor) -> Tensor:
-        """Keeps source [M, h] and the weights for backward; the handle is a zero [1] in source's dtype."""
+        """Save source [M, h] and the weights for backward, and return a zero [1] in source's
+        dtype.
+        """
         ctx.hub = hub
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(source, weight, bias, *norm)
@@ -41,7 +48,9 @@ class Handle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states [M, h], weights and norm, from all that was left for this call; None if nothing was.
+        """Return the gradients of hidden states [M, h], weights and norm.
+
+        The gradients come from all results of this backward call; None without results.
 
         Raises:
             StreamBPError: the head's weights or inputs changed since forward.
@@ -51,7 +60,7 @@ class Handle(torch.autograd.Function):
         if not left:
             return (None,) * len(ctx.needs_input_grad)
         ctx.hub.check()
-        # Statistics of the same projection go together: their gradients are added before they are rounded.
+        # Gradients of statistics with the same projection are added before rounding.
         statistics: dict[Projection, StatisticsTerm] = {}
         for gradient in left:
             if isinstance(gradient, StatisticsGradient):
@@ -65,29 +74,36 @@ class Handle(torch.autograd.Function):
 
 
 class RunInBackward(torch.autograd.Function):
-    """A tensor -> [1], in whose backward `run` is called, and then what stands before the tensor. No gradient flows on."""
+    """Autograd Function from a tensor to [1]; its backward calls `run`.
+
+    autograd then runs the tensor's own node, with no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any] | None, before: Tensor) -> Tensor:
-        """A zero [1] in the dtype of `before` [...]."""
+        """Return a zero [1] in the dtype of `before` [...]."""
         ctx.run = run
         ctx.set_materialize_grads(False)
         return torch.zeros(1, dtype=before.dtype, device=before.device)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, None]:
-        """`upstream` [1] ends here."""
+        """Call `run` and drop `upstream` [1]."""
         if ctx.run is not None:
             ctx.run()
         return None, None
 
 
 class Result(torch.autograd.Function):
-    """What `calculation` gives; its gradients are left with the hubs. [Note: one pass in backward]"""
+    """Autograd Function of a calculation's results. [Note: one pass in backward]"""
 
     @staticmethod
     def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:
-        """What `calculation.run` gives; anchors: the handles [1] by which autograd finds the hubs' `Handle` nodes."""
+        """Return the results of `calculation.run`.
+
+        Args:
+            anchors: the handles [1] through which autograd finds the hubs' `Handle` nodes.
+        """
         values: tuple[Tensor, ...] = calculation.run()
         ctx.calculation = calculation
         ctx.set_materialize_grads(False)
@@ -96,7 +112,8 @@ class Result(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        """Leaves `grads`, one [N, ...] for each result or None, with the hubs; nothing flows on to the handles.
+        """Leave `grads`, one [N, ...] or None for each result, with the hubs; the handles get no
+        gradient.
 
         Raises:
             BackwardError: backward was called with create_graph.
@@ -108,10 +125,11 @@ class Result(torch.autograd.Function):
 
 
 class Hub:
-    """The head of one forward.
+    """The head of one forward. Its inputs must not be written to while the logits are used.
 
     Args:
-        source: [M, h], what the logits are made of; recipe: how. They must not be written to while the logits are used.
+        source: [M, h], the hidden states before the final norm.
+        recipe: the operations from the hidden states to the logits.
     """
 
     def __init__(self, source: Tensor, recipe: Recipe) -> None:
@@ -125,14 +143,22 @@ class Hub:
         )
         self._seen = Seen((self.hidden, *recipe.inputs()), recipe.inputs())
         self._left: dict[int, list[Any]] = {}
-        self._known: dict[Projection, tuple[Tensor, ...]] = {}  # [M] each: logsumexp, mean, and where they are known
-        # The hubs, without gradients and with them, that have padding as well, and their handles.
+        # [M] each: logsumexp, mean, and a mask of the positions with computed values.
+        self._known: dict[Projection, tuple[Tensor, ...]] = {}
+        # Hubs that include padding, and their handles. Key: True for a hub with gradients.
         self._whole: dict[bool, tuple[Hub, Tensor]] = {}
 
     def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
-        """The logits of all positions, or at places [*tokens], differentiable as `source` [M, h] and the weights are.
+        """Return the logits of all positions or at `places`, differentiable as source and weights
+        are.
 
-        The handle is kept by what reads, and not here: its place in the graph refers to this hub.
+        The caller stores the handle. If the hub stored the handle, the two would refer to each
+        other.
+
+        Args:
+            source: [M, h].
+            tokens: shape of the positions, [*tokens].
+            places: [*tokens], positions to read; None: all.
         """
         recipe = self.recipe
         handle = Handle.apply(self, source, recipe.weight, recipe.bias, *self.inputs.norm_parameters.current())
@@ -142,8 +168,12 @@ class Hub:
         return Reading(self, handle, positions, recipe.projected())
 
     def reached(self, reading: Reading) -> Reading:
-        """The same reading of this hub, or of one that has padding, too, if it reads some. [Note: padding that is read]"""
-        late, graded = self.recipe.late, torch.is_grad_enabled()
+        """Return the reading itself, or a reading of a hub with padding if it includes padding.
+
+        [Note: padding that is read]
+        """
+        late = self.recipe.late
+        graded = torch.is_grad_enabled()
         if late is None or not late.reads(reading.positions):
             return reading
         if graded not in self._whole:
@@ -157,7 +187,7 @@ class Hub:
         return dataclasses.replace(reading, head=hub, handle=handle)
 
     def check(self) -> None:
-        """Raise StreamBPError if the logits can no longer be computed as they were."""
+        """Raise StreamBPError if weights or inputs of the head have changed since forward."""
         changed = self._seen.written()
         weight = self.recipe.weight
         assert weight is not None
@@ -175,15 +205,17 @@ class Hub:
             )
 
     def products(self) -> Products:
-        """Raw products with the head's weights [V, h] and bias [V], which are as they were in forward."""
+        """Return products with the head's weights [V, h] and bias [V], after `check`."""
         self.check()
         assert self.recipe.weight is not None
         return Products(self.recipe.weight, self.recipe.bias)
 
     def statistics(self, reading: Reading, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The label's logit (0 without labels), the logsumexp and the logits' mean of N tokens, [N] in `wide`.
+        """Return the label's logit (0 without labels), logsumexp and mean of N tokens, [N] in
+        `wide`.
 
-        Tokens of one position and label are computed once, as those are that rows share. [Note: places]
+        Tokens with the same position and label, as rows share them, are computed once. [Note:
+        places]
         """
         positions = reading.positions.reshape(-1)
         picks = labels if labels is not None else positions.new_full(positions.shape, -1)
@@ -200,7 +232,8 @@ class Hub:
                 pick[block], lse[block], mean[block] = folded.target, folded.lse(), folded.total / self.vocabulary
             if reading.projection not in self._known:
                 total = self.hidden.shape[0]
-                with torch.inference_mode(False):  # what a program asks for in it may be added to afterwards
+                # Values computed under inference mode may be completed outside of it.
+                with torch.inference_mode(False):
                     zeros = [self.hidden.new_zeros(total, dtype=dtype) for dtype in (self.wide, self.wide, torch.bool)]
                 self._known[reading.projection] = tuple(zeros)
             all_lse, all_means, is_known = self._known[reading.projection]
@@ -208,7 +241,9 @@ class Hub:
         return (pick, lse, mean) if repeats is None else (pick[repeats], lse[repeats], mean[repeats])
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
-        """The logsumexp and the mean of N tokens, [N] each, if they were computed already with something else."""
+        """Return the logsumexp and the mean of N tokens, [N] each, if both were computed before;
+        else None.
+        """
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._known or not has_data(positions):
             return None
@@ -217,7 +252,7 @@ class Hub:
         return (lse[positions], mean[positions]) if bool(is_known[positions].all()) else None
 
     def leave(self, gradient: Any) -> None:
-        """Take in a `StatisticsGradient` or `NodeTerm` for the backward call that is running."""
+        """Store a `StatisticsGradient` or `NodeTerm` for the current backward call."""
         task = torch._C._current_graph_task_id()
         if task not in self._left:
             self._left[task] = []
@@ -226,7 +261,10 @@ class Hub:
         self._left[task].append(gradient)
 
     def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Multiply what was left for this backward call by what `hook` makes of a one [1], in float32 or wider."""
+        """Multiply the gradients of the current backward call by an engine's factor.
+
+        The factor is hook(one), for a one [1] in float32 or wider.
+        """
         task = torch._C._current_graph_task_id()
         if task in self._left:
             factor = hook(self.hidden.new_ones(1, dtype=self.wide))
@@ -234,14 +272,22 @@ class Hub:
                 self._left[task] = [gradient.times(factor) for gradient in self._left[task]]
 
     def take(self) -> list[Any]:
-        """What was left for the backward call that is running; the hub forgets it."""
+        """Return the gradients of the current backward call, and remove the gradients from the
+        hub.
+        """
         return self._left.pop(torch._C._current_graph_task_id(), [])
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """The label's logit (if there are labels [N]), the logsumexp and the logits' mean of a reading's N tokens, as far as
-    they are wanted."""
+    """Calculation of up to three statistics of a reading's N tokens.
+
+    Attributes:
+        reading: the logits.
+        labels: [N]; the label's logit is computed. None: no label's logit.
+        lse: True to compute the logsumexp.
+        mean: True to compute the logits' mean.
+    """
 
     reading: Reading
     labels: Tensor | None
@@ -249,15 +295,19 @@ class Statistic:
     mean: bool = False
 
     def reached(self) -> Statistic:
-        """The same, of tokens and of padding. [Note: padding that is read]"""
+        """Return the statistic for a reading with padding, if needed. [Note: padding that is
+        read]
+        """
         return dataclasses.replace(self, reading=self.reading.head.reached(self.reading))
 
     def inputs(self) -> list[Tensor]:
-        """The handles [1] through which its gradient goes."""
+        """Return the handles [1] through which the gradient flows."""
         return inputs_of(self.reading)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Those that are wanted, [N] each in promote_types(dtype, float32), without a graph."""
+        """Return the requested statistics, [N] each in promote_types(dtype, float32), without a
+        graph.
+        """
         head = self.reading.head
         known = None if self.labels is not None else head.known_statistics(self.reading)
         values = head.statistics(self.reading, self.labels) if known is None else (None, *known)
@@ -265,7 +315,9 @@ class Statistic:
         return tuple(itertools.compress(values, wanted))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
-        """Leave the gradients [N] of what `run` gave, in its order, with the reading's hub."""
+        """Leave the gradients [N] of the results of `run`, in the same order, with the reading's
+        hub.
+        """
         given, reading = iter(grads), self.reading
         wanted = self.labels is not None, self.lse, self.mean
         pick, lse, mean = (next(given) if one else None for one in wanted)
@@ -275,22 +327,29 @@ class Statistic:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """Any function of rows, [N, ...] tensors for [N, V] logits. node: its leaves are flat, [N] or [N, k]."""
+    """Calculation of any function of rows, [N, ...] tensors for [N, V] logits.
+
+    Attributes:
+        node: the function; its leaves are flat, [N] or [N, k].
+    """
 
     node: Node
 
     def reached(self) -> Function:
-        """The same, of tokens and of padding. [Note: padding that is read]"""
+        """Return the function for readings with padding, if needed. [Note: padding that is read]"""
         if all(reading.head.recipe.late is None for reading in readings(self.node)):
             return self
         return Function(rebuilt(self.node, lambda x: x.head.reached(x) if isinstance(x, Reading) else x))
 
     def inputs(self) -> list[Tensor]:
-        """The handles [1] through which its gradient goes."""
+        """Return the handles [1] through which the gradient flows."""
         return inputs_of(self.node)
 
     def run(self) -> tuple[Tensor, ...]:
-        """What the node gives, [N, ...] each, computed for `rows_at_once` tokens at a time, without a graph."""
+        """Return the node's results, [N, ...] each, without a graph.
+
+        Rows are computed for `rows_at_once` tokens at a time.
+        """
         found = readings(self.node)
         count, tokens = found[0].positions.shape[0], rows_at_once(found[0].head.vocabulary)
         products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in found)}
@@ -301,7 +360,9 @@ class Function:
         return tuple(torch.cat(column) if len(column) > 1 else column[0].clone() for column in zip(*parts, strict=True))
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
-        """Leave the gradients [N, ...] of what `run` gave, in its order, with the hubs of all readings that want one."""
+        """Leave the gradients [N, ...] of the results of `run` with the hubs of all readings that
+        require one.
+        """
         for reading in readings(self.node):
             if reading.handle.requires_grad:
                 reading.head.leave(NodeTerm(self.node, reading, grads))

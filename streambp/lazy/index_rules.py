@@ -1,4 +1,4 @@
-"""What happens to a stand-in that is indexed: tokens are other positions, entries a part of each row."""
+"""Rules for indexing a stand-in: an index selects token positions, entries of each row, or both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from streambp.torchs_own import torch_own
 
 
 def index(x: StandIn, at: Any) -> Any:
-    """x[at]: of tokens; of lazy rows also of entries, or of both. NotImplemented for an index of NumPy's, for example."""
+    """Return x[at] for an index of tokens; lazy rows also support an index of entries, or of both.
+
+    Returns NotImplemented for any other index, such as a NumPy array.
+    """
     parts: list[Any] = []
     for part in at if isinstance(at, tuple) else (at,):
         part = torch.tensor(part, device=x.device, dtype=None if part else torch.long) if isinstance(part, list) else part
@@ -46,7 +49,7 @@ def index(x: StandIn, at: Any) -> Any:
     if not has_ellipsis:
         parts.append(...)
     elif parts[-1] is not ...:
-        parts.append(slice(None))  # of the k: an ellipsis must not take that dimension for the tokens'
+        parts.append(slice(None))  # index for dimension k, which the ellipsis must not cover
     tokens = x.moved(lambda t: t[tuple(parts)], unique=not by_number, view=not tensors)
     if entries == slice(None):
         return tokens

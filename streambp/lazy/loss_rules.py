@@ -1,4 +1,4 @@
-"""What happens to lazy rows in torch's own losses: these are computed from the entries that they pick."""
+"""Rules for torch's losses of lazy rows: losses are computed from the entries at the labels."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """Of distributions that are lazy rows, or of one that is real; the reductions are torch's own. NotImplemented for the
-    old ones."""
+    """Compute the KL divergence of lazy rows from each other or from a real distribution.
+
+    torch's own function reduces the result. Returns NotImplemented for the deprecated reductions.
+    """
     if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
         return NotImplemented
     each = elementwise("kl_div", func, (x, target), {"reduction": "none", "log_target": log_target})
@@ -48,10 +50,13 @@ def of_labels(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """F.cross_entropy of lazy rows, or F.nll_loss of log-probabilities that are: [N, V], or [B, V, T] with target [B, T].
+    """Compute F.cross_entropy of lazy rows, or F.nll_loss of lazy log-probabilities.
+
+    Shapes are [N, V], or [B, V, T] with target [B, T].
 
     Returns:
-        The real loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or the old reductions.
+        The real loss, in torch's dtype; NotImplemented with class weights, probabilities as target,
+            or the deprecated reductions.
 
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
@@ -71,7 +76,7 @@ def of_labels(
     note(x, name)
     labels = target.reshape(-1).detach().clone()  # [N]
     check_labels(labels, log_probs.width, ignore_index)
-    kept = labels != ignore_index  # the others are not computed at all
+    kept = labels != ignore_index  # ignored tokens are not computed
     places = torch.arange(labels.shape[0], device=labels.device) if labels.is_meta else kept.nonzero().squeeze(-1)
     rows = log_probs.moved(lambda t: t.reshape(-1, t.shape[-1])[places], view=False)
     losses = _smoothed(rows, labels[places], label_smoothing)
@@ -86,7 +91,7 @@ def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
 
 
 def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
-    """-log p of the labels [N], mixed with its mean over the vocabulary."""
+    """Return -log p of the labels [N], mixed with the mean of -log p over the vocabulary."""
     found = log_softmaxed(log_probs.node)
     if smoothing and found is not None:
         target, lse, mean = log_probs.compute(Statistic(found[0], labels, lse=True, mean=True))

@@ -1,7 +1,8 @@
-"""What happens to lazy rows where an operation takes each row by itself: it is remembered, or computed block by block.
+"""Rules for operations on each row separately: recorded, or computed block by block.
 
-A rule is given what torch was. What torch itself makes of samples, [0, W] tensors, says what is allowed, how wide the
-result is and in which dtype, autocast included. All is computed in promote_types(dtype, float32) and rounded at the end.
+A rule gets torch's own function. Running that function on samples, [0, W] tensors, determines its
+result's width and dtype, autocast included, and raises torch's errors. Values are computed in
+promote_types(dtype, float32) and rounded at the end.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from streambp.nested import tensors_in
 from streambp.torchs_own import torch_own
 
 ROW_BY_ROW = frozenset({"log_softmax", "softmax", "softmin"})
-# Reductions of a row, by where their dim stands.
+# Operations with their `dim` as argument 1. DIM: operation -> index of `dim`.
 FIRST = (
     "sum", "mean", "nansum", "nanmean", "logsumexp", "max", "min", "amax", "amin", "argmax", "argmin", "any", "all",
     "count_nonzero", "gather", "softmax", "log_softmax", "softmin",
 )  # fmt: skip
 DIM = dict.fromkeys(FIRST, 1) | {"topk": 2, "take_along_dim": 2, "norm": 2}
-# Their result depends on how values were rounded: the largest one in half precision is below what it was rounded from.
+# Results that change if their inputs are rounded to half precision; lazy values are not rounded.
 OF_ROUNDED = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isfinite", "nan_to_num"})
-OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}  # a reduction of all entries is one of the rows' own
+OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}  # function of all entries -> function of the rows' results
 
 
 def sample_of(x: LazyLogits) -> Tensor:
-    """[0, W]."""
+    """Return an empty tensor [0, W] in x's dtype and device."""
     return torch.empty((0, x.width), dtype=x.dtype, device=x.device)
 
 
 def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Remember an operation that computes each entry by itself, or each row."""
+    """Record an operation on each entry or each row separately."""
     rows = tensors_in((args, kwargs), LazyLogits)
     if any(x.classes is not None for x in rows):
         return NotImplemented
@@ -50,7 +51,7 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
     if any(x.tokens != first.tokens for x in rows):
         return NotImplemented
     width = max(x.width for x in rows)
-    beside: dict[int, tuple[Any, Tensor]] = {}  # of a program's tensor: a part of the node, and its sample
+    beside: dict[int, tuple[Any, Tensor]] = {}  # id of a tensor -> operand and sample
     for leaf in tree_leaves((args, kwargs)):
         if not isinstance(leaf, Tensor) or isinstance(leaf, LazyLogits):
             continue
@@ -58,7 +59,7 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
             return NotImplemented
         tensor = leaf.detach()
         if tensor.numel() <= first.tokens.numel() + width:
-            tensor = tensor.clone()  # its values as they are now, whatever becomes of it
+            tensor = tensor.clone()  # a cheap copy; later writes to the tensor are harmless
         if tensor.dim() == 0:
             beside[id(leaf)] = Operand.of(tensor.to(first.device).expand(*first.tokens, 1)), tensor
             continue
@@ -83,12 +84,15 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
-    """Its node, which passes a gradient on if `graded` and if it has one."""
+    """Return x's node, detached if the result is `graded` and x is not."""
     return Call(torch_own.detach, (x.node,), {}, False, "detach") if graded and not x.requires_grad else x.node
 
 
 def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Operations along one dimension, if it is the last: remembered (softmax) or computed (sum, gather, topk)."""
+    """Record (softmax) or compute (sum, gather, topk) an operation along one dimension.
+
+    Returns NotImplemented if the dimension is not the dimension of the entries.
+    """
     x, rest = args[0], list(args[1:])
     if not isinstance(x, LazyLogits):
         return NotImplemented
@@ -124,7 +128,9 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def of_all(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A reduction of all entries to one number: of each row blockwise, then torch's own of the real [*tokens]."""
+    """Reduce all entries to one number: rows block by block, then [*tokens] by torch's own
+    function.
+    """
     if rest or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
@@ -132,7 +138,9 @@ def of_all(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], 
 
 
 def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """[*tokens], or [*tokens, 1] or [*tokens, K], one or several of them."""
+    """Return the reductions of each row: one or several of [*tokens], [*tokens, 1] or [*tokens,
+    K].
+    """
     if name == "norm":
         kwargs = {"p": rest.pop(0) if rest else "fro", **kwargs}
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
@@ -156,12 +164,15 @@ def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any],
 
 
 def note(x: LazyLogits, name: str) -> None:
-    """Remember that `name` was computed blockwise, after the operations that led to its rows; `describe` names them."""
+    """Record for `describe` that `name` was computed block by block.
+
+    The record includes the operations before `name`.
+    """
     x.request.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
 
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
-    """The logits that a node is the log_softmax of, and the sign that it has."""
+    """Return the logits and the sign if the node is a log_softmax or its negative; else None."""
     if isinstance(node, Call) and node.name in ("neg", "negative", "__neg__") and len(node.args) == 1:
         inner = log_softmaxed(node.args[0])
         return None if inner is None else (inner[0], -inner[1])
@@ -173,7 +184,9 @@ def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
 
 
 def gather(x: LazyLogits, index: Any) -> Any:
-    """The entries [*tokens, K] that `index` [*tokens, K] names in each row, in x's dtype; NotImplemented for other shapes.
+    """Return the entries [*tokens, K] at `index` [*tokens, K] of each row, in x's dtype.
+
+    Returns NotImplemented for other shapes.
 
     Raises:
         StreamBPError: an entry is outside of the row.
@@ -187,8 +200,8 @@ def gather(x: LazyLogits, index: Any) -> Any:
 
 
 def picked(x: LazyLogits, index: Tensor) -> Tensor:
-    """The entries [*tokens, K] of rows that `index` names, in promote_types(dtype, float32)."""
-    labels = index.reshape(-1).clone()  # the program may write to it
+    """Return the entries [*tokens, K] of rows at `index`, in promote_types(dtype, float32)."""
+    labels = index.reshape(-1).clone()  # the program may write to `index`
     found = log_softmaxed(x.node)
     if index.shape[-1] == 1 and found is not None:
         reading, sign = found
@@ -201,7 +214,10 @@ def picked(x: LazyLogits, index: Tensor) -> Tensor:
 
 
 def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Times or over something: logits over a number are still logits."""
+    """Multiply or divide rows.
+
+    Logits times a number are logits with another temperature.
+    """
     x, other = (*args, *kwargs.values(), None)[:2]
     multiplies = "mul" in name
     if multiplies and isinstance(other, LazyLogits):
@@ -214,5 +230,7 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether logits times or over it are logits of another temperature: finite, not zero, and no bool."""
+    """True for a finite number other than zero; logits times this number have another
+    temperature.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value != 0

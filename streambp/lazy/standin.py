@@ -1,20 +1,25 @@
-"""What tensors have in common that stand for others which do not exist.
+"""Base class of stand-ins: tensors without storage, in place of hidden states or logits.
 
-They are hidden states and logits in a model's forward (`Deferred`), and logits that it returns (`LazyLogits`). A stand-in
-has a shape, a dtype and a device, and no storage. An operation on it follows a rule, which gives another stand-in or needs
-no real tensor. Any other operation builds the real tensor and goes on with it: exact, at the memory cost that the unpatched
-model has. The operation's name is kept, for `describe`.
+A `Deferred` is a stand-in in a model's forward; `LazyLogits` are the logits that a model returns. A
+stand-in has a shape, a dtype and a device. An operation with a rule returns another stand-in, or
+computes its result without the real tensor. Every other operation builds the real tensor and runs
+on the real tensor: exact, at the unpatched model's memory cost. The operation's name is recorded
+for `describe`.
 
-[Note: stand-ins and memory] A real tensor that was built for an operation is let go after it, and the next operation builds
-another. That must not show. If the operation returns no tensor (a hook was registered, a pointer taken), the real one stays
-in the stand-in's place. If what it returns shares memory with the real one (`detach`, `transpose`), a write to it would
-be missed by the next; so its version is remembered, and a stand-in of the same memory that is used after a write refuses.
+[Note: stand-ins and memory] A real tensor that was built for an operation is freed afterwards; the
+next operation builds another real tensor. The difference must not show. If the operation returns no
+tensor (a hook was registered, a pointer taken), the real tensor replaces the stand-in from then on.
+If the result shares memory with the real tensor (`detach`, `transpose`), the next real tensor would
+miss writes to the result. The version of that memory is therefore recorded, and a stand-in of the
+same memory raises when used after a write.
 
-What was made of a stand-in holds the hidden states, and passes its gradient by. A hook that is
-put on a stand-in first makes it real, and sees the gradient; one that comes after something was made of it would see
-nothing, and change nothing. So `followed` is remembered, and such hooks are refused, as is `torch.autograd.grad` with
-respect to it. An engine's hook that scales is never refused: engines put it on all that a model returns, beside a loss that
-was made of the logits and has a hook of its own. It scales what is made of them from then on.
+Results computed from a stand-in depend on the hidden states; their gradient does not pass through
+the stand-in. A hook that is registered on a stand-in first builds the real tensor, and gets the
+gradient. A hook registered after a result was computed would get no gradient. `followed` records
+such results; the hook then raises, and so does `torch.autograd.grad` with respect to the stand-in.
+An engine's scaling hook never raises. Engines register the hook on all outputs of a model, beside a
+loss computed from the logits with a hook of its own. The hook scales the gradients of all results
+computed from then on.
 """
 
 from __future__ import annotations
@@ -38,25 +43,41 @@ from streambp.torchs_own import asked_of, method, rule_name, torch_own
 
 @dataclasses.dataclass(eq=False)
 class SharedMemory:
-    """What a stand-in, its slices and its views would share; writes: to any of them. [Note: stand-ins and memory]"""
+    """Writes to memory that a stand-in, its slices and its views would share. [Note: stand-ins and
+    memory]
+
+    Attributes:
+        watched: tensors in this memory, and the version of each tensor.
+        writes: number of writes to any of these stand-ins.
+    """
 
     watched: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
     writes: int = 0
 
     def watch(self, tensor: Tensor) -> None:
-        """Remember the version of a tensor [...] that shares this memory; the tensor's values are not kept alive."""
+        """Record the version of a tensor [...] in this memory, without keeping the tensor's values
+        alive.
+        """
         if type(tensor) is Tensor and not tensor.is_inference():
-            counter = torch_own.detach(tensor)  # shares the version counter, and with the next line nothing else
+            # The detached tensor shares the version counter; assigning `data` drops its values.
+            counter = torch_own.detach(tensor)
             counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.watched.append((counter, counter._version))
 
 
 class Place(torch.autograd.Function):
-    """A stand-in's place in the graph, where a gradient ends. [Note: stand-ins in a graph] [Note: lazy rows in a graph]"""
+    """Autograd node of a stand-in, where a gradient of the stand-in ends.
+
+    [Note: stand-ins in a graph] [Note: lazy rows in a graph]
+    """
 
     @staticmethod
     def forward(ctx: Any, kind: type[StandIn], made_of: tuple[Any, ...], *inputs: Tensor) -> StandIn:
-        """kind(*made_of), a stand-in [...]; inputs [...] are what its gradient would go through."""
+        """Return the stand-in kind(*made_of) [...].
+
+        Args:
+            inputs: tensors [...] that the stand-in's gradient depends on.
+        """
         made = kind(*made_of)
         ctx.set_materialize_grads(False)
         ctx.kind, ctx.made_of, ctx.shape, ctx.passed_by = kind, made_of, list(made.shape), None
@@ -64,34 +85,44 @@ class Place(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Leaves a gradient of the stand-in's shape [...] to its class, which may give those of the inputs [...]."""
+        """Pass a gradient of the stand-in's shape [...] to its class, which may return gradients of
+        the inputs [...].
+        """
         found = ctx.kind.arrived(ctx, gradient)
         return None, None, *(found or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class Taken(torch.autograd.Function):
-    """A stand-in that an autograd.Function returned -> its values. [Note: lazy rows in a graph]"""
+    """Autograd Function from a stand-in that another Function returned to its values. [Note: lazy
+    rows in a graph]
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
-        """The real tensor [...] that `values` computes for the stand-in."""
+        """Return the real tensor [...] that `values` computes for the stand-in."""
         return values()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
-        """The gradient of the values [...] is the stand-in's."""
+        """Return the gradient of the values [...] as the stand-in's gradient."""
         return None, upstream
 
 
 class StandIn(Tensor):
-    """A tensor [*tokens, W] without storage. Its class says what a rule is, and how the real one is built.
+    """A tensor [*tokens, W] without storage. Subclasses define the rules and build the real tensor.
 
-    memory: shared with its slices and views. written: the real tensor, once it has taken this one's place.
-    derived: it shares the memory of another. followed: something with a gradient was made of it.
-    classes: the dimension of the W, if it is not the last.
-    origin: [*tokens, ...], contiguous if its tokens are so in what it is a part of.
-    instead: the setting with which the real tensor exists. metadata: operations that a shape, a dtype and a device answer.
-    rules: what happens to it, by the operation's name; a rule takes the operation's arguments.
+    Attributes:
+        memory: shared with the slices and views of this stand-in.
+        written: the real tensor, once an operation has replaced the stand-in by the real tensor.
+        derived: True if the stand-in shares another stand-in's memory.
+        followed: True if a result with a gradient was computed from the stand-in.
+        classes: the dimension of size W; None: the last.
+        origin: [*tokens, ...], contiguous if the stand-in's tokens are contiguous in the full
+            tensor.
+        instead: the setting with which the real tensor exists, for error messages.
+        metadata: operations that need a shape, a dtype and a device only.
+        rules: operation name -> rule; a rule takes the operation's arguments.
+        has_rule: arguments of torch's losses that have a rule.
     """
 
     instead: ClassVar[str]
@@ -106,22 +137,29 @@ class StandIn(Tensor):
     classes: int | None = None
     origin: Tensor
 
-    # What a class has to say of its own.
-    build: Callable[[], Tensor]  # the real tensor, differentiable if this one is, whatever grad mode it is asked for in
-    note: Callable[[str], None]  # this operation needs the real tensor, for `describe`
-    follows_rules: Callable[[], bool]  # whether rules may take it
-    write: Callable[[Any, str, Any, Any], Any]  # an operation that changes this one in place
-    moved: Callable[..., Any]  # the same of other tokens, by a change [*tokens, k] -> [*other tokens, k] for any k
-    changed: Callable[..., Any]  # another in memory of its own, in another dtype for example
-    casts_to: Callable[[torch.dtype], bool]  # whether it may be in that dtype without being built
-    arrived: Callable[..., Any]  # what becomes of a gradient at its `Place`, whose context it gets as well
+    # Methods that each subclass defines.
+    # Return the real tensor, differentiable if the stand-in is, in any grad mode.
+    build: Callable[[], Tensor]
+    note: Callable[[str], None]  # record for `describe` which operation needs the real tensor
+    follows_rules: Callable[[], bool]  # True if rules may use the stand-in
+    write: Callable[[Any, str, Any, Any], Any]  # run an operation that works in place
+    # Return a stand-in for other tokens, by a change [*tokens, k] -> [*other tokens, k] for any k.
+    moved: Callable[..., Any]
+    changed: Callable[..., Any]  # return a copy in memory of its own, in another dtype for example
+    casts_to: Callable[[torch.dtype], bool]  # True if a cast to the dtype needs no real tensor
+    arrived: Callable[..., Any]  # handle a gradient at the stand-in's `Place`, given its context
 
     def with_classes(self, classes: int | None) -> Any:
-        """The same with its W entries in that dimension (None: the last), as a view; NotImplemented if it cannot be."""
+        """Return a view with the W entries in dimension `classes` (None: the last).
+
+        Returns NotImplemented if the class has no such view.
+        """
         return NotImplemented
 
     def check(self, operation: str) -> None:
-        """Raise StreamBPError if it can no longer be computed as it was, or if what shares its memory was written to."""
+        """Raise StreamBPError if the stand-in's values can no longer be computed or its memory was
+        written to.
+        """
         for counter, version in () if self.written is not None else self.memory.watched:
             if counter._version != version:
                 raise StreamBPError(
@@ -130,23 +168,27 @@ class StandIn(Tensor):
                 )
 
     def latest(self, operation: str) -> StandIn:
-        """What stands for it now."""
+        """Return the stand-in that has the current values of this stand-in."""
         return self
 
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What a rule gives; NotImplemented where there is none, or for other stand-ins beside the first argument."""
+        """Return the result of the operation's rule.
+
+        Returns NotImplemented without a rule, or if another argument than the first is a stand-in.
+        """
         rule = cls.rules.get(name)
         if rule is None or not isinstance(args[0] if args else None, cls) or tensors_in((args[1:], kwargs), cls):
             return NotImplemented
         try:
             signature_of(rule).bind(*args, **kwargs)
-        except TypeError:  # arguments that the rule does not know
+        except TypeError:  # the rule lacks these arguments
             return NotImplemented
         return rule(*args, **kwargs)
 
     @classmethod
-    @torch.compiler.disable  # compiled code would trace the rules with a stand-in's shape for its value
+    # Compiled code would trace the rules with a stand-in's shape as its value.
+    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, func = dict(kwargs or {}), asked_of(func)
         if func in cls.metadata:
@@ -167,7 +209,7 @@ class StandIn(Tensor):
         args, kwargs = changed_arguments(args, kwargs, cls, latest)
         for x in stand_ins:
             x.check(name)
-        # A gradient of a stand-in that is asked for too late would not be seen.
+        # A hook on a stand-in that was used already would get no gradient.
         asked, second = stand_ins, args[1] if len(args) > 1 else None
         if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
             wanted = tree_leaves(kwargs.get("inputs", second))
@@ -193,9 +235,9 @@ class StandIn(Tensor):
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation without a rule, on real tensors."""
+        """Run an operation without a rule on real tensors."""
         built: dict[int, tuple[StandIn, Tensor]] = {}
-        # `describe` names torch's losses with the arguments that are the reason.
+        # `describe` names a loss of torch together with the arguments that prevented its rule.
         given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (kwargs if name in LOSSES else {})
         reasons = []
         if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
@@ -225,7 +267,7 @@ class StandIn(Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-# The parameters of torch's losses that rules know.
+# Positional parameters of torch's losses.
 LOSSES = {
     "cross_entropy": (
         "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
@@ -251,16 +293,18 @@ IN_PLACE = frozenset(
 )
 
 
-signature_of = functools.cache(inspect.signature)  # of one of a class's rules
+signature_of = functools.cache(inspect.signature)  # called with rules of a class
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
-    """`result` was made of them."""
+    """Record that `result` was computed from these stand-ins."""
     made = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
         stand_in.followed |= any(leaf is not stand_in and leaf.requires_grad for leaf in made)
 
 
 def scales(hook: Any) -> bool:
-    """Whether a tensor's hook is an engine's: it multiplies the gradient by a number, and tells the engine of backward."""
+    """True if a tensor's hook is an engine's scaling hook, which also notifies the engine of
+    backward.
+    """
     return SCALING_HOOK in getattr(hook, "__qualname__", "")

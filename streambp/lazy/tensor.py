@@ -1,14 +1,17 @@
-"""The tensor that stands for rows of logits, or for what a program makes of them, outside of the model's forward.
+"""Stand-in for rows of logits, or for row-wise functions of logits, outside of the model's forward.
 
-[Note: lazy rows in a graph] What follows the rules reads the hub's hidden states, and never the stand-in. Whoever does not
-(an autograd.Function, a kernel) makes the stand-in an input, and sends the gradient of all its values there: `Place` leaves
-that with the hub like any other. A stand-in that an autograd.Function returned is another matter: what happens to its
-gradient there is not known, so its values are computed and their gradient goes the same way (`Taken`). Engines that put a
-node of theirs before a model's outputs, or a hook that scales, change nothing else, and are known by name.
+[Note: lazy rows in a graph] Operations with a rule read the hub's hidden states, and never the
+stand-in. Other code (an autograd.Function, a kernel) makes the stand-in an input, and sends the
+gradient of all its values to the stand-in's node. `Place` leaves that gradient with the hub. A
+stand-in that an autograd.Function returned is different: the Function's backward is unknown, so the
+values are computed and their gradient goes through `Taken`. Nodes that an
+engine inserts at a model's outputs, and scaling hooks, change no values. Such nodes and hooks are
+recognized by name.
 
-A stand-in that is written to becomes another function of rows (`div_`), or real. Those that
-would share its memory would show it; they are refused when they are used. So is its place in the graph, which means the
-value before. What was changed through a real alias (of `numpy()`, `data_ptr()`) is found by its version.
+A stand-in that is written to becomes another function of rows (`div_`), or real. Stand-ins that
+share its memory would have to change as well; using such a stand-in raises. Using the graph node
+from before the write raises too, because the node means the old values. A write through a real
+alias (of `numpy()`, `data_ptr()`) is found by the version counter.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ METADATA_OF_ROWS = METADATA | {
 }
 
 
-# Rules that serve rows whose entries are not in the last dimension, too.
+# Rules that also support rows with their entries in another dimension than the last.
 ANY_SHAPE = (
     "transpose", "permute", "swapaxes", "swapdims", "contiguous", "clone", "detach", "to", "float", "double",
     "register_hook",
@@ -44,15 +47,15 @@ ANY_SHAPE = (
 
 
 def flat(node: Node) -> Node:
-    """The same function of N tokens in one dimension: [*tokens, W] -> [N, W]."""
+    """Return the same function with its N tokens in one dimension: [*tokens, W] -> [N, W]."""
     return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
 def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
-    """A flat function and its gradient [N, W], without padding that a packed row does not have.
+    """Return a flat function and its gradient [N, W] without the padding that a packed row lacks.
 
     Raises:
-        BackwardError: there is a gradient at padding, whose hidden states are not in this graph.
+        BackwardError: the gradient at padding is not zero; its hidden states are not in this graph.
     """
     late = [one for one in readings(node) if one.head.recipe.late is not None]
     kept = [reading.head.recipe.late.tokens(reading.positions) for reading in late]
@@ -69,13 +72,21 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
 
 
 class LazyLogits(StandIn):
-    """Rows of logits, or of what was made of them: shape, dtype and device of [*tokens, W] values; `node` says of which.
+    """Rows of logits, or a row-wise function of logits: shape, dtype and device of [*tokens, W]
+    values.
 
-    Made by `make`. row_rules: what happens to it row by row, by the operation's name.
-    tokens: [*tokens], the shape without W. request: of the model's call that gave the logits, which tells `describe` what
-    became of them.
-    seen: the writes to its memory that it knows of. now: what it is since it was written to.
-    link: its own place in the graph.
+    `LazyLogits.make` creates the stand-in.
+
+    Attributes:
+        row_rules: operation name -> rule for operations on each row separately.
+        node: the function of rows.
+        width: W.
+        tokens: [*tokens], the shape without W.
+        request: record of the model call, in which `describe` reads how the logits were used.
+        seen: number of writes to the memory that the values include.
+        now: the function of rows that replaced this stand-in in a write; None: no write.
+        link: the autograd node that `make` created.
+        heeded: True if backward runs an engine's node through an anchor. See `heed`.
     """
 
     instead = "StreamConfig(lazy_logits=False)"
@@ -108,7 +119,12 @@ class LazyLogits(StandIn):
 
     @classmethod
     def make(cls, node: Node, width: int, dtype: torch.dtype, graded: bool, classes: int | None = None) -> LazyLogits:
-        """One that requires a gradient if it is `graded`, in grad mode, and what it stands for would."""
+        """Return a stand-in for node's values [*tokens, W].
+
+        Args:
+            graded: the stand-in requires a gradient, in grad mode, if one of its inputs does.
+            classes: the dimension of size W; None: the last.
+        """
         if not graded:
             return cls(node, width, dtype, classes)
         made: LazyLogits = Place.apply(cls, (node, width, dtype, classes), *inputs_of(node))
@@ -117,10 +133,12 @@ class LazyLogits(StandIn):
 
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
-        """Leave the gradient of all values, [*tokens, W] as the stand-in, with the hubs. [Note: lazy rows in a graph]
+        """Leave a gradient of all values, in the stand-in's shape [*tokens, W], with the hubs.
+
+        [Note: lazy rows in a graph]
 
         Raises:
-            BackwardError: the stand-in was written to, or a hook was put on it, since it was made.
+            BackwardError: the stand-in was written to, or got a hook, after it was made.
         """
         if gradient is None:
             return
@@ -136,48 +154,58 @@ class LazyLogits(StandIn):
         Function(node).leave([of_rows])
 
     def sharing(self, other: LazyLogits) -> LazyLogits:
-        """This one, as a view of another."""
+        """Make this stand-in a view of `other` and return it."""
         self.memory, self.seen, self.derived = other.memory, other.seen, True
         return self
 
     def changed(self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True) -> LazyLogits:
-        """Another with something changed, in memory of its own."""
+        """Return a copy in memory of its own, with another node, dtype or gradient flag."""
         graded = graded and self.requires_grad
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
 
     def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> LazyLogits:
-        """The same function of other tokens: [*tokens, W] -> [*other tokens, W].
+        """Return the same function of other tokens: [*tokens, W] -> [*other tokens, W].
 
         Args:
             change: [*tokens, k] -> [*other tokens, k], for any k.
-            unique: it gives no token twice. view: the result shares this one's memory.
+            unique: True if `change` repeats no token.
+            view: True if the result shares this stand-in's memory.
         """
         made = self.changed(over_tokens(self.node, change, unique))
         return made.sharing(self) if view else made
 
     def with_classes(self, classes: int | None) -> LazyLogits:
-        """The same with its W entries in that dimension (None: the last), as a view; itself, if they are there."""
+        """Return a view with the W entries in dimension `classes` (None: the last).
+
+        Returns the stand-in itself if the entries are in that dimension already.
+        """
         if classes == self.classes:
             return self
         return self.make(self.node, self.width, self.dtype, self.requires_grad, classes).sharing(self)
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """Whether `dtype` is wider, but not float64. Integers and bools are not cast: 1 + 1 is not what True + True is."""
+        """True if `dtype` is wider than this dtype, and not float64.
+
+        Integers and bools are never cast, because 1 + 1 differs from True + True.
+        """
         wider = torch.promote_types(dtype, self.dtype) == dtype
         return self.dtype.is_floating_point and wider and dtype != torch.float64
 
     def current(self) -> LazyLogits:
-        """What it stands for now: itself, or the function of rows that writing made of it."""
+        """Return the stand-in with the current values: itself, or the result of the last write to
+        it.
+        """
         return self if self.now is None else self.now.current()
 
     def latest(self, operation: str) -> LazyLogits:
-        """What it stands for now, as `current`.
+        """Return the stand-in with the current values, as `current` does.
 
         Raises:
-            StreamBPError: somebody other than torch's own operations has put what was written into the graph.
+            StreamBPError: the written values entered the graph through a Function that is not
+                torch's own.
         """
         by_others = (self.now is not None or self.written is not None) and not self.known()
-        if by_others and operation != "__set__":  # of an attribute, by the engine itself
+        if by_others and operation != "__set__":  # an engine sets an attribute
             function = type(self.grad_fn).__name__.removesuffix("Backward")
             raise StreamBPError(
                 f"Logits were changed in place by {function}, an autograd.Function that marks them dirty, and then used "
@@ -187,12 +215,12 @@ class LazyLogits(StandIn):
         return self.current()
 
     def note(self, operation: str) -> None:
-        """`operation` needs the real tensor, for `describe`, which names the first."""
+        """Record for `describe` the first operation that needs the real tensor."""
         self.request.built_for = self.request.built_for or operation
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation without a rule, on real tensors."""
+        """Run an operation without a rule on real tensors."""
         result = super().on_real(func, name, args, kwargs)
         for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
             if x.link is not None:
@@ -200,11 +228,13 @@ class LazyLogits(StandIn):
         return result
 
     def follows_rules(self) -> bool:
-        """Whether rules may take it: no real tensor has its place, nor something unknown its place in the graph."""
+        """True if rules may use the stand-in: no real tensor and no unknown autograd node has
+        replaced it.
+        """
         return self.written is None and self.known()
 
     def check(self, operation: str) -> None:
-        """Raise StreamBPError if another that shares its memory was written to."""
+        """Raise StreamBPError if another stand-in of the same memory was written to."""
         super().check(operation)
         if self.seen != self.memory.writes:
             raise StreamBPError(
@@ -214,7 +244,9 @@ class LazyLogits(StandIn):
         self.heed()
 
     def heed(self) -> None:
-        """Have an engine's node that stands before it in the graph run in backward, for what is made of it from now on."""
+        """Make backward run the node that an engine inserted after this stand-in's node, for all
+        results computed from now on.
+        """
         place = type(self.grad_fn).__name__
         if self.heeded or not torch.is_grad_enabled():
             return
@@ -222,7 +254,8 @@ class LazyLogits(StandIn):
         if place == DDP_SINK:
             anchor = RunInBackward.apply(None, self)
         if place == PRE_BACKWARD and not self.request.beside_loss:
-            # ZeRO-3's, which hears that the model's backward begins; it would want a gradient [*tokens, V] itself.
+            # ZeRO-3's node signals the start of the model's backward. Without the anchor, running
+            # the node would need a gradient [*tokens, V].
             node: Any = self.grad_fn
             begin = lambda: getattr(node, RUNS_BEFORE_BACKWARD)(node.module)  # noqa: E731
             anchor = RunInBackward.apply(begin, torch.zeros(1, requires_grad=True))
@@ -233,13 +266,14 @@ class LazyLogits(StandIn):
             self.heeded = True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Have an engine's scaling hook called for the gradients of what is made of it from now on.
+        """Register an engine's scaling hook for the gradients of all results computed from now on.
 
         Args:
-            hook: takes a gradient, of this one's shape or a single number [1], and returns it scaled, or None.
+            hook: takes a gradient, of this shape or a single number [1], and returns the scaled
+                gradient or None.
 
         Returns:
-            The hook's handle; NotImplemented if the hook is not an engine's.
+            The hook's handle; NotImplemented for any other hook.
         """
         if not scales(hook):
             return NotImplemented
@@ -252,15 +286,20 @@ class LazyLogits(StandIn):
 
         self.node = rebuilt(self.node, scaled)
         with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.register_hook(self, hook)  # for whom makes it an input of a Function
+            return Tensor.register_hook(self, hook)  # for a Function with this input
 
     def known(self) -> bool:
-        """Whether its place in the graph is the one that it was made with, or an engine's before it."""
+        """True if the autograd node is the node from `make`, or an engine's node inserted after
+        it.
+        """
         place = self.grad_fn
         return place is self.link or type(place).__name__ in (PRE_BACKWARD, DDP_SINK)
 
     def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
-        """What a calculation of its rows gives, [N, ...] each, differentiable if this one and grad mode are."""
+        """Return the results of a calculation, [N, ...] each.
+
+        The results are differentiable if this stand-in requires a gradient, in grad mode.
+        """
         graded = self.requires_grad and torch.is_grad_enabled()
         graded = graded and not torch.is_inference_mode_enabled()
         graded = graded and any(tensor.requires_grad for tensor in inputs_of(self.node))
@@ -272,13 +311,17 @@ class LazyLogits(StandIn):
             return values
 
     def values(self) -> Tensor:
-        """The real tensor [*tokens, W], differentiable in grad mode as far as its hub goes."""
+        """Return the real tensor [*tokens, W], differentiable in grad mode up to the hub's
+        inputs.
+        """
         (values,) = self.compute(Function(flat(self.node)))
         real = values.to(self.dtype).view(*self.tokens, self.width)
         return real if self.classes is None else real.movedim(-1, self.classes)
 
     def build(self) -> Tensor:
-        """The real tensor [*tokens, W], differentiable if this one is, whatever grad mode it is asked for in."""
+        """Return the real tensor [*tokens, W], differentiable if the stand-in is, in any grad
+        mode.
+        """
         if self.written is not None:
             return self.written
         with torch.set_grad_enabled(self.requires_grad):
@@ -288,7 +331,7 @@ class LazyLogits(StandIn):
             return taken
 
     def become(self, other: LazyLogits | Tensor) -> None:
-        """Be written to: `other` [*tokens, W] holds the values from now on."""
+        """Record a write: `other` [*tokens, W] has the values from now on."""
         self.memory.writes += 1
         if self.link is not None:
             self.link.passed_by = "something was written to"
@@ -302,7 +345,7 @@ class LazyLogits(StandIn):
 
     @classmethod
     def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What a rule gives; NotImplemented where there is none."""
+        """Return the result of the operation's rule; NotImplemented without a rule."""
         if name in cls.row_rules:
             found = cls.row_rules[name](name, func, args, kwargs)
             if found is not NotImplemented:
@@ -312,9 +355,11 @@ class LazyLogits(StandIn):
         return super().by_rule(func, name, args, kwargs)
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation that changes this one in place: it becomes another function of rows, or real.
+        """Run an operation that changes this stand-in in place: it becomes another function of
+        rows, or real.
 
-        Under no_grad torch keeps the place in the graph of a tensor that is written to, as no other function would.
+        Under no_grad, torch keeps the autograd node of a tensor that an operation writes to. No
+        rule can do the same, so the real tensor is written to.
 
         Raises:
             StreamBPError: the operation changes the shape.
@@ -338,7 +383,7 @@ class LazyLogits(StandIn):
         before.note(name)
         real = {id(leaf): leaf.build() for leaf in rows}
         if not before.requires_grad:
-            # Not as a view of something made under no_grad, which forbids writes.
+            # torch forbids writes to a view of a tensor that was made under no_grad.
             real[id(before)] = real[id(before)].detach()
         before.become(real[id(before)])
         args, kwargs = changed_arguments(args, kwargs, LazyLogits, lambda leaf: real[id(leaf)])
@@ -353,7 +398,10 @@ class LazyLogits(StandIn):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """C++ that does not ask for rules. What autograd does with it was settled before it came here."""
+        """Run C++ operators, which bypass the rules, on real tensors.
+
+        Autograd has already recorded the operator.
+        """
         if func._schema.is_mutable:
             raise StreamBPError(f"{func} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
 

@@ -1,7 +1,8 @@
-"""PPO's objective and what it needs, as plain functions of per-token log-probabilities [B, T].
+"""PPO's objective and its building blocks: functions of per-token log-probabilities [B, T].
 
-Inputs come from `streambp.head.token_log_probs` or from `model(..., labels=..., output_log_probs=True)`. Gradients
-flow back through the objectives, so a function of your own can replace each. `examples/objectives.py` has more.
+Inputs come from `streambp.head.token_log_probs` or from `model(..., labels=...,
+output_log_probs=True)`. Gradients flow back through the objectives, so a custom function can
+replace each objective. `examples/objectives.py` has more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LEAVING = ("DPO_LOSSES", "F_DIVERGENCES", "GRPO_LOSSES", "SFT_LOSSES", "dpo_loss
 
 
 def __getattr__(name: str) -> Any:
-    """Objectives that are an example from now on; the next release has none of them here."""
+    """Return an objective that the next release removes from here, with a FutureWarning."""
     if name not in LEAVING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

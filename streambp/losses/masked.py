@@ -8,17 +8,24 @@ from streambp.tensors import Kind, check_tensors
 
 
 def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | None) -> None:
-    """Check the tensors of an objective: all are [B, T], and all but masks are floating.
+    """Check the tensors of an objective: all are [B, T], and all except masks are floating.
 
     Args:
-        like: of this name.
+        like: the first tensor; the other tensors need its shape.
+        name: name of `like` in errors.
+        tensors: the other tensors, by name.
 
     Raises:
-        StreamBPError: one is not.
+        StreamBPError: a tensor has another shape or dtype.
     """
     floating: Kind = "floating"
     given = {name: like, **tensors}
-    check_tensors(**{key: (x, "B T", "any" if key.endswith("mask") else floating) for key, x in given.items()})
+    wanted: dict[str, tuple[Tensor | None, str, Kind]] = {}
+    for key, x in given.items():
+        wanted[key] = x, "B T", floating
+        if key.endswith("mask"):
+            wanted[key] = x, "B T", "any"
+    check_tensors(**wanted)
 
 
 def within(mask: Tensor, values: Tensor) -> Tensor:

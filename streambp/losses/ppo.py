@@ -10,12 +10,15 @@ from torch import Tensor
 from streambp.errors import StreamBPError
 from streambp.losses.masked import check_shapes, masked_mean, within
 
-EPS = 1e-8  # of `whiten`
+EPS = 1e-8  # for `whiten`
 
 
 @dataclasses.dataclass(frozen=True)
 class PPOLoss:
-    """Scalars. loss = policy + value_coef * value - entropy_coef * entropy; the rest is for logs, without gradient."""
+    """Scalars of a step. Only `loss` has a gradient; the other scalars are for logs.
+
+    loss = policy + value_coef * value - entropy_coef * entropy
+    """
 
     loss: Tensor
     policy: Tensor
@@ -41,15 +44,15 @@ def ppo_loss(
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
 ) -> PPOLoss:
-    """PPO's objective (arXiv 1707.06347, eq. 7 and 9), means over the masked tokens.
+    """Compute PPO's objective (arXiv 1707.06347, eq. 7 and 9), means over the masked tokens.
 
         policy   -min(rho A, clip(rho, 1 - e, 1 + e) A),   rho = exp(log p - log p_old)
         value    max((v - R)^2, (clip(v, v_old - e_v, v_old + e_v) - R)^2) / 2
         entropy  H(p)
 
     Args:
-        log_probs, old_log_probs, advantages, values, old_values, returns, entropy: [B, T]. Gradients flow through
-            log_probs, values and entropy.
+        log_probs, old_log_probs, advantages, values, old_values, returns, entropy: [B, T].
+            Gradients flow through log_probs, values and entropy.
         mask: [B, T], true on completion tokens.
         value_clip_range: None leaves the value loss unclipped.
 
@@ -86,14 +89,18 @@ def ppo_loss(
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the tokens of each row that count.
+    """Compute generalised advantage estimation (arXiv 1506.02438, eq. 16) over each row's masked
+    tokens.
 
-        A_t = sum_k (gamma lam)^k d_(t + k),   d_t = r_t + gamma v_(t + 1) - v_t,   v after the last token is 0
+        A_t = sum_k (gamma lam)^k d_(t + k)
+        d_t = r_t + gamma v_(t + 1) - v_t,   v after the last token is 0
 
-    where t counts a row's masked tokens alone: what stands between them (a tool's answer) is no step of the policy.
+    The index t counts masked tokens alone. Tokens between masked tokens (a tool's answer) are no
+    steps of the policy.
 
     Args:
-        rewards, values: [B, T]; mask: [B, T], true on the tokens that the policy wrote.
+        rewards, values: [B, T].
+        mask: [B, T], true on tokens that the policy generated.
 
     Returns:
         advantages and returns (advantages + values), [B, T], 0 outside of the mask.
@@ -115,8 +122,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Return (values - mean) / sqrt(variance + eps) of values [B, T] over the mask [B, T].
 
-    Values outside of the mask are 0. eps is 1e-8, as in TRL: values that are all alike become 0, and
-    values that vary by less than 1e-4 keep a variance below 1.
+    Values outside of the mask are 0. eps is 1e-8, as in TRL. Constant values therefore become 0,
+    and values that vary by less than 1e-4 keep a variance below 1.
 
     Args:
         shift_mean: the mean becomes 0; otherwise the values keep their mean.
@@ -129,4 +136,6 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
     whitened = (values - mean) * torch.rsqrt(variance + EPS)
-    return within(mask, whitened if shift_mean else whitened + mean)
+    if not shift_mean:
+        whitened = whitened + mean
+    return within(mask, whitened)

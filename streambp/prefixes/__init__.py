@@ -1,7 +1,9 @@
-"""Rows of a batch that begin with the same tokens, computed once.
+"""Compute the rows of a batch without their padding, and prefixes that rows share only once.
 
-tree       which tokens rows share, as a tree in one packed row; what its queries may read
-spread     outputs of the packed row back to the rows that share them, with gradients that are summed
-admission  which calls share: by their arguments, and by a trial of the model
-calls      a backbone's call over the packed row, or over its rows
+tree       packs the tokens of a batch into one row, as a tree of shared prefixes
+spread     copies outputs of the packed row to the batch's rows, and sums their gradients
+admission  decides which calls share prefixes: by arguments, and by a trial of the model
+arguments  converts a call's arguments to those of the packed row
+late       computes hidden states of padding afterwards, if the program reads them
+calls      runs a backbone's call over the packed row or over the batch's rows
 """

@@ -1,14 +1,18 @@
-"""Which calls of a backbone share their rows' prefixes: by their arguments, and by a trial of the model.
+"""Decide which calls of a backbone share their rows' prefixes: by arguments, and by a trial of the
+model.
 
-[Note: trial of sharing] No structure tells whether a model computes a token from what stands before it in its row and from
-its position alone: some count positions off the mask, some go on over padding. So at the first call of each kind three
-short rows of random tokens, most of which they share, are computed as rows and as a tree, in which tokens go to the experts
-that they went to in rows [Note: choices]. A kind is how a call is made,
-never which tokens it has. Where a forward is a collective, ranks agree before each call on the kind that they try: none
-does what the others do not. [Note: what a rank decides alone] Nor does one stop in the middle: what a layer raises is kept,
-and both forwards go on to their end, without computing. So a trial for which one rank has no memory costs that rank its
-sharing. Around the layers there is nothing that differs between ranks but memory; who has none there ends the run, as in
-any forward.
+[Note: trial of sharing] Sharing is exact only if a token depends on its row's earlier tokens and
+its position alone. No structure of a model proves this: some models count positions from the mask,
+some continue over padding. The first call of each kind therefore runs a trial. Three short rows of
+random tokens share most of their tokens, and are computed as rows and as a tree. In the tree,
+tokens go to the same experts as in the rows [Note: choices]. A kind is defined by the call's
+arguments, and never by the token values.
+
+Where a forward is a collective, ranks agree before each call on the kind to try, so all ranks run
+the same forwards. [Note: what a rank decides alone] No rank stops in the middle of a forward. An
+exception from a layer is stored, and both forwards continue to their end without computing. A rank
+without memory for a trial then computes its rows unshared. Outside of the layers, ranks differ in
+free memory alone; a rank without memory there ends the run, as in any forward.
 """
 
 from __future__ import annotations
@@ -38,16 +42,16 @@ from streambp.prefixes.arguments import TRIAL, known_by, packed, tokens_of, tria
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
-DROPS = "drop"  # in the names of modules that drop values at random, and of attributes that are rates
-JITTER = "jitter"  # in the names of attributes: by how much a router's input is scaled at random
-BAR, BAR_IN_HALF = 1e-4, 3e-2  # relative: what rounding may make of a trial
-Over = Callable[..., Any]  # a backbone's forward: its arguments, None or a tree, on trial a list for what layers raise
+DROPS = "drop"  # part of names of modules with dropout, and of rate attributes
+JITTER = "jitter"  # part of names of attributes that scale a router's input at random
+BAR, BAR_IN_HALF = 1e-4, 3e-2  # maximal relative error of a trial, from rounding
+Over = Callable[..., Any]  # a backbone's forward: (arguments, None or a tree, in trials a list for exceptions)
 
 
 def why_not(
     module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite], takes_positions: bool = True
 ) -> str | None:
-    """Why a backbone's call with these arguments computes its rows; None if a tree of them may be tried."""
+    """Return the reason against sharing in a backbone's call; None if a tree may be tried."""
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
         return "NEFTune adds noise to the embeddings, which depends on how many tokens a row has"
     if kwargs.get(SHARED_INPUTS[1]) is not None and getattr(module.config, Z_LOSS, False):
@@ -67,8 +71,10 @@ def why_not(
 
 
 def draws_noise(module: nn.Module) -> bool:
-    """Whether a backbone drops or scales values of its tokens at random, by modules or by rates that it hands to
-    functions."""
+    """True if a backbone drops or scales values of its tokens at random.
+
+    Modules may do so by themselves or by rates that they pass to functions.
+    """
     return any(
         isinstance(value, float)
         and value > 0
@@ -80,7 +86,7 @@ def draws_noise(module: nn.Module) -> bool:
 
 
 def _embeddings(module: nn.Module) -> nn.Module | None:
-    """Of a backbone; None where it has none that transformers knows."""
+    """Return a backbone's input embeddings; None if transformers finds none."""
     with contextlib.suppress(NotImplementedError, AttributeError):
         found: nn.Module | None = module.get_input_embeddings()  # type: ignore[operator]
         return found
@@ -88,10 +94,10 @@ def _embeddings(module: nn.Module) -> nn.Module | None:
 
 
 def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """The attention masks among a layer's arguments learn of the tree.
+    """Store the tree in the attention masks among a layer's arguments.
 
     Raises:
-        UnsharedError: the layer attends, and has none that could.
+        UnsharedError: the layer attends, and no mask among its arguments can store a tree.
     """
     masks = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyMask)]
     for mapping in (value for value in kwargs.values() if isinstance(value, Mapping)):
@@ -103,18 +109,23 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
 
 
 def check_streamed(site: LayerSite) -> None:
-    """That a layer did not run whole: what else mixes its tokens would mix branches.
+    """Check that a layer ran in chunks: unchunked code that mixes tokens would mix branches.
 
     Raises:
-        UnsharedError: it ran whole.
+        UnsharedError: the layer ran unchunked.
     """
     if site.last.because is not None:
         raise UnsharedError(f"{type(site.layer).__name__} does not run in chunks: {site.last.because}")
 
 
 class Trials:
-    """What trials of a backbone found: for each kind of call why it computes rows, without padding and with it; None if it
-    may share. [Note: trial of sharing]"""
+    """Results of a backbone's trials. [Note: trial of sharing]
+
+    Attributes:
+        takes_positions: True if the backbone's forward accepts position_ids.
+        verdicts: kind of call -> reasons against sharing, (without padding, with padding); None:
+            may share.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -122,7 +133,7 @@ class Trials:
         self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """How a call with these arguments, as `why_not` admits them, is made."""
+        """Return the kind of a call with these arguments, which `why_not` has accepted."""
         said = (name for name, value in kwargs.items() if value is not None and value is not False and name not in LABELS)
         positions = kwargs.get(SHARED_INPUTS[2])
         given = (*sorted(said), 0 if positions is None else positions.dim())
@@ -130,16 +141,18 @@ class Trials:
         return given, autocast_dtype(tokens_of(kwargs).device.type), dtype
 
     def knows(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the kind of a call with these arguments was tried."""
+        """True if the kind of a call with these arguments was tried."""
         return self.kind_of(kwargs) in self.verdicts
 
     def make(self, kwargs: Mapping[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> None:
-        """Try a call's kind.
+        """Try the kind of a call and store the verdicts.
 
         Args:
-            kwargs: the call's, as `why_not` admits them.
-            over: the backbone's forward. sites: its layers.
-            apart: as of `find_tree`. together: with other ranks.
+            kwargs: the call's arguments, which `why_not` has accepted.
+            over: the backbone's forward.
+            sites: the backbone's layers.
+            apart: `find_tree`'s argument.
+            together: True if other ranks run the same trial.
         """
         shares, padded = kwargs.get(EMBEDS) is None, kwargs.get(SHARED_INPUTS[1]) is not None
         embeddings: Any = _embeddings(self.module)
@@ -172,20 +185,22 @@ class Trials:
                     expected, found = rows[0][here], spread_all(row, tree)[0][here]
             except Exception as error:
                 if together and (failed or is_out_of_memory(error)):
-                    raise (failed or [error])[0] from None  # in the middle of a forward, which other ranks go on with
+                    # Other ranks continue this forward, so this rank cannot skip it.
+                    raise (failed or [error])[0] from None
                 failed.append(error)
             set_otherwise = [] if failed else restored.set_otherwise()
         if failed:
             if isinstance(failed[0], UnsharedError):
                 return str(failed[0])
             if is_out_of_memory(failed[0]) and not together:
-                raise failed[0]  # which says nothing of the model, and no other rank has gone on
+                # Running out of memory proves nothing about the model. No other rank waits here.
+                raise failed[0]
             return f"a trial on a few random tokens failed ({type(failed[0]).__name__}: {failed[0]})"
         if set_otherwise:
             return f"its forward initialises itself at its first call ({', '.join(set_otherwise)})"
         half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
         found, expected = found.double(), expected.double()
-        if half:  # the distance of all together, else the largest
+        if half:  # distance over all values, because single values round coarsely
             distance, bar = float((found - expected).norm() / expected.norm().clamp(min=1e-30)), BAR_IN_HALF
         else:
             distance, bar = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)), BAR
@@ -197,7 +212,10 @@ class Trials:
 
 
 def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
-    """[1, N, ...] from [B, T, ...]. A token that no row has chooses as the one before it; its scores are unknown."""
+    """Return [1, N, ...] for the packed row from [B, T, ...].
+
+    An additional token at the end gets the last token's choice; its scores are NaN.
+    """
     found = tree.packed(of_rows)
     if tree.furthest is None:
         return found
@@ -207,15 +225,16 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _in_eval(module: nn.Module) -> Iterator[None]:
-    """Within, nothing in it is random. Modules' own `train` is not called, which may do more.
+    """Context manager that disables randomness in a module by its modules' `training` flags.
 
-    Modules of quantised weights keep their mode: on a CPU bitsandbytes repacks them for good when they run in eval mode,
-    for a kernel without a gradient.
+    Modules' own `train` methods may do more, and are not called. Modules of quantised weights keep
+    their mode. On a CPU, bitsandbytes permanently repacks weights in eval mode, for a kernel
+    without a gradient.
     """
     training = []
     for part in module.modules():
         own = [parameter for parameter in part._parameters.values() if parameter is not None]
-        # With `bnb_4bit_quant_storage` a quantised parameter's bytes go by the name of a float.
+        # With `bnb_4bit_quant_storage`, a quantised parameter's bytes have a floating dtype.
         quantised = any(not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE) for parameter in own)
         if part.training and not quantised:
             training.append(part)

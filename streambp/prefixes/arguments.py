@@ -1,7 +1,8 @@
-"""What a backbone's arguments say of each token of its rows, and the same of a packed row.
+"""Read a backbone call's arguments token by token, and convert them to arguments of a packed row.
 
-A token is known by its id, its position and what `known_names.PER_TOKEN` say of it. Embeddings are not compared: no two
-tokens that come as embeddings are the same, so that their rows share nothing, and padding alone is left out.
+Two tokens are equal if their ids, positions and values of `known_names.PER_TOKEN` are equal.
+Embeddings are not compared: tokens given as embeddings all differ. Rows of embeddings therefore
+share nothing, and only their padding is left out.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from streambp.device import has_data
 from streambp.known_names import EMBEDS, IN_ORDER, LABELS, PER_TOKEN, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
 from streambp.prefixes.tree import Tree
 
-TRIAL = (3, 24)  # rows and tokens
-PADS = (4, 3)  # of a trial with padding: on the left of all rows, and on the right of the last
+TRIAL = (3, 24)  # rows and tokens of a trial
+PADS = (4, 3)  # padding in trials: left of all rows, and right of the last row
 KNOWN = {*SHARED_INPUTS, EMBEDS, *PER_TOKEN, *IN_ORDER, *SAYS_NOTHING_OF_TOKENS, *LABELS}
-TEXT_FIRST = 4  # axes of positions: of text, time, height and width; three lack the first
+TEXT_FIRST = 4  # axes of positions: text, time, height and width; three axes lack text
 
 
 def tokens_of(kwargs: Mapping[str, Any]) -> Any:
-    """input_ids [B, T], or else inputs_embeds [B, T, h]."""
+    """Return input_ids [B, T], or else inputs_embeds [B, T, h]."""
     ids = kwargs.get(SHARED_INPUTS[0])
     return ids if ids is not None else kwargs.get(EMBEDS)
 
 
 def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
-    """Why a call with these arguments computes its rows; None if they say what a packed row has to know."""
+    """Return the reason against a packed row for these arguments.
+
+    None: the arguments contain all that a packed row needs.
+    """
     foreign = next((name for name, value in kwargs.items() if name not in KNOWN and value is not None), None)
     if foreign is not None:
         return f"the call has {foreign}, which may say more of a token than its id and its position"
@@ -60,7 +64,7 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
 
 
 def known_by(kwargs: Mapping[str, Any]) -> Tensor:
-    """[B, T] integers: two tokens of one number are the same, but for where they stand."""
+    """Return [B, T] integers that are equal for equal tokens, apart from text positions."""
     tokens, positions = tokens_of(kwargs), kwargs.get(SHARED_INPUTS[2])
     shape = tokens.shape[:2]
     if tokens.is_floating_point():
@@ -75,13 +79,19 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _numbered(axis: Tensor) -> Tensor:
-    """Integers [B, T] that are equal where positions [B, T] are, also those with a fraction."""
-    return axis.unique(return_inverse=True)[1] if axis.is_floating_point() else axis
+    """Return [B, T] integers that are equal where positions [B, T] are equal, fractions
+    included.
+    """
+    if axis.is_floating_point():
+        return axis.unique(return_inverse=True)[1]
+    return axis
 
 
 def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:
-    """A call's arguments for the packed row: tokens [1, N, ...], mask and, if it takes any, positions [1, N] or
-    [axes, 1, N]; and no labels."""
+    """Return a call's arguments for the packed row, without labels.
+
+    Tokens are [1, N, ...], the mask [1, N]. Positions, if accepted, are [1, N] or [axes, 1, N].
+    """
     changed = {name: value for name, value in kwargs.items() if name not in LABELS}
     _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
     tokens = tokens_of(kwargs)
@@ -91,7 +101,7 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
     found = tree.packed(positions) if positions.dim() == 2 else torch.stack([tree.packed(axis) for axis in positions])
     if tree.furthest is not None:
         found = nn.functional.pad(found, (0, 1), value=tree.furthest)
-    # A mask, lest transformers looks for documents in the positions.
+    # Without a mask, transformers would search the positions for documents.
     changed[SHARED_INPUTS[1]] = (tokens if mask is None else mask).new_ones(1, tree.length)
     if takes_positions:
         changed[SHARED_INPUTS[2]] = found
@@ -99,15 +109,20 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
         if kwargs.get(name) is not None:
             changed[name] = row = tree.packed(kwargs[name])  # [1, tokens, ...]
             if tree.furthest is not None:
-                # Behind it the first one once more: alone, a padding id whose embedding is zero gives zeros, of which a
-                # root has no gradient (Gemma 3n).
+                # Append a copy of the first token. A padding id may have a zero embedding, and a
+                # root of zeros has no gradient (Gemma 3n).
                 first = row[:, :1].detach()
                 changed[name] = torch.cat([row, torch.zeros_like(first) if name in PER_TOKEN else first], 1)
     return changed
 
 
 def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
-    """A call of the same kind, of random rows that part twice; with padding on both sides or without."""
+    """Return arguments of the same kind for random rows that branch twice.
+
+    Args:
+        vocabulary: number of token ids.
+        padded: True for padding on both sides.
+    """
     _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
     length, generator = TRIAL[1], torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, TRIAL, generator=generator, device="cpu")

@@ -1,8 +1,10 @@
-"""A backbone's call, over the packed row of its batch where that is exact and saves something; else over the rows.
+"""Run a backbone's call over the packed row of its batch if that is exact and saves tokens; else
+over the rows.
 
-[Note: a look] Nobody has asked for the look at a batch: it is the default. So whatever it raises, over arguments that the
-model itself may well take, is a reason to compute rows, and ends no step. `describe` has it. A trial is no look where
-ranks make it together: in the middle of a forward nothing but an error ends it.
+[Note: a look] Looking for shared prefixes is the default, without a request by the user. An
+exception from the search, over arguments that the model accepts, is therefore a reason to compute
+rows, and never ends a step. `describe` shows the reason. A trial that ranks run together is no part
+of the search: only an error can end a forward in the middle.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from streambp.prefixes.late import Again, LateRows
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import A_CHUNK, NOTHING, Tree, find_tree
 
-IGNORED = -100  # a label that is none
-Unseen = Callable[[], bool] | None  # whether the values of padding go to nobody; None: they go to the caller
+IGNORED = -100  # label of tokens without a label
+Unseen = Callable[[], bool] | None  # returns True if no code reads values of padding; None: the caller does
 AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
 ONE_ROW = "the last call has one row or none"
 PADDING_IS_SEEN = (
@@ -43,12 +45,19 @@ NOISE_IS_SEEN = (
     "dropout or jitter would draw the same noise for tokens that rows have in common; with rows='packed' it does, and they "
     "are computed once"
 )
-UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING)  # with the default, whose user asked for nothing
+UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING)  # reasons that need no report with the default setting
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """So many rows of a call with so many tokens and so much padding were computed as fewer tokens."""
+    """Numbers of a call that was computed as a packed row.
+
+    Attributes:
+        rows: number of batch rows.
+        tokens_of_rows: number of their tokens.
+        padding: number of padding positions.
+        tokens: number of computed tokens.
+    """
 
     rows: int
     tokens_of_rows: int
@@ -57,12 +66,15 @@ class Shared:
 
 
 class SharedPrefixes:
-    """How a backbone's calls pack their rows.
+    """Packs the rows of a backbone's calls.
 
     Args:
-        rows: as `StreamConfig` has it, "packed" or "auto".
+        module: the backbone.
+        rows: `StreamConfig.rows`, "packed" or "auto".
 
-    last: what became of the last call's rows, or why each of them was computed; None before the first call.
+    Attributes:
+        last: numbers of the last call's packed row, or the reason against a packed row; None before
+            the first call.
     """
 
     def __init__(self, module: nn.Module, rows: str) -> None:
@@ -71,7 +83,7 @@ class SharedPrefixes:
         self.module = module
         self.last: Shared | str | None = None
         self._looked: tuple[list[tuple[Tensor, int | None]], Tree | str] | None = None
-        self._reads_padding: set[tuple[bool, bool]] = set()  # kinds of calls whose callers have done so
+        self._reads_padding: set[tuple[bool, bool]] = set()  # keys from `_caller`
 
     def call(
         self,
@@ -83,39 +95,45 @@ class SharedPrefixes:
         padding_unseen: Unseen = None,
         again: Again | None = None,
     ) -> Any:
-        """What the backbone returns for its arguments, for rows [B, T].
+        """Return the backbone's output for rows [B, T].
 
         Args:
-            over: its forward, over rows or over a tree.
-            sites: its layers.
-            labels: of the language model around it, as `known_names.LABELS` has them.
-            documents: that model's position_ids mark several in a row.
-            padding_unseen: whether nothing of what padding is given goes to the model's caller; asked where
-                there is padding.
-            again: the forward over rows after this call, which the head may ask for.
+            kwargs: the backbone's arguments.
+            over: the backbone's forward, over rows or over a tree.
+            sites: returns the backbone's layers.
+            labels: labels of the surrounding language model, in the order of `known_names.LABELS`.
+            documents: True if the language model's position_ids mark several documents in a row.
+            padding_unseen: returns True if the model's caller gets no values of padding; called
+                only for batches with padding.
+            again: the forward over rows after this call, for a head that reads padding.
 
         Raises:
-            StreamBPError: only when the model ran was it found that it cannot share, and there are other ranks.
+            StreamBPError: a packed row failed while the model ran, and other ranks wait for this
+                rank.
         """
         tree = self._find(kwargs, over, sites, labels, padding_unseen)
         tree = "position_ids mark documents in packed rows" if documents and isinstance(tree, Tree) else tree
         if isinstance(tree, Tree):
-            late = None if again is None else self._late(again, tree, labels)
+            late = None
+            if again is not None:
+                late = self._late(again, tree, labels)
             try:
                 output = over(packed(kwargs, tree, self.trials.takes_positions), tree)
-                compute = None if late is None else late.of(output)
+                compute = None
+                if late is not None:
+                    compute = late.of(output)
                 output = spread_all(output, tree, late=compute)
-            except Exception as error:  # a hook of this call alone may want the rows (peft's adapter_names)
+            except Exception as error:  # a hook may need the rows, as for peft's adapter_names
                 if is_out_of_memory(error):
                     raise
-                if must_agree(self.module):  # for whose weights the others would have to be there once more
+                if must_agree(self.module):  # recomputing would need the other ranks' weights
                     raise StreamBPError(
                         f"This batch cannot be computed as a packed row: {error}. That was found while the model ran, "
                         "where other ranks wait for this one. Set StreamConfig(rows='as_given')."
                     ) from error
                 known = isinstance(error, UnsharedError)
                 tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"
-                self.trials.verdicts = dict.fromkeys(self.trials.verdicts, (tree, tree))  # all kinds compute rows now
+                self.trials.verdicts = dict.fromkeys(self.trials.verdicts, (tree, tree))  # for all kinds
             else:
                 padding = len(tree.rows) * tree.width - tree.tokens_of_rows
                 self.last = Shared(len(tree.rows), tree.tokens_of_rows, padding, tree.tokens)
@@ -124,7 +142,10 @@ class SharedPrefixes:
         return over(kwargs, None)
 
     def _late(self, again: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
-        """What computes rows if padding is read; None where there is none, or the caller has asked for a packed row."""
+        """Return an object that computes rows when the program reads padding.
+
+        None: the batch has no padding, or rows="packed", or other ranks take part.
+        """
         if self.rows != "auto" or not any(tree.padding()) or must_agree(self.module):
             return None
 
@@ -137,7 +158,7 @@ class SharedPrefixes:
         return LateRows(self.module, again, tree, told)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
-        """Tells a program's calls apart: in training, and with labels."""
+        """Return a key for a program's kind of call: (training, has labels)."""
         return self.module.training, any(value is not None for value in labels)
 
     def saves(
@@ -147,7 +168,10 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> bool:
-        """Whether a call would be computed as a packed row, or would have to be tried for that; arguments as of `call`."""
+        """True if a call would be computed as a packed row, or would need a trial for a packed row.
+
+        The arguments are those of `call`.
+        """
         return isinstance(self._wanted(kwargs, lambda: sites, labels, padding_unseen)[0], Tree)
 
     def _find(
@@ -172,7 +196,8 @@ class SharedPrefixes:
                 return self._tried(kwargs, tree)  # type: ignore[arg-type]
             except Exception as error:
                 reason = f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
-                if not is_out_of_memory(error):  # that says nothing of the model
+                # Running out of memory proves nothing about the model.
+                if not is_out_of_memory(error):
                     self.trials.verdicts[self.trials.kind_of(kwargs)] = reason, reason
                 return reason
         return self._tried(kwargs, tree) if isinstance(tree, Tree) else tree
@@ -185,8 +210,12 @@ class SharedPrefixes:
         padding_unseen: Unseen,
         together: bool = False,
     ) -> tuple[Tree | str, bool]:
-        """The packed row that a call may have, if its kind was tried or is yet to be, or why its rows are computed; and
-        whether its kind may be tried. Nothing is computed, and whatever is raised is a reason. [Note: a look]"""
+        """Return the packed row for a call, or the reason against it, and whether its kind may be
+        tried.
+
+        A packed row requires that the kind was accepted in a trial, or was not tried yet. Nothing
+        is computed, and an exception is a reason. [Note: a look]
+        """
         may_try = False
         try:
             if not together and self._is_one_row(kwargs):
@@ -206,13 +235,15 @@ class SharedPrefixes:
 
     @staticmethod
     def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call has nothing to save, which takes no look at the device."""
+        """True if the batch is one row without a mask, so packing saves nothing. Does not
+        synchronize with the device.
+        """
         ids, mask, _ = map(kwargs.get, SHARED_INPUTS)
         return mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2
 
     def _why_not(self, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
         reason = why_not(self.module, kwargs, sites, self.trials.takes_positions)
-        return why_rows(self.module) if reason is None else reason  # before a trial, whose tokens hooks would see
+        return why_rows(self.module) if reason is None else reason  # before a trial: hooks would get its tokens
 
     def _look(
         self,
@@ -221,14 +252,17 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: Unseen,
     ) -> Tree | str:
-        """The packed row of a call that may have one; or why its rows are computed. The tensors of one call are looked at
-        once."""
+        """Return the packed row for a call, or the reason against it.
+
+        The result is cached for the tensors of one call.
+        """
         _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         if self.trials.knows(kwargs):
             plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
             if plain is not None and padded is not None:
                 return plain
-        outer = zip(labels, LABELS, strict=True)  # of the language model around the backbone, or else the backbone's own
+        # Labels of the surrounding language model, or else the backbone's own labels.
+        outer = zip(labels, LABELS, strict=True)
         plain, shifted = (value if value is not None else kwargs.get(name) for value, name in outer)
         said = (kwargs.get(name) for name in (*SHARED_INPUTS, EMBEDS, *PER_TOKEN))
         given = [x for x in (*said, plain, shifted) if isinstance(x, Tensor)]
@@ -242,7 +276,7 @@ class SharedPrefixes:
             found = look()
             shares = isinstance(found, Tree) and found.tokens < found.tokens_of_rows
             if shares and self.rows == "auto" and draws_noise(self.module):
-                found = look(least=ids.shape[1] + 1)  # padding alone is left out
+                found = look(least=ids.shape[1] + 1)  # share no tokens, drop padding only
                 found = found if isinstance(found, Tree) else NOISE_IS_SEEN
             self._looked = key, found
         tree = self._looked[1]
@@ -253,21 +287,24 @@ class SharedPrefixes:
         return tree
 
     def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:
-        """The packed row of a call whose kind was tried, or why that found against it."""
+        """Return the packed row for a call of a tried kind, or the reason from the trial."""
         reason = self.trials.verdicts[self.trials.kind_of(kwargs)][any(tree.padding())]
         return tree if reason is None else reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
-        """Tell other ranks of a call, with these arguments, that none of its rows share. [Note: trial of sharing]"""
+        """Tell other ranks that no rows of this call share prefixes. [Note: trial of sharing]"""
         if must_agree(self.module):
             self._agreed(kwargs, may_try=False)
 
     def _agreed(self, kwargs: Mapping[str, Any], may_try: bool, wants: bool = False) -> bool:
-        """Whether all ranks try the kind of this call now: it is that of all, and one of them wants to. Each call asks,
-        since no rank knows what is new to another.
+        """True if all ranks try this kind of call now: all have the same kind, and one rank wants
+        the trial.
+
+        Each call exchanges this, because no rank can tell which kinds are new to another rank.
 
         Args:
-            may_try: on this rank the call may be tried. wants: it is new, and saves something.
+            may_try: True if the call may be tried on this rank.
+            wants: True if the kind is new on this rank and its packed row saves tokens.
         """
         device = next((value.device for value in kwargs.values() if isinstance(value, Tensor)), torch.device("cpu"))
         kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if may_try else 0
@@ -276,21 +313,30 @@ class SharedPrefixes:
 
 
 def _apart(sites: list[LayerSite]) -> int:
-    """Tokens between two places where rows part: a chunk of a layer with states ends at each."""
+    """Return the minimum number of tokens between two branching positions.
+
+    A chunk of a layer with states ends at each of these positions.
+    """
     return max((site.kind.states.least for site in sites), default=1)
 
 
 def _a_chunk(sites: list[LayerSite]) -> float:
-    """Tokens that one chunk more costs, of which attention's layers have no more for a packed row."""
+    """Return the cost of an additional chunk, in tokens, averaged over the layers.
+
+    A packed row needs additional chunks in layers with states only.
+    """
     return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
 
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
-    """[B, T] in bool: which tokens predict a label, all where labels are of some tokens; None where there are none."""
+    """Return [B, T] in bool, the tokens that predict a label; None without labels.
+
+    All tokens are True if labels cover an unknown part of the tokens.
+    """
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
         return shifted != IGNORED
     if isinstance(plain, Tensor) and plain.shape == ids.shape:
         return nn.functional.pad(plain[:, 1:] != IGNORED, (0, 1))
-    if isinstance(plain, Tensor) and plain.dim() == 2 and plain.shape[0] == ids.shape[0]:  # of logits_to_keep
+    if isinstance(plain, Tensor) and plain.dim() == 2 and plain.shape[0] == ids.shape[0]:  # labels for logits_to_keep
         return torch.ones_like(ids, dtype=torch.bool)
     return None

@@ -1,7 +1,9 @@
-"""Hidden states of a call's rows after it was computed as a packed row, for a program that reads logits at padding.
+"""Hidden states of a call's rows, computed after its packed row, for a program that reads logits at
+padding.
 
-A second forward is that of the first only while the model is as it was. Weights, buffers and modes are compared by
-their versions and values; and the tokens of the packed row are computed once more, and have to be what they were.
+A second forward equals the first only while the model is unchanged. Versions of weights and buffers
+and the modules' modes are compared. In addition, the tokens of the packed row are recomputed, and
+must equal the first results.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from streambp.lazy.deferred import Deferred
 from streambp.prefixes.admission import BAR, BAR_IN_HALF, draws_noise
 from streambp.prefixes.tree import Tree
 
-PLAIN = (bool, int, float, str, type(None))  # values of a module's attributes that say how it computes
+PLAIN = (bool, int, float, str, type(None))  # types of module attributes that may change its results
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """How a model computes, at one moment.
+    """Snapshot of a model's tensors and flags.
 
-    written: its tensors, and how often each was written to.
-    flags: of a model that draws noise, the plain attributes of its modules.
+    Attributes:
+        written: parameters and buffers, and the version of each tensor.
+        flags: plain attributes of each module, if the model draws noise.
     """
 
     written: list[tuple[Tensor, int]]
@@ -37,13 +40,19 @@ class Moment:
 
     @classmethod
     def of(cls, module: nn.Module) -> Moment:
-        """The moment that it is now."""
+        """Return a snapshot of the module's current state."""
         tensors = [*module.parameters(), *module.buffers()]
-        written = [(x, 0 if x.is_inference() else x._version) for x in tensors]
-        return cls(written, _flags(module) if draws_noise(module) else [])
+        written = []
+        for x in tensors:
+            version = 0 if x.is_inference() else x._version
+            written.append((x, version))
+        flags: list[dict[str, Any]] = []
+        if draws_noise(module):
+            flags = _flags(module)
+        return cls(written, flags)
 
     def is_over(self, module: nn.Module) -> bool:
-        """Whether something has changed since."""
+        """True if the module has changed since the snapshot."""
         now = Moment.of(module)
         if len(now.written) != len(self.written) or now.flags != self.flags:
             return True
@@ -52,7 +61,10 @@ class Moment:
 
 
 def _flags(module: nn.Module) -> list[dict[str, Any]]:
-    """Of each module its plain attributes, and its lists of names (peft's adapters that are switched on)."""
+    """Return each module's plain attributes and lists of names.
+
+    An example of a list of names is peft's list of active adapters.
+    """
     found = []
     for part in module.modules():
         flags: dict[str, Any] = {n: x for n, x in vars(part).items() if isinstance(x, PLAIN)}
@@ -66,7 +78,9 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
 class Again:
     """A backbone's forward over the rows of a call, after that call.
 
-    run: gives its output. handed_out: logits of the call go to its caller, who may read padding.
+    Attributes:
+        run: returns the forward's output.
+        handed_out: True if logits of the call go to its caller, who may read padding.
     """
 
     run: Callable[[], Any]
@@ -74,29 +88,35 @@ class Again:
 
 
 class LateRows:
-    """A call's rows, computed when something reads padding. [Note: padding that is read]
+    """A call's rows, computed when the program reads padding. [Note: padding that is read]
 
     Args:
-        module: the backbone. again: its forward over the call's rows.
-        tree: as which they were computed.
-        told: hears that padding is read.
+        module: the backbone.
+        again: the backbone's forward over the call's rows.
+        tree: the packed row of the first forward.
+        told: called when the program reads padding.
     """
 
     def __init__(self, module: nn.Module, again: Again, tree: Tree, told: Callable[[], None]) -> None:
-        self.module, self.again, self.tree, self.told = module, again, tree, told
+        self.module = module
+        self.again = again
+        self.tree = tree
+        self.told = told
         self.moment = Moment.of(module)
-        self.graded, self.inferred = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.graded = torch.is_grad_enabled()
+        self.inferred = torch.is_inference_mode_enabled()
         self.autocast: Autocast | None = None
         self.source: Tensor | None = None
 
     def of(self, output: Any) -> Callable[[bool], Tensor] | None:
-        """Remember the hidden states [N, h] in the output of the packed row.
+        """Store the hidden states [N, h] in the output of the packed row.
 
         Returns:
-            `compute`; None where these are real, and nobody outside of the model reads padding.
+            `compute`; None if the hidden states are real and no code outside of the model reads
+                padding.
 
         Raises:
-            UnsharedError: they are real, and somebody may.
+            UnsharedError: the hidden states are real, and other code may read padding.
         """
         hidden = output[0]
         if not isinstance(hidden, Deferred) or hidden.written is not None:
@@ -108,7 +128,7 @@ class LateRows:
         return self.compute
 
     def compute(self, graded: bool) -> Tensor:
-        """The hidden states of the rows, [B * T, h].
+        """Return the hidden states of the rows, [B * T, h].
 
         Raises:
             StreamBPError: the model has changed since.
@@ -131,18 +151,21 @@ class LateRows:
             yield
 
     def _compare(self, rows: Tensor) -> None:
-        """Tokens have to be what they were in the packed row, but for rounding."""
+        """Raise if recomputed tokens differ from the packed row's by more than rounding."""
         assert self.source is not None
         if self.moment.flags:
-            return  # another draw of its noise
+            return  # the second forward draws other noise
         places = self.tree.places(rows.device).flatten()  # [B * T]
         here = places < self.tree.length
-        before, now = self.source[places[here]], rows[here]
+        before = self.source[places[here]]
+        now = rows[here]
         difference = now.double() - before.double()
         if rows.dtype in HALF:
-            distance, bar = difference.norm() / before.double().norm().clamp(min=1e-30), BAR_IN_HALF
+            distance = difference.norm() / before.double().norm().clamp(min=1e-30)
+            bar = BAR_IN_HALF
         else:
-            distance, bar = difference.abs().max() / before.abs().max().clamp(min=1e-30), BAR
+            distance = difference.abs().max() / before.abs().max().clamp(min=1e-30)
+            bar = BAR
         if not bool(distance <= bar):
             raise _changed()
 

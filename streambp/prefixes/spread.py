@@ -1,7 +1,7 @@
-"""Outputs of the packed row, given to each row that shares their tokens; gradients are summed over these rows.
+"""Copy outputs of the packed row to each row that shares their tokens.
 
-A token's gradient is the sum over the rows that share it. It is summed in promote_types(dtype,
-float32), row after row in their order, and rounded once.
+A token's gradient is the sum over the rows that share the token. The sum is computed in
+promote_types(dtype, float32), in the order of the rows, and rounded once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from streambp.prefixes.tree import Tree
 
 
 class Spread(torch.autograd.Function):
-    """x [N, ...] of a tree's packed row -> [B, T, ...] of its rows.
+    """Autograd Function from x [N, ...] of a tree's packed row to [B, T, ...] of the batch's rows.
 
-    Where these are padded they get the first token's values: a loss that takes padding in, which it should not, has a
-    gradient there, and zeros might have none.
+    Padding gets the first token's values. A loss must not include padding. If a loss does, these
+    values give it a gradient there, which raises; zeros might have no gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tree: Tree) -> Tensor:
-        """A new tensor [B, T, ...] in x's dtype."""
+        """Return a new tensor [B, T, ...] in x's dtype."""
         ctx.tree = tree
         spread = x.new_empty(len(tree.rows), tree.width, *x.shape[1:])
         for row, here, there in _places(tree):
@@ -39,7 +39,7 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """From [B, T, ...] the sums [N, ...], in grad's dtype.
+        """Return the sums [N, ...] of grad [B, T, ...], in grad's dtype.
 
         Raises:
             BackwardError: a gradient arrives at padding, which was not computed.
@@ -54,16 +54,19 @@ class Spread(torch.autograd.Function):
 
 
 class Behind(torch.autograd.Function):
-    """x [N, h] -> [N + 1, h], with what stands for padding behind it: the first token's values, as in `Spread`."""
+    """Autograd Function that appends a row for padding: x [N, h] -> [N + 1, h].
+
+    The appended row has the first token's values, as in `Spread`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """A new tensor [N + 1, h]."""
+        """Return a new tensor [N + 1, h]."""
         return torch.cat([x, x[:1]])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The gradient of x [N, h], from that of [N + 1, h].
+        """Return the gradient of x [N, h] from the gradient of [N + 1, h].
 
         Raises:
             BackwardError: a gradient arrives at padding.
@@ -73,7 +76,11 @@ class Behind(torch.autograd.Function):
 
 
 def _at_places(x: Deferred, tree: Tree) -> Deferred:
-    """What is deferred of the packed row, deferred of its rows: the hidden states [N, h] stay. [Note: places]"""
+    """Return the packed row's deferred tensor as the batch's deferred tensor, with the same hidden
+    states [N, h].
+
+    [Note: places]
+    """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
     if source.shape[0] != tree.length or x.recipe.places is not None:
         raise UnsharedError(f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens")
@@ -83,10 +90,12 @@ def _at_places(x: Deferred, tree: Tree) -> Deferred:
 
 
 def with_late_padding(x: Deferred, tree: Tree, compute: Callable[[bool], Tensor]) -> Deferred:
-    """What is deferred of the packed row [N, h], deferred of its rows [B, T, h]. [Note: padding that is read]
+    """Return the packed row's deferred tensor [N, h] as the batch's deferred tensor [B, T, h].
+
+    [Note: padding that is read]
 
     Args:
-        compute: gives the hidden states of the rows, [B * T, h], if something reads padding.
+        compute: returns the hidden states of the rows, [B * T, h], if the program reads padding.
 
     Raises:
         UnsharedError: x has another shape.
@@ -102,7 +111,7 @@ def with_late_padding(x: Deferred, tree: Tree, compute: Callable[[bool], Tensor]
 
 
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
-    """A row, a part of its columns, and their place in the packed row."""
+    """Yield for each piece of each row: the row, its columns, and its tokens in the packed row."""
     for index, row in enumerate(tree.rows):
         for piece in row.pieces:
             start = row.column + piece.at
@@ -110,11 +119,13 @@ def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
 
 
 def refuse(*parts: Tensor) -> None:
-    """Refuse gradients [...] of padding. Where a step has overflowed, it gets NaN from what it has in common with tokens:
-    that is left alone.
+    """Refuse finite gradients [...] at padding.
+
+    After an overflow, padding gets NaN from operations that mix padding with tokens; NaN is
+    ignored.
 
     Raises:
-        BackwardError: there is one.
+        BackwardError: a gradient at padding is finite and not zero.
     """
     if parts and bool(torch.stack([((part != 0) & part.isfinite()).any() for part in parts]).any()):
         raise BackwardError(
@@ -125,10 +136,14 @@ def refuse(*parts: Tensor) -> None:
 
 
 def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) -> Tensor:
-    """[1, N, ...] -> [B, T, ...], and [N, ...] -> [B * T, ...], in x's dtype; N are the tokens of the packed row.
+    """Return x of the packed row as a tensor of the batch, in x's dtype.
+
+    [1, N, ...] becomes [B, T, ...], and [N, ...] becomes [B * T, ...]. N is the length of the
+    packed row.
 
     Args:
-        late: gives the hidden states of rows, for what is deferred; None: it has another token's at padding.
+        late: returns the hidden states of the rows, for deferred tensors; None: padding has another
+            token's values.
 
     Raises:
         UnsharedError: x has another shape.
@@ -136,7 +151,9 @@ def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) 
     if isinstance(x, Deferred):
         if x.written is not None:
             return spread(x.written, tree)
-        return _at_places(x, tree) if late is None else with_late_padding(x, tree, late)
+        if late is None:
+            return _at_places(x, tree)
+        return with_late_padding(x, tree, late)
     if x.dim() > 1 and tuple(x.shape[:2]) == (1, tree.length):
         rows: Tensor = Spread.apply(x[0], tree)
         return rows
@@ -152,10 +169,12 @@ def spread_all(
     done: dict[int, Tensor] | None = None,
     late: Callable[[bool], Tensor] | None = None,
 ) -> Any:
-    """The same of every tensor [1, N, ...] or [N, ...] in a model's output; one that stands there twice stays one.
+    """Return a model's output with `spread` applied to each tensor [1, N, ...] or [N, ...].
+
+    A tensor that occurs twice in the output is converted once.
 
     Raises:
-        UnsharedError: one of them is none of the packed row's tokens.
+        UnsharedError: a tensor has another shape.
     """
     done = {} if done is None else done
     if isinstance(output, Tensor):

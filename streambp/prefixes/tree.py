@@ -1,12 +1,14 @@
-"""One packed row that holds the tokens of a batch: none of its padding, and once what rows have in common.
+"""Pack the tokens of a batch into one row: without padding, and with shared prefixes only once.
 
-[Note: tree of rows] A token of a row is what the row holds up to it: two rows share a token if their ids are the same from
-the first to it, at the same positions. So the tokens that are computed form a tree. It is written down depth first, one
-segment after the other: a row whose tokens are new from some place on adds these as a segment, and what stands before them
-are pieces of earlier segments. A query reads the pieces before its segment, and its own segment up to itself; all of these
-come before it in the packed row, which is therefore causal like any other.
+[Note: tree of rows] Two rows share a token if their ids are equal from the first token up to that
+token, at the same positions. The computed tokens therefore form a tree. The packed row contains the
+tree depth first, segment after segment. The tokens of a row from its first new token on form a
+segment; the tokens before the segment are pieces of earlier segments. A query reads the pieces
+before its segment, and its own segment up to itself. All of these tokens come earlier in the packed
+row, so the packed row is causal like any other row.
 
-Left padding is no part of a row, and a row's position is counted without it. Padding is not computed at all.
+Left padding is no part of a row, and a row's positions are counted without padding. Padding is not
+computed.
 """
 
 from __future__ import annotations
@@ -22,16 +24,22 @@ from torch import Tensor
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import Forks
 
-LEAST = 64  # tokens that a branch must share to be one: fewer cost more in small blocks of attention than they save
-SAVES = 0.1  # of B * T tokens: what a packed row must save, so that prefixes that are equal by chance cost nothing
-A_CHUNK = 64  # tokens, as many as a chunk of a layer with states costs beside its own: measured 38 and more on a CPU
+LEAST = 64  # minimum of shared tokens; with fewer, small attention blocks cost more than they save
+SAVES = 0.1  # minimum savings, fraction of B * T tokens; ignores prefixes that are equal by chance
+A_CHUNK = 64  # overhead of a chunk in layers with states, in tokens; 38 and more on a CPU
 NOTHING = "a packed row saves too little: the last call's rows have no padding, and no beginning in common"
-WIDER = 4  # how much more is compared where all that was compared is equal
+WIDER = 4  # growth of the compared range while rows match
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tokens [start, stop) of the packed row: those of a row from its token `at` on, counted without padding."""
+    """Tokens [start, stop) of the packed row that are consecutive tokens of a batch row.
+
+    Attributes:
+        at: index of the first token in the batch row, counted without padding.
+        start: first token in the packed row.
+        stop: end in the packed row.
+    """
 
     at: int
     start: int
@@ -40,20 +48,31 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row's tokens, first to last: it begins in `column` of the batch, behind its padding. () has padding alone."""
+    """A batch row as pieces of the packed row.
+
+    Attributes:
+        column: the row's first column without padding.
+        pieces: the row's tokens, first to last; (): padding alone.
+    """
 
     column: int
     pieces: tuple[Piece, ...]
 
     @property
     def length(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """New tokens of the packed row, as `own` says; `row` of the batch has them, behind those of the pieces `before`."""
+    """New tokens of the packed row.
+
+    Attributes:
+        row: index of the batch row that contains the tokens.
+        own: the new tokens.
+        before: pieces of the row before the new tokens.
+    """
 
     row: int
     own: Piece
@@ -64,11 +83,15 @@ class Segment:
 class Tree:
     """Rows of a batch [B, T] as pieces of one packed row of `length` tokens. [Note: tree of rows]
 
+    A rotary embedding may depend on the highest position of a batch, and padding may have the
+    highest position. The packed row then ends with an additional token at that position, which no
+    batch row contains.
+
     Args:
         width: T.
-        rows: of the batch, in its order. segments: of the packed row, first to last; together they cover its tokens.
-        furthest: the position of one more token at the end of the packed row, which no row has: a rotary embedding that
-            depends on the highest position of a batch finds it there, where padding alone has it. None: there is none.
+        rows: the batch's rows, in order.
+        segments: segments of the packed row, first to last; together they contain all its tokens.
+        furthest: position of the additional token; None: no additional token.
     """
 
     width: int
@@ -78,39 +101,47 @@ class Tree:
 
     @property
     def tokens(self) -> int:
-        """Tokens that rows have, each once."""
+        """Number of distinct tokens of the rows."""
         return self.segments[-1].own.stop if self.segments else 0
 
     @property
     def length(self) -> int:
-        """Tokens of the packed row."""
+        """Number of tokens of the packed row."""
         return self.tokens + (self.furthest is not None)
 
     @property
     def tokens_of_rows(self) -> int:
-        """Tokens of all rows, without padding."""
+        """Number of tokens of all rows, without padding."""
         return sum(row.length for row in self.rows)
 
     @functools.cached_property
     def forks(self) -> Forks:
-        """Where in the packed row each segment starts, and where it goes on from, for `ChunkPlan`."""
+        """Return for `ChunkPlan` the start of each segment in the packed row and the token that it
+        continues.
+        """
         found = [(s.own.start, s.before[-1].stop if s.before else 0) for s in self.segments]
         return (*found, *([] if self.furthest is None else [(self.tokens, 0)]))
 
     @property
     def pieces(self) -> int:
-        """How many there are between the places where rows part or end: as many chunks as layers with states need."""
+        """Count the pieces between positions where rows branch or end.
+
+        Layers with states need at least as many chunks.
+        """
         return len({0, self.length, *itertools.chain.from_iterable(self.forks)}) - 1
 
     def padding(self) -> Iterator[tuple[int, int, int]]:
-        """Of each row the columns [start, stop) that hold no token: row, start, stop."""
+        """Yield the columns without a token: (row, start, stop)."""
         for index, row in enumerate(self.rows):
             for start, stop in ((0, row.column), (row.column + row.length, self.width)):
                 if start < stop:
                     yield index, start, stop
 
     def places(self, device: torch.device) -> Tensor:
-        """[B, T]: where the packed row has each token of the batch; for padding its length, which is behind it."""
+        """Return [B, T], the position in the packed row of each token of the batch.
+
+        Padding gets the packed row's length, a position behind its end.
+        """
         found = torch.full((len(self.rows), self.width), self.length, device="cpu")
         for index, row in enumerate(self.rows):
             for piece in row.pieces:
@@ -119,16 +150,17 @@ class Tree:
         return found.to(device)
 
     def packed(self, batch: Tensor) -> Tensor:
-        """The packed row [1, tokens, ...] of a batch [B, T, ...]."""
+        """Return the packed row [1, tokens, ...] of a batch [B, T, ...]."""
         columns = ((s.row, self.rows[s.row].column + s.own.at, s.own.stop - s.own.start) for s in self.segments)
-        rows = batch.unbind()  # whose gradients are stacked; that of batch[row] is as large as the batch
+        rows = batch.unbind()  # gradients are stacked; the gradient of batch[row] would have the batch's size
         return torch.cat([rows[row][start : start + size] for row, start, size in columns])[None]
 
     def spans(self, window: int | None = None) -> Spans:
-        """What the packed row's queries read.
+        """Return the keys that each query of the packed row reads.
 
         Args:
-            window: of that many tokens of a row, the query among them; None: all before it.
+            window: number of a row's tokens that a query reads, including the query; None: all
+                earlier tokens.
         """
         own = [Run(segment.own.start, segment.own.stop, segment.own.start) for segment in self.segments]
         if self.furthest is not None:
@@ -137,7 +169,10 @@ class Tree:
         return Spans(self.length, ((*own, *before),), window)
 
     def _whole_pieces(self) -> Iterator[Run]:
-        """Neighbouring segments behind the same tokens read these in one run, however far each of them goes."""
+        """Yield one run for neighbouring segments that read the same earlier tokens.
+
+        The segments may have different lengths.
+        """
         cuts = sorted({edge for s in self.segments for piece in s.before for edge in (piece.start, piece.stop)})
         readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for segment in self.segments:
@@ -151,18 +186,26 @@ class Tree:
             yield from (Run(q0, q1, k0, k1) for q0, q1 in queries)
 
     def _pieces_within(self, window: int) -> Iterator[Run]:
-        """Where positions count, each segment has a distance of its own from what it reads."""
+        """Yield runs for each segment separately, because its distance to earlier tokens
+        differs.
+        """
         for segment in self.segments:
             for piece in segment.before:
                 shift = (segment.own.start - segment.own.at) - (piece.start - piece.at)
-                last = min(segment.own.stop, piece.stop - 1 + window + shift)  # the first query that reads nothing of it
+                last = min(segment.own.stop, piece.stop - 1 + window + shift)  # end of the queries that read the piece
                 if segment.own.start < last:
                     yield Run(segment.own.start, last, piece.start, piece.stop, shift)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What is known of a row: its first column, its tokens, and the position of the first."""
+    """A batch row's extent.
+
+    Attributes:
+        column: first column without padding.
+        length: number of tokens.
+        position: position of the first token.
+    """
 
     column: int
     length: int
@@ -179,20 +222,21 @@ def find_tree(
     apart: int = 1,
     a_chunk: float = 0,
 ) -> Tree | str:
-    """The tree of a batch's rows; or why they are better computed as they are, or have to be.
+    """Return the tree of a batch's rows, or the reason against a packed row.
+
+    Reads values from the device, a few times for each row.
 
     Args:
         ids: [B, T], integers.
-        mask: [B, T], zero for padding; None: there is none.
-        positions: [1 or B, T], or [axes, 1 or B, T], where axes are 3 or first is that of text, integers or floats; None:
-            the columns.
-        labelled: [B, T] in bool, whose outputs are scored; None: nobody says.
-        least: tokens that a branch shares at least. saves: of B * T tokens, padding among them, what has to be saved.
-        apart: tokens between two places where rows part, and before their ends, at least; for that a branch may share a few
-            tokens less.
-        a_chunk: tokens that a chunk costs beside its own, where chunks end at each of these places.
-
-    Waits for the device, a few times for each row.
+        mask: [B, T], zero for padding; None: no padding.
+        positions: [1 or B, T] or [axes, 1 or B, T], integers or floats; None: the columns.
+            The first axis is text, unless three axes lack text.
+        labelled: [B, T] in bool, outputs with a label; None: unknown.
+        least: minimum number of tokens that a branch shares.
+        saves: minimum savings, as a fraction of B * T tokens including padding.
+        apart: minimum number of tokens between two branching positions, and before row ends. A
+            branch may share a few tokens less for that reason.
+        a_chunk: cost of a chunk in tokens, if chunks end at each of these positions.
     """
     found = _look_at(ids, mask, positions, labelled)
     if isinstance(found, str):
@@ -214,12 +258,15 @@ def find_tree(
 def _look_at(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
 ) -> tuple[list[_Known], float | None] | str:
-    """What is known of each row, and the highest position of the batch if padding alone has it; or why rows stay apart."""
+    """Return the extent of each row, or the reason against a packed row.
+
+    The second value is the highest position of the batch if only padding has it; else None.
+    """
     batch_size, width = ids.shape
     columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)
     given = columns[None] if positions is None else positions.reshape(-1, *positions.shape[-2:])  # [axes, B, T]
     given = given.to(ids.device).expand(-1, batch_size, -1)
-    positions = columns if len(given) == 3 else given[0]  # [B, T], of text
+    positions = columns if len(given) == 3 else given[0]  # [B, T], text positions
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) != 0  # [B, T]
     first = real.int().argmax(1)
     last = width - 1 - real.flip(1).int().argmax(1)
@@ -228,9 +275,12 @@ def _look_at(
     grows = ((positions[:, 1:] - positions[:, :-1] == 1) | ~both).all(1)
     scored = (torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)).to(first.dtype)
     start = positions.gather(1, first[:, None])[:, 0]
-    highest = given.amax((0, 2)), given.amax(0).masked_fill(~real, -1).amax(1)  # [B], of all tokens and of real ones
+    highest = (
+        given.amax((0, 2)),
+        given.amax(0).masked_fill(~real, -1).amax(1),
+    )  # [B] each: over all tokens, and without padding
     counts = torch.stack([first, last - first + 1, length, grows.to(first.dtype), scored])
-    # Positions keep their dtype: those with a fraction are no integers.
+    # Positions may have a fraction, so the table is float64 then.
     placed = torch.stack([start, *highest])
     if placed.is_floating_point():
         counts = counts.to(torch.float64)
@@ -248,17 +298,17 @@ def _look_at(
 
 
 def _write_down(ids: Tensor, known: list[_Known], least: int, apart: int) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
-    """The segments of all rows, depth first, and what each row is made of."""
-    if any(row.column for row in known):  # each row from its first token on; anything behind its last
+    """Return the segments of all rows, depth first, and each row's pieces."""
+    if any(row.column for row in known):  # shift rows left to their first token
         firsts = torch.tensor([row.column for row in known], device=ids.device)
         columns = (torch.arange(ids.shape[1], device=ids.device) + firsts[:, None]).clamp(max=ids.shape[1] - 1)
         ids = ids.gather(1, columns)
-    # Rows that have `least` tokens in common are looked at together: most rows of most batches are alone.
+    # Group rows that share `least` tokens: most rows of most batches share nothing.
     starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
     alike: dict[tuple[float, ...], list[int]] = {}
     for index, (known_row, start) in enumerate(zip(known, starts, strict=True)):
         alike.setdefault((known_row.position, start) if known_row.length >= least else (index,), []).append(index)
-    # Rows that are not written down yet, and the pieces that they have in common.
+    # Groups of rows without pieces yet, and the pieces that each group shares.
     waiting: list[tuple[list[int], tuple[Piece, ...]]] = [(rows, ()) for rows in reversed(alike.values())]
     segments: list[Segment] = []
     pieces: dict[int, tuple[Piece, ...]] = {}
@@ -271,17 +321,17 @@ def _write_down(ids: Tensor, known: list[_Known], least: int, apart: int) -> tup
             own = Piece(depth, end, end + known[pivot].length - depth)
             segments.append(Segment(pivot, own, before))
             pieces[pivot], end = (*before, own), own.stop
-            if before and before[-1].stop == own.start:  # they follow each other in the packed row
+            if before and before[-1].stop == own.start:  # adjacent in the packed row
                 pieces[pivot] = (*before[:-1], Piece(before[-1].at, before[-1].start, own.stop))
         common = _common(ids, pivot, others, depth, [row.length for row in known], least)
         for row, at in common.items() if apart > 1 else ():
-            if at != known[row].length:  # a row that ends there adds nothing
+            if at != known[row].length:  # a row that ends here has no own segment
                 at = min(at, known[row].length - apart, known[pivot].length - apart)
                 common[row] = at - at % apart
         beside = [row for row in others if common[row] - depth < least]
         if beside:
             waiting.append((beside, before))
-        for at in sorted({at for at in common.values() if at - depth >= least}):  # the longest is popped first
+        for at in sorted({at for at in common.values() if at - depth >= least}):  # the stack pops the longest first
             ahead = (piece for piece in pieces[pivot] if piece.at < at)
             path = tuple(Piece(p.at, p.start, min(p.stop, p.start + at - p.at)) for p in ahead)
             waiting.append(([row for row in others if common[row] == at], path))
@@ -289,9 +339,13 @@ def _write_down(ids: Tensor, known: list[_Known], least: int, apart: int) -> tup
 
 
 def _common(ids: Tensor, pivot: int, others: list[int], depth: int, lengths: list[int], least: int) -> dict[int, int]:
-    """How many tokens each of the others has in common with the pivot; all have `depth`.
+    """Return how many first tokens each of the other rows shares with the pivot row.
 
-    Compares a few at first, and more of those that are the same so far: rows that part soon cost next to nothing.
+    The first comparison covers a few tokens, and each later comparison more tokens of the rows that
+    still match. Rows that differ early therefore cost little.
+
+    Args:
+        depth: number of tokens that all rows share.
     """
     found = {row: min(lengths[row], lengths[pivot]) for row in others}
     same, start, size = others, depth, max(least, 1)

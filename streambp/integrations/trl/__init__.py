@@ -1,4 +1,4 @@
-"""TRL's trainers, streamed: `StreamSFTTrainer` for `SFTTrainer`, and so on, with `Stream*Config` for their configs."""
+"""Streamed versions of TRL's trainers: `StreamSFTTrainer` with `StreamSFTConfig`, and so on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [*MODULES, "keep_groups"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a trainer's module when it is asked for: TRL's trainers are slow to import."""
+    """Import a trainer's module on first use, because TRL's trainers are slow to import."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with required("trl"):

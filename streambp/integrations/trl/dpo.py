@@ -1,4 +1,4 @@
-"""`StreamDPOTrainer`."""
+"""Streamed version of TRL's `DPOTrainer`."""
 
 from __future__ import annotations
 

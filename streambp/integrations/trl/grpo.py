@@ -1,4 +1,4 @@
-"""`StreamGRPOTrainer`."""
+"""Streamed version of TRL's `GRPOTrainer`."""
 
 from __future__ import annotations
 

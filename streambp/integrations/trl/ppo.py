@@ -1,8 +1,10 @@
-"""`StreamPPOTrainer`: proximal policy optimisation, which TRL no longer has, on its trainer of today.
+"""`StreamPPOTrainer`: proximal policy optimisation on TRL's current GRPOTrainer; TRL has removed
+its own PPO.
 
-TRL's GRPOTrainer generates (with transformers or vLLM), calls the rewards, shuffles and splits the rollouts into
-minibatches and repeats them for several epochs (`num_iterations`). What is PPO's own is here: values, rewards per token
-with a KL penalty, generalised advantages, and the clipped losses of policy and value.
+GRPOTrainer generates (with transformers or vLLM) and calls the rewards. GRPOTrainer also shuffles
+and splits the rollouts into minibatches, and repeats the minibatches for several epochs
+(`num_iterations`). This module adds values, rewards per token with a KL penalty, generalised
+advantages, and the clipped losses of policy and value.
 """
 
 from __future__ import annotations
@@ -35,16 +37,22 @@ VALUE_FILE = "value.safetensors"
 
 @dataclasses.dataclass
 class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL is not typed
-    """TRL's `GRPOConfig`, of which `num_iterations` (epochs), `epsilon` (clip range) and `entropy_coef` mean the same here,
-    with PPO's own fields. What shapes GRPO's loss alone (`loss_type`, `delta`, ...) is refused; its `beta` is `kl_coef`.
+    """TRL's `GRPOConfig` with PPO's own fields.
+
+    `num_iterations` (epochs), `epsilon` (clip range) and `entropy_coef` have GRPO's meaning. Fields
+    of GRPO's loss alone (`loss_type`, `delta`, ...) are refused. `beta` is named `kl_coef`.
 
     Args:
-        kl_coef: penalty a token on log p_old - log p_ref; 0 leaves the reference model out.
-        kl_target: KL (nats a completion) that kl_coef is steered to (arXiv 1909.08593, section 2.2); None: it stays fixed.
-        kl_horizon: completions over which it is steered.
-        gamma, lam: of generalised advantage estimation.
+        kl_coef: penalty per token on log p_old - log p_ref; 0: no reference model.
+        kl_target: target KL, in nats per completion, that kl_coef is adapted to (arXiv 1909.08593,
+            section 2.2); None: kl_coef is constant.
+        kl_horizon: number of completions over which kl_coef adapts.
+        gamma, lam: parameters of generalised advantage estimation.
         value_coef, value_clip_range: weight and clip range of the value loss.
-        whiten_advantages, whiten_rewards: to variance 1 over the rollouts of one process; rewards without the KL penalty.
+        whiten_advantages: scale advantages to mean 0 and variance 1 over the rollouts of one
+            process.
+        whiten_rewards: scale rewards to variance 1 over the rollouts of one process, before the KL
+            penalty.
     """
 
     num_generations: int | None = dataclasses.field(default=2, metadata={"help": "Completions per prompt."})
@@ -74,11 +82,13 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
 
 
 class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
-    """PPO on a streamed policy; arguments as TRL's `GRPOTrainer`, with `args` a `StreamPPOConfig`.
+    """PPO on a streamed policy. Arguments are those of TRL's `GRPOTrainer`, with `args` a
+    `StreamPPOConfig`.
 
     Args:
-        value_model: a model that gives one logit a token (`AutoModelForTokenClassification` with `num_labels=1`). None: a
-            value head on the policy's own backbone, whose gradients reach the backbone in the policy's backward.
+        value_model: a model with one logit per token (`AutoModelForTokenClassification` with
+            `num_labels=1`). None: a value head on the policy's own backbone; its gradients reach
+            the backbone in the policy's backward.
     """
 
     trl_module = trl.trainer.grpo_trainer
@@ -90,7 +100,7 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
             raise StreamBPError(f"args is {type(settings).__name__}; StreamPPOTrainer needs a StreamPPOConfig.")
         model = kwargs.get("model", args[0] if args else None)
         in_memory = isinstance(model, nn.Module) and not is_peft_model(model) and kwargs.get("peft_config") is None
-        settings.beta = 0.0 if in_memory else settings.kl_coef  # TRL loads the reference from where a model came from
+        settings.beta = 0.0 if in_memory else settings.kl_coef  # TRL would load the reference by path
         super().__init__(*args, **kwargs)
         self.kl_coef = self.beta = settings.beta = settings.kl_coef
         if in_memory and settings.kl_coef != 0.0:
@@ -109,7 +119,7 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
             dtype = torch.promote_types(weight.dtype, torch.float32)
             size = full_shape(weight)[1]
             head = nn.Linear(size, 1, device=weight.device, dtype=dtype)  # [..., h] -> one value each [..., 1]
-            nn.init.normal_(head.weight, std=1.0 / (size + 1))  # it starts near zero
+            nn.init.normal_(head.weight, std=1.0 / (size + 1))  # start near zero
             nn.init.zeros_(head.bias)
             policy.add_module(VALUE_HEAD, head)
 
@@ -142,7 +152,9 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return output
 
     def _token_rewards(self, output: dict[str, Any], log_probs: Tensor, mask: Tensor) -> Tensor:
-        """[B, T]: the completion's reward at its last token, minus the KL penalty at every token."""
+        """Return [B, T]: the completion's reward at its last token, minus the KL penalty at every
+        token.
+        """
         weights = self.reward_weights.to(self._rewards.device)
         first = self.accelerator.process_index * mask.shape[0]
         scores = (self._rewards * weights).nansum(1)[first : first + mask.shape[0]]  # [B]
@@ -158,7 +170,7 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return rewards.masked_fill(~mask, 0.0)
 
     def _steer(self, divergences: Tensor) -> None:
-        """Log the KL a completion, and move kl_coef towards its target."""
+        """Log the KL per completion, and adapt kl_coef to the target."""
         mode = "train" if self.model.training else "eval"
         mean = divergences.mean().item()
         self._metrics[mode]["kl"].append(mean)
@@ -172,7 +184,7 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """log_probs, entropy and state_values of the completion tokens, [B, T]."""
+        """Return log_probs, entropy and state_values of the completion tokens, [B, T]."""
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)  # [B, prompt + completion]
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         kept = inputs["completion_ids"].shape[1]
@@ -201,7 +213,7 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return found.loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """The policy loads as any model: values go into a file of their own."""
+        """Save values to a separate file, so that the policy's file loads as any model's."""
         folder = Path(output_dir or self.args.output_dir)
         state = self.model.state_dict() if state_dict is None else state_dict
         values = {name: tensor for name, tensor in state.items() if {VALUE_HEAD, VALUE_MODEL} & set(name.split("."))}

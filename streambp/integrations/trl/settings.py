@@ -1,4 +1,4 @@
-"""The fields that `Stream*Config` add to TRL's configs."""
+"""Fields that `Stream*Config` classes add to TRL's configs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from streambp.config import StreamConfig
 
 @dataclasses.dataclass
 class StreamArguments:
-    """How the trainer's models stream.
+    """Settings of streamed models.
 
     Args:
         stream_chunk_size: tokens of each row in one chunk, or "auto".
-        stream_saves: tensors that backward need not recompute ("attn_out", "kv"); "auto": those that fit; []: none.
-        stream_offload: "cpu" keeps layer inputs and saved tensors in host memory; "auto" chooses `stream_saves` as well.
-        stream_host_memory: host memory that offloading may use, such as "96GiB".
-        stream_gpu_memory: with offloading, device memory for tensors that live longer than a chunk, such as "8GiB".
-        stream_rows: "packed" computes a batch without its padding, and common beginnings of rows once; "auto" does so where
-            the caller gets no value at padding; "as_given" computes the rows as they are.
-        stream_weights: "cpu" keeps the layers' frozen weights (LoRA bases) in host memory; "auto" those that have no room.
-        stream_share_prefixes: the former name of "packed"; it will go.
+        stream_saves: tensors that backward need not recompute ("attn_out", "kv"). "auto": as many
+            as fit; []: none.
+        stream_offload: "cpu" stores layer inputs and saved tensors in host memory; "auto" chooses
+            `stream_saves` as well.
+        stream_host_memory: maximum host memory for offloading, such as "96GiB".
+        stream_gpu_memory: device memory, if offloading, for tensors that exist longer than a chunk,
+            such as "8GiB".
+        stream_rows: "packed" computes a batch without its padding, and common beginnings of rows
+            once. "auto" packs if the caller gets no value at padding; "as_given" never packs.
+        stream_weights: "cpu" stores the layers' frozen weights (LoRA bases) in host memory; "auto"
+            only weights that do not fit on the device.
+        stream_share_prefixes: deprecated name of "packed".
     """
 
     stream_chunk_size: str = dataclasses.field(
@@ -55,7 +59,11 @@ class StreamArguments:
     )
 
     def stream_config(self) -> StreamConfig:
-        """Raises ConfigError for a value that StreamConfig does not take."""
+        """Return the settings as a `StreamConfig`.
+
+        Raises:
+            ConfigError: `StreamConfig` does not accept a value.
+        """
         size = self.stream_chunk_size
         chunk_size = int(size) if isinstance(size, str) and size.isdigit() else size
         return StreamConfig(

@@ -1,4 +1,4 @@
-"""`StreamSFTTrainer`."""
+"""Streamed version of TRL's `SFTTrainer`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class StreamSFTConfig(StreamArguments, SFTConfig):  # type: ignore[misc]  # TRL 
     """TRL's `SFTConfig` with `stream_*` fields.
 
     Args:
-        stream_batch_tokens: tokens of a micro-batch at most, in place of `per_device_train_batch_size` rows. The loss stays
-            a mean over all labels of a step, as Trainer counts them in its micro-batches (`num_items_in_batch`).
+        stream_batch_tokens: maximum number of tokens in a micro-batch; replaces
+            `per_device_train_batch_size`. The loss remains a mean over all labels of a step, as
+            Trainer counts the labels of its micro-batches (`num_items_in_batch`).
     """
 
     stream_batch_tokens: int | None = dataclasses.field(
@@ -37,10 +38,11 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
     splits_sequences = True
 
     def get_train_dataloader(self) -> Any:
-        """TRL's own, with batches by tokens where `stream_batch_tokens` is given.
+        """Return TRL's dataloader, with batches by tokens if `stream_batch_tokens` is set.
 
         Raises:
-            ConfigError: batches would be computed with their padding, rows have no known length, or one is too long.
+            ConfigError: batches would be computed with their padding, rows have no known length, or
+                a row is too long.
         """
         loader = super().get_train_dataloader()
         tokens = getattr(self.args, "stream_batch_tokens", None)  # args may be TRL's own
@@ -63,15 +65,16 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
             multiprocessing_context=loader.multiprocessing_context,
         )
         settings = self.accelerator.dataloader_config
-        even, settings.even_batches = settings.even_batches, False  # the sampler deals evenly, and accelerate wants it said
+        # The sampler's batches are even already; accelerate requires this flag to be False.
+        even, settings.even_batches = settings.even_batches, False
         try:
             return self.accelerator.prepare(by_tokens)
         finally:
             settings.even_batches = even
 
     def _lengths(self, dataset: Any) -> list[int]:
-        """Of each row, in tokens."""
-        patched = patch_of(self.model)  # its user may have patched the model before, with other settings
+        """Return the number of tokens of each row."""
+        patched = patch_of(self.model)  # an earlier patch may have other settings
         if patched is not None and patched[1].config.rows == "as_given":
             raise ConfigError(
                 'stream_batch_tokens counts tokens, and this model has rows="as_given", which computes padding as well: a '

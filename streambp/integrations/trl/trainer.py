@@ -1,4 +1,4 @@
-"""What the streamed trainers share."""
+"""Base class of the streamed trainers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from streambp.planner.auto import patch
 def add_streamed_head(
     config: StreamConfig, head_class: type[FusedHead], model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Stream a model, and give it our head where TRL would give it its own.
+    """Stream a model and add streambp's fused head; replaces TRL's function that adds TRL's fused
+    head.
 
     Args:
-        config: how it streams, unless its user has patched it.
-        args, kwargs: as TRL's `add_fused_lm_head` takes them.
+        config: settings, unless the model is patched already.
+        args, kwargs: arguments of TRL's `add_fused_lm_head`.
 
     Raises:
-        UnsupportedModelError: it has no language-model head.
+        UnsupportedModelError: the model has no language-model head.
     """
     causal = streamed_head(model)
     if causal is None:
@@ -44,17 +45,21 @@ def add_streamed_head(
 
 
 class StreamedTrainer:
-    """Comes before one of TRL's trainers among a class's bases; its arguments and everything else are TRL's.
+    """Mixin that comes before a TRL trainer among a class's bases; arguments and behaviour are
+    TRL's.
 
-    Policy and reference stream, and TRL's fused head is computed by ours. A model that was patched before keeps its own
-    settings. Where these share prefixes, a prompt's completions stay together. [Note: whole groups] The logs get numbers of
-    the steps (`StreamCallback`).
+    Policy and reference stream, and streambp's fused head replaces TRL's. A model that was patched
+    before keeps its own settings. If a model shares prefixes, the completions of a prompt stay in
+    one batch. [Note: whole groups] The logs get numbers of the steps (`StreamCallback`).
 
-    trl_module: where the TRL trainer is defined. head_class: what stands in for TRL's head. splits_sequences: whether TRL's
-        trainer can train on sequences that are split over ranks.
+    Attributes:
+        trl_module: module that defines the TRL trainer.
+        head_class: replacement for TRL's head.
+        splits_sequences: True if TRL's trainer can train on sequences that are split over ranks.
 
     Raises:
-        StreamBPError: sequences are to be split over ranks, and TRL's trainer cannot do it.
+        StreamBPError: sequences are to be split over ranks, and TRL's trainer does not support
+            splitting.
     """
 
     trl_module: ClassVar[ModuleType]
@@ -74,7 +79,10 @@ class StreamedTrainer:
         StreamCallback.add_to(self)
 
     def _refuse_split(self, parallelism: Any) -> None:
-        """TRL's own trainer would fail in its first step, on a mask of whole rows beside a shard's values."""
+        """Raise if sequences are split over ranks and TRL's trainer does not support splitting.
+
+        TRL's trainer would fail in its first step, on a mask of whole rows and values of a shard.
+        """
         sizes = {name: getattr(parallelism, name, 1) for name in SPLITS}
         if not self.splits_sequences and max(sizes.values()) > 1:
             asked = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)

@@ -1,7 +1,8 @@
-"""A value head on the policy's backbone, or a value model beside it, in one call with the policy's log-probabilities.
+"""Value head on the policy's backbone, or a value model, in one call with the policy's
+log-probabilities.
 
-The head reads the same hidden states as the language-model head, before the final norm. Both send their gradients there,
-autograd adds them up, and the backbone is differentiated once.
+The value head reads the same hidden states as the language-model head, before the final norm.
+autograd adds the gradients of both heads, and the backbone is differentiated once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
 
 
 def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Module) -> Tensor:
-    """head(norm(hidden_states)) [B, T] in promote_types(dtype, float32), a block of tokens at a time.
+    """Return head(norm(hidden_states)) [B, T] in promote_types(dtype, float32), block by block.
 
-    The norm of a block is recomputed in backward: kept for all tokens it would cost more than the hidden states.
+    Backward recomputes the norm of each block. Normed states of all tokens would need more memory
+    than the hidden states.
     """
 
     def values(block: Tensor) -> Tensor:
@@ -38,15 +40,25 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
 
 
 class PolicyAndValueHead(FusedHead):
-    """`FusedHead` that also returns `state_values`, aligned with log_probs: the value of the state before each label."""
+    """`FusedHead` that also returns `state_values`, aligned with log_probs.
+
+    A value is the value of the state before a label.
+    """
 
     def call(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
-        """As `FusedHead`; values: with `state_values`."""
+        """Run `FusedHead.call`.
+
+        Args:
+            values: True to return `state_values` as well.
+        """
         self.with_values = values
         return super().call(*args, **kwargs)
 
     def output(self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest) -> Any:
-        """`FusedHead.output`; for a call with values=True also `state_values`, shaped as log_probs, in float32 or wider."""
+        """Return `FusedHead.output`, with `state_values` for a call with values=True.
+
+        `state_values` have the shape of log_probs and a dtype of float32 or wider.
+        """
         result = super().output(kwargs, output, values, request)
         if self.with_values:
             value_model = getattr(self.module, VALUE_MODEL, None)
