@@ -1,21 +1,23 @@
 """A Linear with low-rank adapters as one operation: y = x W^T + b + s (x A^T) B^T.
 
-[Note: one product] peft computes the adapters beside the base's product: it casts x to their dtype, writes three tensors
-[..., out] and casts their sum back. Those are passes over memory, and take as long as the base's product itself. Here the
-skinny products come first, and the large product is added to what they have written (beta = 1), forward and for dx. So
-nothing of the size of x or y is read or written but by products, and y is rounded once less than peft's.
+[Note: one product] peft computes the adapters beside the base's product. It casts x to the
+adapters' dtype, writes three tensors [..., out] and casts their sum back. These passes over memory
+take as long as the base's product itself. Here the skinny products are first, and the large product
+is added to their result (beta = 1), in forward and for dx. Only matrix products then read or write
+tensors of the size of x or y, and y is rounded once less than in peft.
 
-[Note: two parts] Adapters are often float32 beside a half-precision base. Rounded to bfloat16 they would add an error that
-peft does not have, once they have grown. So each float32 factor is split into two bfloat16 parts, of which tensor cores
-compute exact products and add them in float32:
+[Note: two parts] Adapters are often float32 beside a half-precision base. Rounding trained adapters
+to bfloat16 would add an error that peft does not have. Each float32 factor is therefore split into
+two bfloat16 parts; tensor cores compute exact products of these parts and add them in float32:
 
     x A^T                   x [A_hi; A_lo]^T, both halves added
     u B^T                   [u_hi, u_lo, u_hi] [B_hi, B_hi, B_lo]^T
 
-What is left out is the product of the low parts: 2^-16 of the whole. A factor that is bfloat16 already has one part.
-`Factor.stack` holds [hi; hi; lo], so that both kinds of product read a slice of it.
+The product of the low parts is left out: 2^-16 of the result. A bfloat16 factor has one part.
+`Factor.stack` contains [hi; hi; lo], so both kinds of product read a slice of it.
 
-Biases are rows of B's stack that meet columns of ones. The scale, and that of dropout, are in B's stack as well.
+Biases are rows of B's stack, multiplied by columns of ones. B's stack also contains the scale and
+the dropout scale.
 """
 
 from __future__ import annotations
@@ -35,10 +37,13 @@ HIGH_AGAIN = 2  # every other part of [hi, lo, hi] is the high one
 
 
 class Factor(NamedTuple):
-    """A matrix [rank, m] in parts of the dtype of products.
+    """A matrix [rank, m] in parts of the product's dtype. [Note: two parts]
 
-    stack: [parts rank + more, m], its parts one below the other, then rows of biases. parts: 1 where the dtype holds it and
-        sums of its products; 2 where the left factors alone have a low part; 3: [hi; hi; lo]. [Note: two parts]
+    Attributes:
+        stack: [parts * rank + more, m], the parts one below the other, then rows of biases.
+        rank: the adapter's rank.
+        parts: 1 if the dtype represents the matrix and the sums of its products; 2 if only left
+            factors have a low part; 3 for [hi; hi; lo].
     """
 
     stack: Tensor
@@ -47,16 +52,16 @@ class Factor(NamedTuple):
 
     @property
     def wide(self) -> Tensor:
-        """[rank or 2 rank, m]: each part once."""
+        """Return [rank or 2 rank, m], each part once."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 
 
 def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ()) -> Factor:
-    """The matrix [rank, m] in parts of `dtype`.
+    """Return the matrix [rank, m] in parts of `dtype`.
 
     Args:
-        rows: of biases [m], each in as many parts as it needs.
+        rows: biases [m], each split into parts if needed.
     """
     rank, size = matrix.shape
     parts = _parts(matrix.dtype, dtype)
@@ -87,9 +92,13 @@ def _rows(own: torch.dtype, dtype: torch.dtype) -> int:
 
 
 class Group(NamedTuple):
-    """Adapters that read the same input: A's rows [rank, in], and their places among all ranks.
+    """Adapters that read the same input.
 
-    mask: [n, in] what dropout leaves of x; None: all. [Note: dropout]
+    Attributes:
+        factor: rows [rank, in] of A.
+        start: first index among all ranks.
+        stop: end index among all ranks.
+        mask: [n, in], the dropout mask of x; None: no dropout. [Note: dropout]
     """
 
     factor: Factor
@@ -98,12 +107,18 @@ class Group(NamedTuple):
     mask: Tensor | None = None
 
     def read(self, rows: Tensor) -> Tensor:
-        """What of x, rows [n, in], these adapters get: [n, in]."""
+        """Return the adapters' input [n, in] for rows [n, in] of x."""
         return rows if self.mask is None else rows * self.mask
 
 
 class Scale(NamedTuple):
-    """Of one adapter, of so many ranks: what its B and the bias of its B are multiplied by."""
+    """Scales of one adapter.
+
+    Attributes:
+        rank: the adapter's rank.
+        b: factor of its B.
+        bias: factor of the bias of its B.
+    """
 
     rank: int
     b: float
@@ -112,13 +127,19 @@ class Scale(NamedTuple):
 
 @dataclasses.dataclass
 class Work:
-    """What one call computes, beside its tensors.
+    """Description of one call's computation, beside its tensors.
 
-    groups: of A. b: of all adapters, [rank, out], scaled. scales: of each adapter.
-    value: [..., out], if y need not be computed; `UNREAD` or some rows: nobody reads the others. add: takes the factors of
-        the base weight's gradient, which is None then.
-    decode: gives the base's weight once more for backward, which keeps none then: it is decoded from few bits.
-    shared, place: what several Linears of one x have in common, and which of them this is; None: nothing.
+    Attributes:
+        groups: A of all adapters.
+        b: B of all adapters, [rank, out], scaled.
+        scales: scales of each adapter.
+        value: [..., out], the known y; None: compute y; `UNREAD` or a slice: only these rows are
+            read.
+        add: accumulates the factors of the base weight's gradient, which is None then.
+        decode: returns the base's weight for backward, which then saves no weight; for packed
+            weights.
+        shared: shared values of several Linears with the same x; None: there are none.
+        place: the Linear's index in `shared`.
     """
 
     groups: list[Group]
@@ -132,7 +153,9 @@ class Work:
 
 
 def thin(left: Tensor, factor: Factor) -> Tensor:
-    """left [n, m] times the factor's transpose: [n, rank] in promote_types(dtype, float32). left is read once."""
+    """Compute left [n, m] times the factor's transpose: [n, rank] in promote_types(dtype, float32).
+    left is read once.
+    """
     found = add_product(None, left, factor.wide.mT)
     if factor.parts == 3:
         found[:, : factor.rank] += found[:, factor.rank :]
@@ -140,7 +163,9 @@ def thin(left: Tensor, factor: Factor) -> Tensor:
 
 
 def spread(found: Tensor, factor: Factor) -> Tensor:
-    """found [n, rank] in the parts [hi, lo, hi] that meet a factor's stack, and ones for its biases."""
+    """Split found [n, rank] into the parts [hi, lo, hi] for a factor's stack, and append ones for
+    its biases.
+    """
     rank, width = found.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
         return found
@@ -155,22 +180,26 @@ def spread(found: Tensor, factor: Factor) -> Tensor:
 
 
 def summed_parts(found: Tensor, dim: int) -> Tensor:
-    """The sum of both halves [...] of a product with two parts."""
+    """Return the sum of both halves [...] of a product with two parts."""
     first, second = found.chunk(2, dim)
     return first.add_(second)
 
 
 @dataclasses.dataclass
 class Shared:
-    """What Linears of one x [..., in] have in common in one call. [Note: one x]
+    """Shared values of the Linears with the same x [..., in], in one call. [Note: one x]
 
-    [Note: one x] Queries, keys and values, or gate and up, read one x. So one product reads it for the A of all of them,
-    forward and for the gradients of these, and dx is one sum, to which each Linear's backward adds its large product. The
-    node in front of them (`SharedInput`) runs when all of theirs have run, and adds the skinny product of all.
+    [Note: one x] Queries, keys and values read the same x, and so do gate and up. One product reads
+    x for the A of all Linears, in forward and for the gradients of A. dx is one sum, to which each
+    Linear's backward adds its large product. The autograd node before the Linears (`SharedInput`)
+    runs after all Linears' backward, and adds the skinny product of all.
 
-    Args:
-        factors: A of each Linear; all have as many parts. needs_x: x wants a gradient.
-    found: x A^T of all Linears [n, ranks], if it is needed. left: of those whose backward ran, by their place.
+    Attributes:
+        factors: A of each Linear, all with the same number of parts.
+        needs_x: True if x needs a gradient.
+        found: x A^T of all Linears [n, ranks]; None: not computed.
+        total: the sum for dx.
+        left: skinny factors of the Linears whose backward ran, by index.
     """
 
     factors: list[Factor]
@@ -180,35 +209,38 @@ class Shared:
     left: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def of(self, place: int) -> Tensor:
-        """x A^T of one Linear [n, rank]."""
+        """Return x A^T of one Linear [n, rank]."""
         assert self.found is not None
         start = sum(factor.rank for factor in self.factors[:place])
         return self.found[:, start : start + self.factors[place].rank]
 
     def read(self, rows: Tensor) -> None:
-        """x, rows [n, in], meets the A of all Linears."""
+        """Compute x A^T of all Linears for rows [n, in] of x."""
         high = [factor.wide[: factor.rank] for factor in self.factors]
         low = [factor.wide[factor.rank :] for factor in self.factors if factor.parts == 3]
         ranks = sum(factor.rank for factor in self.factors)
         self.found = thin(rows, Factor(torch.cat((*high, *high, *low) if low else high), ranks, 3 if low else 1))
 
     def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
-        """In the backward of one Linear: its part of the skinny product, and its large one, flat [n, out] @ weight."""
+        """Store one Linear's skinny factor in backward, and add its large product flat [n, out] @
+        weight to dx.
+        """
         self.left[place] = left
         if self.needs_x and weight is not None:
             self.total = flat @ weight if self.total is None else self.total.addmm_(flat, weight)
 
 
 class SharedInput(torch.autograd.Function):
-    """x [..., in] for several Linears. [Note: one x]
+    """Identity of x [..., in] for several Linears. [Note: one x]
 
     Args:
-        counts: how many adapters each Linear has. a: of each adapter, [r, in].
+        counts: the number of adapters of each Linear.
+        a: A of each adapter, [r, in].
     """
 
     @staticmethod
     def forward(ctx: Any, shared: Shared, counts: list[int], x: Tensor, *a: Tensor) -> Tensor:
-        """x [..., in] as a view."""
+        """Return x [..., in] as a view."""
         ctx.set_materialize_grads(False)
         ctx.shared, ctx.counts = shared, counts
         ctx.ranks = [one.shape[0] for one in a]
@@ -219,7 +251,12 @@ class SharedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients of x [..., in] and of each A, of what the Linears have collected. grad: what else read x."""
+        """Return the gradients of x [..., in] and of each A, from the values that the Linears have
+        stored.
+
+        Args:
+            grad: the gradient from other readers of x; None: there are none.
+        """
         (x,) = ctx.saved_tensors
         with without_autocast(x.device.type):
             return _shared_backward(ctx, x, grad)
@@ -250,22 +287,25 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """x [..., in] through a Linear and its adapters. [Note: one product]
+    """Autograd Function for x [..., in] through a Linear and its adapters. [Note: one product]
 
     Args:
-        weight: [out, in]. bias: [out]; its values are in `work.b` already.
+        weight: [out, in].
+        bias: [out]; `work.b` contains its values.
         adapters: for each adapter A [r, in], B [out, r], and the bias [out] of B or None.
     """
 
     @staticmethod
     def forward(ctx: Any, work: Work, x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Tensor | None) -> Tensor:
-        """y [..., out]: computed, `work.value` as a view, or NaN where nobody reads it."""
+        """Return y [..., out]: computed, `work.value` as a view, or NaN in unread rows."""
         with without_autocast(x.device.type):
             return _forward(ctx, work, x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x [..., in], weight [out, in], bias [out] and each adapter's tensors, from grad [..., out]."""
+        """Return the gradients of x [..., in], weight [out, in], bias [out] and each adapter's
+        tensors, from grad [..., out].
+        """
         with without_autocast(grad.device.type):
             return _backward(ctx, grad)
 
@@ -292,7 +332,7 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _left(work: Work, rows: Tensor) -> Tensor:
-    """The left factor of B's stack [n, parts rank + biases], of x's rows [n, in]."""
+    """Return the left factor of B's stack [n, parts * rank + biases], for rows [n, in] of x."""
     if work.shared is not None:
         return spread(work.shared.of(work.place), work.b)
     found = [thin(group.read(rows), group.factor) for group in work.groups]
@@ -300,7 +340,9 @@ def _left(work: Work, rows: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
-    """y [..., out] of x [..., in] and left [..., parts rank + biases]: the base's product is added to the adapters'."""
+    """Compute y [..., out] for x [..., in] and left [..., parts * rank + biases]: the base's
+    product is added to the adapters'.
+    """
     out = left.flatten(0, -2) @ b.stack
     out.addmm_(x.flatten(0, -2), weight.mT)
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -333,7 +375,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> Tensor:
-    """dx [n, in]: the adapters' first, then the base's product is added."""
+    """Compute dx [n, in]: the adapters' products first, then the base's product is added."""
     total: Tensor | None = None
     for group, left in zip(work.groups, lefts, strict=True):
         found = left @ group.factor.stack
@@ -345,7 +387,7 @@ def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> 
 
 
 def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
-    """Gradients of the A of all adapters [rank, in], in float32 or wider."""
+    """Compute the gradients of the A of all adapters [rank, in], in float32 or wider."""
     found = []
     for group, left in zip(work.groups, lefts, strict=True):
         rank, parts = group.factor.rank, min(group.factor.parts, 2)
@@ -357,7 +399,9 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
 def _of_adapters(
     work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, left: Tensor
 ) -> list[Tensor | None]:
-    """Gradients of each adapter's A [r, in], B [out, r] and B's bias [out], in float32 or wider."""
+    """Return the gradients of each adapter's A [r, in], B [out, r] and B's bias [out], in float32
+    or wider.
+    """
     of_b: Tensor | None = None
     if any(needs[1::3]):
         parts = min(work.b.parts, 2)

@@ -1,16 +1,18 @@
-"""peft's adapted Linears inside a layer: which are computed as one operation, by which factors, and why others are not.
+"""peft's adapted Linears inside a layer: the ones computed as a single operation, and the reasons
+against it for the rest.
 
-[Note: adapters] While a streamed layer is computed, `Adaptation` stands in the place of the forward of each LoRA Linear in
-it, and gives what peft's forward gives, as one operation (`adapted.py`). Otherwise the modules are peft's own: what is
-switched, merged, saved or added there needs to know nothing of this. What is read of a module is read anew when the layer
-has changed, and what peft's forward would do beside the two skinny products is not guessed: such a module keeps peft's
-forward, bit for bit, and `describe` says why.
+[Note: adapters] While a streamed layer runs, an `Adaptation` replaces the forward of each LoRA
+Linear inside. It computes the result of peft's forward as one operation (`adapted.py`). At all
+other times the modules are unchanged, so peft can switch, merge, save or add adapters as usual. A
+module's factors are read again after the layer has changed. If peft's forward does more than the
+two skinny products, the module keeps peft's forward, bit for bit, and `describe` prints the reason.
 
-Factors are made of the adapters' values once for each pass through the layer, from what stands in the parameters' slots:
-shadows in a backward, gathered parameters under an engine.
+Factors are computed from the adapters' values once for each pass through the layer. The values are
+read from the parameters' slots: shadows in a backward, gathered parameters under an engine.
 
-[Note: dropout] Each adapter has its own. peft calls it on x in the adapters' dtype; so it is called here, on ones of that
-shape and dtype, and draws the same numbers. What it leaves is a mask, and its scale goes into the factors.
+[Note: dropout] Each adapter has its own dropout module. peft calls it on x in the adapters' dtype.
+Here the module is called on ones of the same shape and dtype, so it draws the same random numbers.
+The nonzero entries of its output are the mask, and its scale is multiplied into the factors.
 """
 
 from __future__ import annotations
@@ -49,12 +51,19 @@ class Adapter(NamedTuple):
 
     @property
     def drops(self) -> float:
-        """The part of x that its dropout takes away now."""
+        """Return the dropout probability; 0 if the dropout is inactive."""
         return float(self.dropout.p) if isinstance(self.dropout, nn.Dropout) and self.dropout.training else 0.0
 
 
 class Reading(NamedTuple):
-    """What of an adapted Linear was read: its base and the adapters that act; why: it keeps peft's forward."""
+    """The parts of an adapted Linear.
+
+    Attributes:
+        module: peft's module.
+        base: its base Linear.
+        adapters: the active adapters.
+        why: why the module keeps peft's forward; None: it is computed as one operation.
+    """
 
     module: Any
     base: Any = None
@@ -63,8 +72,9 @@ class Reading(NamedTuple):
 
 
 def readings(layer: nn.Module) -> dict[str, Reading]:
-    """All of peft's LoRA Linears inside a layer, by their names, without those that peft computes as plain ones: merged,
-    switched off, or without an active adapter."""
+    """Return peft's LoRA Linears inside a layer, by name. Linears that peft computes without
+    adapters are left out: merged, disabled, or without an active adapter.
+    """
     kinds = _kinds()
     if not kinds:
         return {}
@@ -79,7 +89,7 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
 
 
 def _kinds() -> tuple[Any, ...]:
-    """The classes of peft's LoRA Linears, if it is there."""
+    """Return the classes of peft's LoRA Linears; () if peft is not imported."""
     plain, packed = sys.modules.get(LORA_LAYERS), sys.modules.get(LORA_OF_PACKED)
     kinds = () if plain is None else (plain.Linear,)
     return kinds if packed is None or not hasattr(packed, "Linear4bit") else (*kinds, packed.Linear4bit)
@@ -98,7 +108,9 @@ def _read(module: Any) -> Reading:
 
 
 def _why_not(module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]) -> str | None:
-    """Why peft's forward stays; None: it computes the base's product and two skinny ones for each adapter."""
+    """Return why peft's forward stays; None if it computes the base's product and two skinny
+    products for each adapter.
+    """
     if home_of(type(module).forward) not in (LORA_LAYERS, LORA_OF_PACKED) or FORWARD in vars(module):
         return "its forward is another's"
     variants = {type(module.lora_variant[name]).__name__ for name in names if name in module.lora_variant}
@@ -131,10 +143,13 @@ def _why_not(module: Any, base: Any, names: list[str], parts: list[tuple[Any, An
 
 @dataclasses.dataclass(eq=False)
 class Adaptation:
-    """In the place of an adapted Linear's forward while its layer is computed. [Note: adapters]
+    """Replacement for an adapted Linear's forward while its layer runs. [Note: adapters]
 
-    Args:
-        own: peft's forward, of (module, x, ...).
+    Attributes:
+        reading: the parts of the adapted Linear.
+        own: peft's forward, called with (module, x, ...).
+        siblings: the Linears with the same x; None: there are none.
+        factors: cached factors.
     """
 
     reading: Reading
@@ -143,7 +158,7 @@ class Adaptation:
     factors: dict[Any, tuple[list[Any], list[Any], Factor]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [..., in] -> [..., out]; what peft does with more arguments is for peft."""
+        """Compute [..., out] for x [..., in]. Calls with more arguments go to peft's forward."""
         if args or kwargs:
             return self.own(self.reading.module, x, *args, **kwargs)
         return self.product(x)
@@ -151,10 +166,12 @@ class Adaptation:
     def product(
         self, x: Tensor, value: Tensor | Unread | None = None, add: Add | None = None, cast: Cast | None = None
     ) -> Tensor:
-        """[..., out] of x [..., in].
+        """Compute [..., out] for x [..., in].
 
         Args:
-            value: as in `Work`. add, cast: of the base's weight, as in `products.summed`.
+            value: as in `Work`.
+            add: for the base's weight, as in `products.summed`.
+            cast: for the base's weight, as in `products.summed`.
         """
         dtype = cast_to(x)
         if not self.computes(x, dtype or x.dtype):
@@ -173,7 +190,9 @@ class Adaptation:
         return out
 
     def computes(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether peft computes with no other numbers for x [..., in]: a narrower adapter rounds x, a wider one y."""
+        """True if peft's result for x [..., in] has the same precision. In peft, a narrower adapter
+        rounds x and a wider adapter rounds y.
+        """
         module, base = self.reading.module, self.reading.base
         if type(x) not in PLAIN or x.dim() < 2 or not x.numel() or dtype not in DTYPES:
             return False
@@ -188,7 +207,7 @@ class Adaptation:
         return cast_to(x) is not None or _slot(base).dtype == dtype
 
     def _base(self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None) -> tuple[Tensor, Tensor | None]:
-        """The base's weight [out, in] and bias [out], in the dtype that is computed in."""
+        """Return the base's weight [out, in] and bias [out] in the compute dtype."""
         base = self.reading.base
         slots = vars(base)[PARAMETERS]
         bias = slots["bias"]
@@ -201,7 +220,7 @@ class Adaptation:
         return weight, None if bias is None else bias.to(dtype)
 
     def _mask(self, x: Tensor, adapter: Adapter) -> Tensor | None:
-        """What the adapter's dropout leaves of x, [n, in]. [Note: dropout]"""
+        """Return the mask [n, in] of the adapter's dropout; None without dropout. [Note: dropout]"""
         if not adapter.drops:
             return None
         packed = is_packed(self.reading.base) and torch.is_autocast_enabled()
@@ -213,7 +232,7 @@ class Adaptation:
     def _work(
         self, dtype: torch.dtype, masks: list[Tensor | None], value: Tensor | Unread | None, add: Add | None
     ) -> tuple[Work, list[Tensor | None]]:
-        """What is computed, and the adapters' tensors, of which gradients are wanted."""
+        """Return the description of the computation, and the adapters' tensors for autograd."""
         adapters, base = self.reading.adapters, self.reading.base
         scales = []
         for adapter, mask in zip(adapters, masks, strict=True):
@@ -231,13 +250,13 @@ class Adaptation:
         return work, [tensor for adapter in adapters for tensor in _tensors(adapter)]
 
     def a(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Factor:
-        """A of one adapter; of all, one below the other, for None."""
+        """Return A of one adapter; for None, A of all adapters stacked."""
         adapters = self.reading.adapters if adapter is None else (adapter,)
         held = [_slot(one.a) for one in adapters]
         return self._made((dtype, adapter), held, lambda: factor_of(_joined(held), dtype))
 
     def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
-        """B of all adapters, transposed and scaled, with the biases."""
+        """Return B of all adapters, transposed and scaled, with the biases."""
         bias = vars(self.reading.base)[PARAMETERS]["bias"]
         held = [*itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)), bias]
 
@@ -250,7 +269,7 @@ class Adaptation:
         return self._made((dtype, *(scale.b for scale in scales)), held, make)
 
     def _made(self, key: Any, held: list[Any], make: Callable[[], Factor]) -> Factor:
-        """What is made of these tensors, once for as long as they are what they were."""
+        """Return the factor of these tensors, cached until a tensor changes."""
         versions = [None if one is None or one.is_inference() else one._version for one in held]
         known = self.factors.get(key)
         if known is not None and known[1] == versions and all(map(operator.is_, known[0], held)):
@@ -263,20 +282,26 @@ class Adaptation:
 
 @dataclasses.dataclass(eq=False)
 class Siblings:
-    """Linears of one module that read one x, if they do. [Note: one x]
+    """Linears of one module that may read the same x. [Note: one x]
 
-    held: the x that was given to the first of them, its version and whether gradients were on, what they share of it, x as
-        they read it, and which of them have read it.
+    Attributes:
+        members: the Linears' replacements.
+        held: the first member's input, (its version, grad mode), the shared values, x in the
+            compute dtype, and the indices of the members that have read x; None: no call is
+            running.
     """
 
     members: list[Adaptation] = dataclasses.field(default_factory=list)
     held: tuple[Tensor, tuple[int, bool], Shared, Tensor, set[int]] | None = None
 
     def shared(self, given: Tensor, x: Tensor, member: Adaptation) -> tuple[Tensor, Shared, int] | None:
-        """x [..., in] for this member, what it shares with the others, and its place; None where they share nothing.
+        """Return x [..., in] for this member, the shared values, and the member's index. None if
+        the members cannot share.
 
         Args:
-            given: what the member was called with. x: the same, in the dtype that is computed in.
+            given: the member's input.
+            x: the input in the compute dtype.
+            member: the Linear's replacement.
         """
         place = self.members.index(member)
         if given.is_inference():
@@ -289,7 +314,7 @@ class Siblings:
             return None
         held[4].add(place)
         if len(held[4]) == len(self.members):
-            self.held = None  # x lives no longer than without us
+            self.held = None  # free x as early as in the unpatched model
         return held[3], held[2], place
 
     def _begun(self, given: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
@@ -316,21 +341,22 @@ def _joined(matrices: list[Tensor]) -> Tensor:
 
 
 def _slot(linear: nn.Linear) -> Tensor:
-    """Its weight, as it stands in its slot now."""
+    """Return the Linear's current weight, directly from `_parameters`."""
     weight: Tensor = vars(linear)[PARAMETERS]["weight"]
     return weight
 
 
 def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A [r, in], B [out, r] and B's bias [out], as they stand in their slots now."""
+    """Return the current A [r, in], B [out, r] and B's bias [out], directly from `_parameters`."""
     return _slot(adapter.a), _slot(adapter.b), vars(adapter.b)[PARAMETERS]["bias"]
 
 
 @contextlib.contextmanager
 def adapted(found: dict[str, Reading]) -> Iterator[None]:
-    """Within, these modules compute in one operation, unless torch's global hooks watch every module. [Note: adapters]
+    """Context manager in which these modules compute as one operation, unless torch's global module
+    hooks are set. [Note: adapters]
 
-    Those that do so already go on: a trial has left some of their products out.
+    Modules that are replaced already stay so: a test may have skipped some of their products.
     """
     here: list[dict[str, Any]] = []
     groups: dict[tuple[str, int], Siblings] = {}

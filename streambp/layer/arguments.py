@@ -1,8 +1,9 @@
-"""A layer call's arguments: which tokens each part belongs to, and which parts want a gradient.
+"""Arguments of a layer call: the chunk's part of each argument, and the arguments that need a
+gradient.
 
-Tensors among the arguments that require a gradient (per-layer inputs, keys and values
-that an earlier layer shares) are inputs of the layer's autograd Function, like hidden_states. Here only detached aliases
-are kept, in place of which every chunk gets leaves of its own.
+Tensors among the arguments that require a gradient are inputs of the layer's autograd Function,
+like hidden_states. Examples are per-layer inputs, and keys and values that an earlier layer shares.
+This module stores only detached aliases, from which every chunk gets its own leaves.
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ from streambp.recurrent.documents import Documents, PackedRows
 
 @dataclasses.dataclass
 class Differentiable:
-    """A differentiable argument: the tensor without its history, and the dimension of its tokens (None: it has none)."""
+    """A differentiable argument.
+
+    Attributes:
+        tensor: the argument without its history.
+        dim: the dimension of its tokens; None: it has no tokens.
+    """
 
     tensor: Tensor
     dim: int | None
 
 
-Seen = list[tuple[str, Tensor, int]]  # arguments of any shape by name, with their versions; inference tensors have none
+Seen = list[tuple[str, Tensor, int]]  # (name, argument of any shape, version), no inference tensors
 
 
 def refuse_written(seen: Seen) -> None:
-    """Raise BackwardError if one of them, such as the batch, was written to since."""
+    """Raise BackwardError if one of the arguments, such as the batch, was written to since forward."""
     for name, tensor, version in seen:
         if tensor._version != version:
             raise BackwardError(
@@ -53,9 +59,11 @@ class Arguments:
 
     Args:
         forward: the layer class's forward.
-        position_cache: the argument of a cache that the layer asks for positions: a `ChunkCache`; empty: it asks none.
-        packed_rows: the documents that its mixers are called for one by one. [Note: segments]
-        state: what else of the layer decides whether its chunks compute what the whole does. [Note: fingerprint]
+        position_cache: the argument for a `ChunkCache` that the layer reads positions from; empty:
+            none.
+        packed_rows: the documents that the layer's mixers are called for one by one. [Note:
+            segments]
+        state: the state of the layer that is part of the kind of call. [Note: fingerprint]
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class Arguments:
         state: tuple[Any, ...] = (),
     ) -> None:
         self.packed_rows = packed_rows
-        self.forks: Forks = ()  # of a tree of rows, where the layer keeps states
+        self.forks: Forks = ()  # for a tree of rows in a layer with states
         self.tells = False
         self.named = _bind(forward, layer, args, kwargs)
         first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
@@ -80,15 +88,15 @@ class Arguments:
                 "original's signature (functools.wraps), or replace `forward` on the layer itself."
             )
         self.token_shape = given.shape[-1:] if given.dim() < 4 else _token_shape(given, self.named.get("position_ids"))
-        self.folds = len(self.token_shape) > 1  # of M residual streams behind the tokens, h is all M * h here
+        self.folds = len(self.token_shape) > 1  # M residual streams are folded into h: M * h
         self.hidden_states = given.flatten(-2) if self.folds else given  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
         self.position_cache = position_cache
-        # What the layer is called with, whatever the batch: calls of one kind stream alike.
+        # The form of the arguments, independent of the batch: calls of one kind stream alike.
         self.kind: frozenset[tuple[str, Any]]
-        self.inputs: list[Tensor] = []  # as the caller gave them, with their history; taken by the Function
+        self.inputs: list[Tensor] = []  # the caller's tensors with history, for the Function
         self.differentiable: list[Differentiable] = []
-        # Mappings that the layer reads and writes, as given: what it adds to a chunk's copy is an output of the layer.
+        # Mappings that the layer reads and writes. Entries added to a chunk's copy are outputs.
         self.mappings: dict[str, Any] = {}
         self.seen: Seen = []
         kinds: list[tuple[str, Any]] = []
@@ -109,26 +117,30 @@ class Arguments:
                 kinds.append((name, value if isinstance(value, bool) else type(value)))
         kinds += [(first, (given.dim(), len(self.token_shape))), ("a graph", torch.is_grad_enabled())]
         self.kind = frozenset((*kinds, ("packed rows", packed_rows is not None), ("state", state)))
-        self._parts: dict[Chunk, dict[str, Any]] = {}  # what all passes over a chunk are called with
+        self._parts: dict[Chunk, dict[str, Any]] = {}  # shared by all passes over a chunk
         self._documents: Documents | None = None
 
     def tell(self, documents: Documents) -> None:
-        """The layer's kernels are told of the documents of packed rows, which the call did not."""
+        """Add document boundaries of packed rows to the arguments; the caller passed none to the
+        layer's kernels.
+        """
         self.named.update(documents.arguments)
         self.kind |= {("told", tuple(documents.arguments))}
         self._documents, self.tells = documents, True
 
     def renamed(self, state: tuple[Any, ...]) -> None:
-        """Make the call one of a layer of another state."""
+        """Replace the layer's state in the kind of call."""
         self.kind = frozenset({*(pair for pair in self.kind if pair[0] != "state"), ("state", state)})
 
     def as_given(self, hidden_states: Tensor) -> Tensor:
-        """[..., T, h] -> [..., T, *token_shape], what the layer takes and returns."""
+        """Reshape [..., T, h] to [..., T, *token_shape], the shape of the layer's input and output."""
         return hidden_states.unflatten(-1, self.token_shape) if self.folds else hidden_states
 
     @property
     def documents(self) -> Documents | None:
-        """The documents of packed rows, if kernels are told of them; reads cu_seq_lens_q, which waits for the device."""
+        """Return the documents of packed rows if kernels get their boundaries. Reads cu_seq_lens_q,
+        which synchronizes with the device.
+        """
         if self._documents is None:
             ids, ends = self.named.get(DOCUMENT_IDS), self.named.get(DOCUMENT_ENDS)
             self._documents = None if ids is None and ends is None else Documents(ids, ends)
@@ -140,15 +152,20 @@ class Arguments:
         if not tensor.is_inference():
             self.seen.append((name, tensor, tensor._version))
         if not tensor.requires_grad or name == "attention_mask":
-            return tensor  # a mask that wants a gradient is refused where it is read
+            return tensor  # the reader of a mask refuses one with a gradient
         self.inputs.append(tensor)
         self.differentiable.append(Differentiable(tensor.detach(), TOKEN_DIMS.get(name)))
         self._check_length(name, tensor)
         return Slot(len(self.inputs) - 1)
 
     def leaves(self, chunk: Chunk, wanted: list[bool]) -> list[Tensor]:
-        """The differentiable arguments of this chunk [..., C, ...], as leaves; all of a tensor that has no tokens.
-        Those that are wanted require a gradient."""
+        """Return the differentiable arguments of this chunk [..., C, ...] as leaves. A tensor
+        without tokens is passed completely.
+
+        Args:
+            chunk: the chunk.
+            wanted: True for each argument that requires a gradient.
+        """
         return [
             (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim)).detach().requires_grad_(needs)
             for d, needs in zip(self.differentiable, wanted, strict=True)
@@ -159,23 +176,25 @@ class Arguments:
             return leaves[tensor.number]
         dim = -2 if name == PICKED else TOKEN_DIMS.get(name)
         if dim is None and name.endswith("mask") and tensor.dim() == 2 and tensor.shape[-1] == self.length:
-            dim = -1  # of padding [B, T]
+            dim = -1  # padding [B, T]
         if dim is None:
             return tensor
         if tensor.shape[dim] != self.length:
             self._check_length(name, tensor)
         cut = chunk.part(tensor, dim)
-        # Later keys are picked where there were too few to pick from, and are masked: any key that is there will do.
+        # With too few keys, later keys are picked and masked: any existing key can replace them.
         return cut.clamp(max=chunk.stop - 1) if name == PICKED else cut
 
     def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
-        """What the layer's forward is called with for this chunk, by name; of tokens [..., T, ...] it gets [..., C, ...].
+        """Return the arguments of the layer's forward for this chunk, by name. Tensors of tokens
+        [..., T, ...] are cut to [..., C, ...].
 
         Args:
-            leaves: the chunk's differentiable arguments, from `leaves`; None: the same values, without a gradient.
+            leaves: the chunk's differentiable arguments, from `leaves`; None: the same values
+                without a gradient.
 
         Raises:
-            StreamBPError: an argument has other positions than the sequence.
+            StreamBPError: an argument's length differs from the sequence's.
         """
         if leaves is None:
             leaves = self.leaves(chunk, [False] * len(self.differentiable)) if self.differentiable else []
@@ -202,7 +221,12 @@ class Arguments:
 
     @contextlib.contextmanager
     def replaced(self, changes: dict[str, Any], packed_rows: PackedRows | None = None) -> Iterator[None]:
-        """Within, the call has other arguments by these names, and other documents; None: a row is one."""
+        """Context manager in which the call has other arguments and other documents.
+
+        Args:
+            changes: new values by name.
+            packed_rows: the documents; None: each row is one document.
+        """
         before = self.named, self._parts, self._documents, self.packed_rows
         self.named, self._parts, self._documents = {**self.named, **changes}, {}, None
         self.packed_rows = packed_rows
@@ -220,9 +244,12 @@ class Arguments:
 
 
 def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
-    """The shape of one token's hidden states: (h,), in [B, T, h] and in [M, B, T, h] (Gemma 3n's streams); (M, h) in
-    [B, T, M, h] (hyper-connections), which the number of positions tells. Where that is M as well, it is a kind of call of
-    its own, of which the probe finds that the layer cannot be cut along its streams."""
+    """Return the shape of one token's hidden states.
+
+    The shape is (h,) in [B, T, h] and in [M, B, T, h] (Gemma 3n's streams), and (M, h) in [B, T, M,
+    h] (hyper-connections). The number of positions decides between the two. If the number of
+    positions equals M, the test run finds that the layer cannot be split along its streams.
+    """
     behind = (
         hidden_states.dim() == 4
         and isinstance(position_ids, Tensor)
@@ -232,7 +259,7 @@ def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
 
 
 def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The call's arguments by name, without a cache."""
+    """Return the call's arguments by name, without a cache."""
     signature, rest = _signature(forward)
     named = signature.bind(layer, *args, **kwargs).arguments
     del named[next(iter(named))]
@@ -246,14 +273,18 @@ def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
 
 @functools.lru_cache
 def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | None]:
-    """Of a class's forward, and the name of the mapping that takes what it has no parameter for."""
+    """Return the signature of a class's forward, and the name of its `**kwargs` parameter; None
+    without one.
+    """
     signature = inspect.signature(forward)
     rest = (p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
     return signature, next(rest, None)
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether every pass over a chunk may be handed the same part of it: it wants no gradient, and no pass adds to it."""
+    """True if all passes over a chunk may share the same part of the value: no gradient is wanted,
+    and no pass modifies it.
+    """
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     return not isinstance(value, Slot | list | Mapping)

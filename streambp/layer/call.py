@@ -1,6 +1,7 @@
-"""One call of one decoder layer over one batch, and how a chunk of it is computed.
+"""One call of one decoder layer over one batch, and the computation of each chunk.
 
-What passes from chunk to chunk is in `carried`, what backward will want is in `kept`. [Note: tensors of a layer call]
+Values that pass from chunk to chunk are in `carried`; tensors saved for backward are in `kept`.
+[Note: tensors of a layer call]
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
 TRIED = 3  # tokens of a trial
-# Why a chunk is longer than asked for.
+# Reasons for a chunk beyond the requested length.
 LONG_MASK = "its attention mask has no end sooner (an image, a prefix)"
 LONG_DOCUMENTS = "documents of packed rows have no end sooner"
 LONG_FORKS = "prefixes that rows share end there, and its states leave no shorter chunk between"
@@ -53,13 +54,27 @@ LONG_STATES = "its states are handed on from {} tokens or more, and the rest of 
 
 
 class LayerCall:
-    """Arguments, chunk plan, what is carried and what is kept of one call of a layer. hidden_states is [..., B, T, h].
+    """Arguments, chunk plan, carried values and saved tensors of one call of a layer. hidden_states
+    is [..., B, T, h].
 
-    extras: the extra outputs, in the order in which the layer's Function returns them.
-    look: what the layer is made of as the call begins; seen: when its forward is over. [Note: fingerprint]
-    parameters: the layer's, in their slots as the call begins.
-    attempt: gives the result of what it is given. repeats: it may call that twice, since saves may be let go of (`oom.py`).
-    wanted: whether the input and each differentiable argument wants a gradient; known when the layer's Function runs.
+    Attributes:
+        plan: the chunks.
+        recorded: keys that transformers' output collector records inside the layer.
+        collected: tensors that hooks recorded in the current chunk.
+        autocast: the autocast state at the start of the call.
+        extras: the extra outputs, in the order of the Function's outputs.
+        look: snapshot of the layer at the start of the call.
+        seen: record of the layer at the end of forward. [Note: fingerprint]
+        parameters: the parameters in the layer's slots at the start of the call.
+        wanted: True for the input, and for each differentiable argument, that needs a gradient; set
+            when the Function runs.
+        witness: compares backward with forward; None: no comparison. [Note: witness]
+        send_gradients: moves the gradients of weights stored on the host; None: weights are on the
+            device.
+        gradients_of_a_parameter: number of gradients for each parameter in a backward pass.
+        why_longer: why a chunk exceeds the requested length; empty: none does.
+        attempt: runs a function and returns its result, with a retry if `repeats`.
+        repeats: True if `attempt` may free saves and run the function again (`oom.py`).
     """
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
@@ -79,7 +94,7 @@ class LayerCall:
         self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         collector = output_capturing._active_collector.get() or ()
         self.recorded = tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
-        self.collected: Collected = {}  # what the chunk at work records
+        self.collected: Collected = {}
         self.indexers = site.of(indexers_of)
         self.runs_compiled = bool(site.of(compiled_inside))
         self.autocast = Autocast.capture(self.hidden_states.device)
@@ -89,10 +104,10 @@ class LayerCall:
         self.seen: SeenBefore | None = None
         self.parameters: Parameters
         self.wanted: tuple[bool, list[bool]]
-        self.send_gradients: Leave | None = None  # those of weights that live on the host
-        self.witness: Witness | None = None  # once its forward is one that backward comes after. [Note: witness]
-        self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # and what was asked
-        self.why_longer = ""  # why a chunk is longer than asked for
+        self.send_gradients: Leave | None = None
+        self.witness: Witness | None = None  # set if a backward follows. [Note: witness]
+        self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # arguments and cached key
+        self.why_longer = ""
         self.carried = self._carry()
         self._move_ends(arguments, site.kind.states.least)
         self.gradients_of_a_parameter = len(self.plan.ends)  # in a backward pass
@@ -107,11 +122,11 @@ class LayerCall:
             )
 
     def _move_ends(self, arguments: Arguments, least: int) -> None:
-        """Move the ends of chunks to where the layer can be cut, and note why one is longer than asked for then.
-        [Note: chunk ends]
+        """Move chunk ends to positions where the layer can be split, and store why a chunk exceeds
+        the requested length. [Note: chunk ends]
 
         Args:
-            least: positions of a chunk.
+            least: minimum length of a chunk.
         """
         barriers = self.carried.layout.barriers
         if barriers:
@@ -139,27 +154,35 @@ class LayerCall:
         return Kept(self.site, self.plan, self.carried, self.device, self.autocast)
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
-        """Of keys, values and their gradients no more is on the device than the offloader allows, if they come in tiles."""
+        """Limit the device memory of keys, values and their gradients to the offloader's budget, if
+        keys and values are in tiles.
+        """
         saved = self.kept.store if self.kept.moves_kv else None
-        assert not isinstance(saved, InMemory)  # keys that move are on the host
+        assert not isinstance(saved, InMemory)  # offloaded keys are in a host store
         if self.carried.in_tiles:
             scratch = functools.partial(offloader.scratch, self.device)
             self.carried.prefix.memory = PrefixMemory(self.plan, offloader.prefix_memory, scratch, saved)
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
-        """A chunk of so many tokens for a trial, if there are as many; for a layer with states a second one behind it, if
-        there is one."""
+        """Return one test chunk of at most `tokens` tokens. Layers with states get a second chunk
+        behind it if the sequence is long enough.
+        """
         length = self.arguments.length
         if not self.site.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
-        # Not as long as the first chunk: that may be a row of one token, which hands no states on as others do.
+        # The test chunk is no copy of the first chunk, which may be one token and then has no usable states.
         first = min(tokens, self.plan.longest)
         stop = min(2 * first, length)
         pieces = (Chunk(0, 0, first), Chunk(1, first, stop))
         return pieces if stop - first >= LEAST_TOKENS else pieces[:1]
 
     def situation(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
-        """What decides, beside the layer, which products of these Linears its backward leaves unread."""
+        """Return the cache key for the set of Linear outputs that backward can skip.
+
+        Args:
+            linears: names of the layer's Linears.
+            needs_input: True if the input needs a gradient.
+        """
         asked = linears, needs_input, self.arguments.kind
         if self._situation is None or any(map(operator.is_not, asked, self._situation[0])):
             stops = [chunk.stop for chunk in self.first_chunks(TRIED)]
@@ -167,11 +190,12 @@ class LayerCall:
         return self._situation[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
-        """Begin with a chunk, or one half of it, for the witness; what is given the inputs of saved values, in the last
-        chunk. [Note: witness]
+        """Start recording this chunk, or one half of it. Return the callback for inputs of saved
+        values; None except in the last chunk. [Note: witness]
 
         Args:
-            again: in backward.
+            again: True in backward.
+            half: name of the half; empty: the full chunk.
         """
         if self.witness is None:
             return None
@@ -179,8 +203,9 @@ class LayerCall:
         return self.witness.see if self.witness.last else None
 
     def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
-        """Within, in forward, the witness sees the inputs of the Linears that backward will leave out; none is known before
-        the layer's first backward, which then leaves out none. [Note: witness]"""
+        """Context manager for forward that records the inputs of the Linears whose outputs backward
+        will skip. The layer's first backward skips no Linear. [Note: witness]
+        """
         linears = self.site.linears
         unread = self.site.unread.get(self.situation(linears, self.wanted[0]))
         if self.witness is None or unread is None or not unread.recompute:
@@ -190,8 +215,12 @@ class LayerCall:
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
-        """Attention goes to ours, and neither transformers' checkpointing nor an engine acts inside this layer. What hooks
-        record does not go to the model's own collector, where chunks would look like layers."""
+        """Context manager that prepares the layer for its chunks.
+
+        Attention calls are routed to streambp. Transformers' checkpointing and engine hooks are
+        disabled inside the layer. Outputs recorded by hooks go to `collected`: in the model's own
+        collector, chunks would count as layers.
+        """
         before, (hooks, modules) = self.collected, self.site.of(switched_off)
         recorded: contextlib.AbstractContextManager[Collected] = contextlib.nullcontext({})
         if self.recorded or output_capturing._active_collector.get() is not None:
@@ -209,10 +238,11 @@ class LayerCall:
                 self.collected = before
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
-        """The hidden states out of what a layer returned, and the tensors [B, C, ...] behind them by their place.
+        """Return the hidden states of a layer's result, and the tensors [B, C, ...] behind them by
+        index.
 
         Raises:
-            UnsupportedModelError: it returned something else.
+            UnsupportedModelError: the layer returned another type.
         """
         if isinstance(result, Tensor) and result.dim() > 1:
             self.returns_tuple, self.width = False, 0
@@ -234,7 +264,8 @@ class LayerCall:
         return hidden_states, found
 
     def wrap(self, hidden_states: Tensor, extras: dict[Place, Tensor]) -> Any:
-        """hidden_states [..., B, T, h] and the tensors [B, T, ...] behind them, as the layer returns them.
+        """Return hidden_states [..., B, T, h] and the tensors [B, T, ...] behind them in the form
+        of the layer's result.
 
         The inverse of `unwrap`.
         """
@@ -251,12 +282,14 @@ class LayerCall:
         leaves: list[Tensor] | None = None,
         states: States | None = None,
     ) -> tuple[ChunkOutput | None, list[Attended]]:
-        """The layer's own forward on hidden_chunk [..., B, C, h]; its output, and what its attention calls left behind.
+        """Run the layer's own forward on hidden_chunk [..., B, C, h]. Return its output and the
+        results of its attention calls.
 
         Args:
-            prefix: another than the call's own, for a probe.
-            leaves: this chunk's differentiable arguments, if they are to get gradients.
-            states: those that the chunk starts from; None: the layer gets no cache, as unpatched.
+            prefix: keys and values for a test; None: the call's own.
+            leaves: this chunk's differentiable arguments with gradients; None: no gradients.
+            states: the states that the chunk starts from; None: no cache is passed, as in the
+                unpatched model.
         """
         own = prefix is None
         again = stage is Stage.RECOMPUTE and own
@@ -268,7 +301,7 @@ class LayerCall:
             if prefix is not None or stage is not Stage.FORWARD:
                 hidden_chunk = hidden_chunk.clone()
         if prefix is None and self.runs_compiled:
-            # A chunk is a view at an offset, of a row as long as the sequence: compiled code would be made anew for these.
+            # A chunk is a view with an offset and the sequence's stride, for which torch would recompile.
             hidden_chunk = hidden_chunk.clone(memory_format=torch.contiguous_format)
         prefix = prefix or self.carried.prefix
         prefix.overwritten |= overwritten.attended
@@ -285,10 +318,12 @@ class LayerCall:
         leaves: list[Tensor] | None = None,
         states: States | None = None,
     ) -> ChunkOutput | None:
-        """The layer's own forward on hidden_chunk [..., B, C, h], its attention as `point` says; None if that stopped it.
+        """Run the layer's own forward on hidden_chunk [..., B, C, h] with attention at `point`.
+        None if `point` ended the forward early.
 
         Args:
-            leaves, states: as in `compute`.
+            leaves: as in `compute`.
+            states: as in `compute`.
         """
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
@@ -301,7 +336,7 @@ class LayerCall:
         choosing = NOTHING if self.site.choices is None else self.site.choices.at(chunk, hidden_chunk.shape[-3])
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
-        for tensors in self.collected.values():  # of a chunk that raised: its graph would live on
+        for tensors in self.collected.values():  # a chunk that raised must not keep its graph alive
             tensors.clear()
         with self.autocast.restored() if self.autocast.on else NOTHING, starting, picked, choosing:
             try:
@@ -325,13 +360,16 @@ class LayerCall:
 
 
 def plan_of(site: LayerSite, rows: int, length: int, device: torch.device) -> ChunkPlan:
-    """The chunks of so many rows of T = `length` positions, before ends are moved to where a layer can be cut."""
+    """Return the chunks for `length` positions, before their ends are moved to positions where the
+    layer can be split.
+    """
     rule = site.chunk_rule
     size = site.config.chunk_size if rule is None else rule(site.index, rows, length, device)
     return plan_chunks(length, rows, size)
 
 
 def switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
-    """What must not act inside of a layer: tables with an engine's hooks, and modules that have transformers' flag by which
-    they checkpoint."""
+    """Return the parts to disable while the layer streams: the hook tables that hold engine hooks,
+    and the modules with a `gradient_checkpointing` flag.
+    """
     return engine_hooks(layer), [module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__]

@@ -1,14 +1,16 @@
-"""What passes from one chunk of a layer call to the next.
+"""Values that pass from one chunk of a layer call to the next.
 
-    keys, values   every later chunk's queries read them: the `Prefix`      in attention
-    states         the next chunk goes on from them: `States`               in recurrences and convolutions
+    keys, values   read by every later chunk's queries: the `Prefix`        in attention
+    states         the next chunk's start states: `States`                  in recurrences and
+                                                                            convolutions
 
-A chunk reaches both through arguments of the layer's own forward; which ones the layer's carriers know.
-[Note: carriers]
+A chunk gets both through arguments of the layer's own forward; the layer's carriers define the
+arguments. [Note: carriers]
 
-[Note: states of branches] In a tree of rows several chunks may go on from one: `ChunkPlan.before` says from which. Its
-states stay until the last of them has started. In backward the gradients of these are summed, in promote_types(dtype,
-float32), and rounded once, when the chunk is differentiated.
+[Note: states of branches] In a tree of rows several chunks may continue one chunk, named by
+`ChunkPlan.before`. Its end states stay until the last of the later chunks has started. In backward
+the gradients of these end states are summed in promote_types(dtype, float32), and rounded once when
+the chunk is differentiated.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from streambp.recurrent.states import States
 
 @dataclasses.dataclass
 class Carried:
-    """What the chunks of one layer call hand on to each other.
+    """Values that the chunks of one layer call pass on.
 
-    Args:
-        layout: what the queries of the whole sequence may read, and where no chunk may end.
-        prefix: keys and values. in_tiles: it may be cut into tiles, of which some are elsewhere.
-
-    states: what chunks ended with, by their index, as long as others are to go on from them. upstream: in backward, the
-    gradients of that. Both stay empty in a layer without states.
+    Attributes:
+        layout: the keys that each query of the full sequence may read, and the positions where no
+            chunk may end.
+        prefix: keys and values.
+        in_tiles: True if the prefix may be split into tiles, some of which are offloaded.
+        states: end states by chunk index, until no later chunk needs them; empty in a layer without
+            states.
+        upstream: in backward, the gradients of the end states; empty in a layer without states.
     """
 
     layout: Layout
@@ -42,7 +46,9 @@ class Carried:
     upstream: dict[int, States] = dataclasses.field(default_factory=dict)
 
     def start(self, plan: ChunkPlan, chunk: Chunk) -> States:
-        """The states that a chunk starts from, in forward; {} where it starts anew. [Note: states of branches]"""
+        """Return a chunk's start states in forward; {} if the chunk has none. [Note: states of
+        branches]
+        """
         if not self.states:
             return {}
         before = plan.before[chunk.index]
@@ -52,7 +58,7 @@ class Carried:
         return found
 
     def went_on(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
-        """The gradients of the states that a chunk started from. [Note: states of branches]"""
+        """Accumulate the gradients of a chunk's start states. [Note: states of branches]"""
         before = plan.before[chunk.index] if grads else None
         if before is None:
             return

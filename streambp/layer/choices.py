@@ -1,9 +1,10 @@
-"""Discrete choices of a layer's forward: which experts a token goes to.
+"""Discrete choices of a layer's forward: the experts that a router selects for a token.
 
-[Note: choices] A router that ties to rounding sends a token to other experts in one run than in the next, streamed or not,
-and then that token's output differs whole, which says nothing of streaming. So two runs that round differently are compared
-with the same choices: the first run of each token makes them, later ones get them handed out. What the choices were made
-from has to agree as well (`far`), so that a layer that chooses otherwise for another reason than rounding is found.
+[Note: choices] A router with nearly tied scores may send a token to different experts in two runs,
+streamed or not. That token's output then differs completely, although streaming is exact. Runs with
+different roundings are therefore compared with the same choices: the first run of each token
+records its choices, and later runs replay them. The scores behind the choices must agree as well
+(`far`), so that a layer with different choices for another reason than rounding is found.
 """
 
 from __future__ import annotations
@@ -20,28 +21,35 @@ from torch.overrides import TorchFunctionMode
 
 from streambp.chunks import Chunk
 
-# torch's functions that give indices, and where `dim` stands among their arguments.
+# torch's functions that return indices, and the position of their argument `dim`.
 CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "max": 1, "min": 1}
 
 
 class Choices(TorchFunctionMode):
-    """Of one layer, by token: made in the first run of a token, handed out in later ones. [Note: choices]
+    """Recorder of one layer's choices by token: recorded in a token's first run, replayed in later
+    runs. [Note: choices]
 
-    far: of the latest run, by the chunks' starts, [B, C] each: how far the numbers that were chosen from lie from those of
-        the first run, squared and relative to how much they usually spread.
-    differing: of the latest run, how many tokens would have chosen otherwise.
+    Attributes:
+        far: of the latest run, [B, C] by chunk start: squared distance of the scores from the first
+            run's scores, relative to their usual spread.
+        differing: of the latest run, the number of tokens with different choices.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[Any, list[tuple[Any, ...]]] = {}  # by call: where each chunk stops, its scores and choices
+        self._made: dict[Any, list[tuple[Any, ...]]] = {}  # by call: (chunk stop, scores, choices)
         self._calls: Counter[Any] = Counter()
         self.far: dict[int, Tensor] = {}
         self.differing = 0
 
     @contextlib.contextmanager
     def at(self, chunk: Chunk, rows: int) -> Iterator[None]:
-        """Within, the layer's forward is at work on this chunk of so many rows."""
+        """Context manager for the layer's forward on one chunk.
+
+        Args:
+            chunk: the current chunk.
+            rows: batch size.
+        """
         if chunk.start == 0:
             self.far, self.differing = {}, 0
         self._chunk, self._tokens, self._calls = chunk, (rows, chunk.stop - chunk.start), Counter()
@@ -49,10 +57,10 @@ class Choices(TorchFunctionMode):
             yield
 
     def rearranged(self, change: Callable[[Tensor], Tensor]) -> Choices:
-        """What was made, for tokens that come in another order.
+        """Return a copy of the recorded choices for reordered tokens.
 
         Args:
-            change: from [B, T, ...] to [B', T', ...], the same tokens.
+            change: maps [B, T, ...] to [B', T', ...], the same tokens.
         """
         found = Choices()
         for call, made in self._made.items():
@@ -61,11 +69,11 @@ class Choices(TorchFunctionMode):
         return found
 
     def furthest(self) -> float:
-        """The largest distance of a token, relative; 0 where nothing was handed out."""
+        """Return the largest relative distance of a token; 0 if no choice was replayed."""
         return max((float(far.max()) for far in self.far.values()), default=0.0) ** 0.5
 
     def typical(self) -> float:
-        """The distance of all tokens together, relative; 0 where nothing was handed out."""
+        """Return the relative distance of all tokens together; 0 if no choice was replayed."""
         return float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5 if self.far else 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +97,7 @@ class Choices(TorchFunctionMode):
         if self._chunk.start == (made[-1][0] if made else 0):
             self._made[call] = [*made, (self._chunk.stop, now, chosen_now)]
             return result
-        if not made:  # the first chunk chose less often, as one does that starts without a state
+        if not made:  # the first chunk has fewer choices: it starts without a state
             return result
         here = slice(self._chunk.start, self._chunk.stop)
         then, chosen_then = (torch.cat([of_chunk[index] for of_chunk in made], 1)[:, here] for index in (1, 2))
@@ -104,7 +112,7 @@ class Choices(TorchFunctionMode):
         return type(result)((scores.gather(-1, handed[..., None]).squeeze(-1), handed))
 
     def _note(self, then: Tensor, now: Tensor, chosen_then: Tensor, chosen_now: Tensor, in_any_order: bool) -> None:
-        """How scores [B, C, ..., n] and choices [B, C, ...] differ from those of the first run."""
+        """Store how scores [B, C, ..., n] and choices [B, C, ...] differ from the first run's."""
         finite, eps = then.isfinite() & now.isfinite(), torch.finfo(now.dtype).eps  # a mask's -inf may be among them
         then, now = (torch.where(finite, x, 0.0).double().flatten(2) for x in (then, now))
         spread = (then - then.mean(-1, keepdim=True)).square().sum(-1).mean()

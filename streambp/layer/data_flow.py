@@ -1,9 +1,11 @@
-"""Which Linears' products a layer's results and its backward depend on: a trace of a few tokens.
+"""Trace of a few tokens that finds the Linear outputs that a layer's results and its backward
+depend on.
 
-Every Linear's output is given its name as a label, every operation hands the labels of its inputs to its outputs, and then
+Every Linear's output gets the Linear's name as a label, and every operation copies the labels of
+its inputs to its outputs. Then
 
-    refill     may leave out what never labels a K or V
-    recompute  may leave out what never labels a tensor that autograd saves
+    refill     may skip a Linear that never labels a K or V
+    recompute  may skip a Linear that never labels a tensor that autograd saves
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from streambp.layer.products import Labels
 
 
 class DataFlow(TorchDispatchMode):
-    """Labels storages by the Linears that their contents depend on.
+    """Dispatch mode that labels storages by the Linears that their contents depend on.
 
-    called, reached, read: Linears that a run called, those whose products its results depend on, and those whose products
-        autograd saved.
+    Attributes:
+        called: Linears that ran.
+        reached: Linears whose outputs the results depend on.
+        read: Linears whose outputs autograd saved.
     """
 
     def __init__(self) -> None:
@@ -33,16 +37,18 @@ class DataFlow(TorchDispatchMode):
         self.reached: Labels = frozenset()
         self.read: Labels = frozenset()
         self._labels: dict[int, Labels] = {}
-        self._alive: list[Any] = []  # a freed storage's address would be used again
+        self._alive: list[Any] = []  # the allocator would reuse a freed storage's address
 
     def of(self, tensor: Tensor) -> Labels:
-        """The labels of the storage of a tensor [...]."""
-        if tensor.layout != torch.strided:  # it has no storage (sparse adapters' weights), and carries no label
+        """Return the labels of the storage of a tensor [...]."""
+        if tensor.layout != torch.strided:  # sparse adapters' weights have no storage and no label
             return frozenset()
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: Labels) -> None:
-        """Give the storage of a tensor [...] these labels too, and keep it alive; a sparse tensor takes none."""
+        """Add labels to the storage of a tensor [...] and keep the storage alive; sparse tensors
+        get no labels.
+        """
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -64,7 +70,9 @@ class DataFlow(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among an operator's arguments or results, and in lists and tuples of them: deeper there are none."""
+    """Yield the tensors among an operator's arguments or results, and inside their lists and
+    tuples.
+    """
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -73,17 +81,17 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> DataFlow:
-    """Run a few tokens through the layer and see what depends on which product.
+    """Run a few tokens through the layer and return the labels.
 
     Args:
-        linears: as `plain_linears` gives them.
-        run: computes the layer, or a part of it, with a graph; returns the results, tensors of any shape.
+        linears: as returned by `plain_linears`.
+        run: computes the layer, or a part of it, with a graph; returns the results [...].
     """
     flow = DataFlow()
 
     def pack(tensor: Tensor) -> Tensor | None:
         flow.read |= flow.of(tensor)
-        # The tensor itself would tie a node to its own output, and keep the layer's input alive.
+        # The tensor itself would make a cycle of node and output, and keep the layer's input alive.
         return tensor.data if has_data(tensor) else None
 
     def label(name: str, module: nn.Module, args: Any, output: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""The decoder layer as one autograd Function: forward without a graph, backward chunk by chunk (DESIGN.md 2 and 3)."""
+"""The decoder layer as one autograd Function: forward without a graph, backward chunk by chunk
+(DESIGN.md 2 and 3).
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,14 @@ from streambp.recurrent.states import States, leaves_of
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """How a layer is computed.
+    """The functions that compute a layer.
 
-    make: a call from the layer's site and arguments. forward: (call, keep for backward?) -> hidden_states of the whole
-    sequence, then the extra outputs in the order of `call.extras`. backward: adds up the gradients. whole: for a layer that
-    cannot be cut.
+    Attributes:
+        make: creates a call from the layer's site and arguments.
+        forward: takes a call and a flag for saving; returns hidden_states of the full sequence,
+            then the extra outputs in the order of `call.extras`.
+        backward: accumulates the gradients.
+        whole: runs a layer that cannot be chunked.
     """
 
     make: Callable[[LayerSite, Arguments], Any]
@@ -48,14 +53,16 @@ class Strategy:
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
-    """hidden_states [..., B, T, h] and the extra outputs, chunk by chunk and without a graph."""
+    """Compute hidden_states [..., B, T, h] and the extra outputs, chunk by chunk and without a
+    graph.
+    """
     site, kept, carried = call.site, call.kept, call.carried
-    # Room: for the prefix of keys and values, and for what the chunks give.
+    # Memory for the prefix of keys and values, and for the outputs.
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
     states, carries = States(), site.kind.states.carries
     whole: Whole = {}
-    # What forward saves is known before the first chunk; the witness notes what each chunk gives.
+    # The saves are chosen before the first chunk; the witness records each chunk's output.
     if keep:
         kept.find_products()
         if kept.watch is not None:
@@ -63,7 +70,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         call.witness = site.witness(call.hidden_states, call.autocast)
     with torch.no_grad(), call.streaming(), call.inputs_seen() if keep else NOTHING:
         for chunk in call.plan.chunks:
-            # What the chunk starts from: random state, input, states of the chunk before.
+            # The chunk's start: random state, input, states of the chunk before.
             if keep:
                 kept.random.append(RandomState.capture(call.device))
             hidden_chunk = chunk.part(call.hidden_states, -2)
@@ -75,14 +82,14 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             # The layer's own forward; its attention appends K and V to the prefix and reads all before them.
             compute = functools.partial(_forward_chunk, call, whole, hidden_chunk, chunk, states, original)
             output, attended = call.attempt(compute) if keep else compute(False)
-            # What the next chunk goes on from, and what backward will take.
+            # Start states for the next chunk, and tensors for backward.
             if carries and output.states and chunk.index in call.plan.behind:
                 carried.states[chunk.index] = output.states
             if keep:
                 kept.keep(chunk, original, attended)
             del output, attended
-    # The forward is over: what attended is told, the prefix stays only where keys and values are saved in it.
-    if kept.graph is None:  # one that is kept is made as in backward, which notes nothing
+    # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and values.
+    if kept.graph is None:  # a kept graph is computed as in backward, which records no kernels
         site.attended = carried.prefix.used
     if keep:
         site.sdpa = carried.prefix.sdpa
@@ -98,7 +105,9 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
 def _forward_chunk(
     call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States, original: Tensor, again: bool
 ) -> tuple[ChunkOutput, list[Attended]]:
-    """A chunk's output and attention results, without a graph; what is to be saved is captured."""
+    """Return a chunk's output and attention results, without a graph, and capture the tensors to
+    save.
+    """
     kept, witness = call.kept, call.witness
     if again:
         kept.random[-1].restore()
@@ -122,25 +131,32 @@ def _forward_chunk(
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
-    """hidden_states [..., B, T, h], then the extra outputs, whose order is noted in the call."""
+    """Return hidden_states [..., B, T, h], then the extra outputs, and store their order in the
+    call.
+    """
     result = whole.pop(None)
     call.extras = [place for place in whole if place is not None]
     return result, *(whole[place] for place in call.extras)
 
 
 class StreamedLayer(torch.autograd.Function):
-    """hidden_states [..., B, T, h], differentiable arguments and the layer's trainable parameters in; hidden_states and
-    extra outputs out; their gradients back."""
+    """Autograd Function of a streamed layer.
+
+    Its inputs are hidden_states [..., B, T, h], the differentiable arguments and the layer's
+    trainable parameters. Its outputs are hidden_states and the extra outputs.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, strategy: Strategy, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *rest: Tensor
     ) -> Any:
-        """hidden_states [..., B, T, h] of the layer, then the extra outputs; what backward will want is in `call.kept`.
+        """Return hidden_states [..., B, T, h] of the layer, then the extra outputs. Tensors for
+        backward are saved in `call.kept`.
 
         Args:
             hidden_states: [..., B, T, h].
-            rest: the differentiable arguments and the parameters; values are read from `call` and from the layer's slots.
+            rest: the differentiable arguments and the parameters, for autograd only. Their values
+                are read from `call` and from the layer's slots.
         """
         ctx.strategy, ctx.call, ctx.parameters = strategy, call, parameters
         ctx.owner, ctx.began = call.site.owner, call.site.owner.current
@@ -160,20 +176,23 @@ class StreamedLayer(torch.autograd.Function):
             raise explained(error, call.site, call.plan) from error
         call.seen = call.site.fingerprint.seen(call.layer, call.look, versions, acted)
         if call.kept.store.copies:
-            # Its shape without a byte of storage; the rest has left.
+            # The shape without storage: the tensors are offloaded.
             call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden_states [..., B, T, h], the differentiable arguments and the parameters, in their own dtypes.
+        """Return the gradients of hidden_states [..., B, T, h], the differentiable arguments and
+        the parameters, in their own dtypes.
 
         Args:
-            grad: of hidden_states [..., B, T, h]; may be overwritten by the first result. [Note: gradient reuse]
-            extra_grads: of the extra outputs, each in its output's shape; None for what nobody used.
+            grad: of hidden_states [..., B, T, h]; its buffer may be overwritten by the first
+                result. [Note: gradient reuse]
+            extra_grads: of the extra outputs, each in its output's shape; None for unused outputs.
 
         Raises:
-            BackwardError: it is the second backward, second derivatives are wanted, or something has changed since forward.
+            BackwardError: it is the second backward, second derivatives are wanted, or the layer or
+                its inputs changed since forward.
             StreamBPError: another thread is computing with the model. [Note: owner of a step]
         """
         counts = None if grad is None else reference_counts(grad)
@@ -182,7 +201,7 @@ class StreamedLayer(torch.autograd.Function):
             call, parameters = begin_backward(ctx)
             if call.site.backward_begins is not None:
                 call.site.backward_begins(call.device)
-            # Where gradients come from, and where they are added up: dx may be written over the upstream's buffer.
+            # Incoming gradients and accumulators; dx may be written into the incoming gradient's buffer.
             work = BackwardPass(call, len(parameters.groups), grad, dict(zip(call.extras, extra_grads, strict=True)))
             if work.needs_input and not work.sums.alone:
                 if grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states):
@@ -195,13 +214,13 @@ class StreamedLayer(torch.autograd.Function):
                     )
                     work.hidden_states = mark(buffer)
             call.hidden_states = None  # type: ignore[assignment]
-            # The layer is recomputed and differentiated, with shadows in the place of its parameters. `recomputing` ends
-            # outside of these: what it learns of the layer is of its own parameters.
+            # Recompute and differentiate the layer with shadows in its parameters' slots. `recomputing`
+            # exits after the parameters are back, because it takes a snapshot of the layer.
             here = call.site.weights_here("backward", call.device)
             with call.autocast.off(), call.streaming(), recomputing(call), here, parameters.shadowed() as work.shadows:
                 work.sums.places = {id(shadow): index for index, shadow in enumerate(work.shadows)}
                 ctx.strategy.backward(call, work)
-            # What the witness compared is asked of the device at the end of the whole backward.
+            # The comparison's results are read from the device once, at the end of the full backward.
             if call.witness is not None:
                 call.witness.end()
             call.carried.prefix.drop_buffers()
@@ -225,23 +244,25 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Chunk by chunk, last to first. [Note: prefix accumulation order]
+    """Differentiate the chunks, last to first. [Note: prefix accumulation order]
 
     Args:
-        find_unread: which of these Linears' products may be left out; whether the input wants a gradient.
+        find_unread: returns the Linear outputs to skip, from the call, its Linears and a flag: the
+            input needs a gradient.
     """
     if call.kept.graph is not None:  # [Note: kept graphs]
         (chunk,) = call.plan
         _chunk_backward(call, chunk, work, any(work.wanted))
         return
-    # Which products nobody reads is found out once for each kind of call.
+    # Find the Linear outputs that backward never reads, once for each kind of call.
     linears = call.site.linears
     situation = call.situation(linears, work.needs_input)
     unread = call.site.unread.get(situation)
     if unread is None:
         found = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
         unread = remember(call.site.unread, situation, found)
-    # Keys and values of all chunks but the last, which writes its own, unless they were saved, or nothing attends.
+    # Recompute keys and values of all chunks except the last, which writes its own. Skip the
+    # recomputation if keys and values were saved, or if the layer has no attention.
     prefix, kept = call.carried.prefix, call.kept
     missing = (len(call.plan) > 1 or kept.moves_kv) and prefix.calls and not prefix.filled_until
     if missing and kept.keys_are_stored:
@@ -252,8 +273,8 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
                 starts = kept.starts(chunk.index)
                 kept.bring(chunk, starts, again=dict(starts))
                 call.attempt(functools.partial(_refill, call, chunk))
-    # Each chunk with a graph, differentiated, its gradients added up: chunks of later queries come first, so that dK and dV
-    # of a chunk are complete when it is its turn.
+    # Recompute and differentiate each chunk. Chunks of later queries are first: the dK and dV of a
+    # chunk are complete when its own turn begins.
     left = unread.recompute.difference(call.kept.products)
     if call.witness is not None:
         left &= call.witness.left_out
@@ -269,10 +290,11 @@ def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
 
 
 def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool) -> None:
-    """Recompute one chunk with a graph, differentiate it, add up. [Note: once for each chunk]
+    """Recompute one chunk with a graph, differentiate it and accumulate. [Note: once for each
+    chunk]
 
     Args:
-        through_states: what the chunk starts from depends on something that is differentiated.
+        through_states: True if the chunk's start states depend on a differentiated tensor.
     """
     kept, carries = call.kept, call.site.kind.states.carries
     kept.bring(chunk, kept.reads(chunk.index))
@@ -293,19 +315,21 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
 def _differentiated(
     call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States, of_states: States, again: bool
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
-    """Gradients of the chunk's hidden_states x [..., B, C, h] and differentiable arguments, of the states that it started
-    from, and of the parameters.
+    """Return the gradients of one chunk: of x and the differentiable arguments, of the start
+    states, and of the parameters.
 
     Args:
-        of_states: the gradients of the states that the chunk ended with.
-        again: what the first attempt has added up stays, and is not added once more.
+        x: [..., B, C, h], the chunk's hidden_states.
+        states: the states that the chunk starts from.
+        of_states: the gradients of the chunk's end states.
+        again: True in a retry; terms that the first attempt accumulated are not added again.
     """
     if call.repeats:
         work.sums.begin(again)
         call.carried.prefix.begin_backward(again)
     graph, call.kept.graph = call.kept.graph, None
     if graph is None or any(
-        one is not other and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters anew
+        one is not other and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters again
         for one, other in zip(graph.shadows, work.shadows, strict=True)
     ):
         kept, see = call.kept, call.seeing(chunk, again=True)

@@ -1,12 +1,14 @@
-"""Gradients of one layer call, chunk by chunk: what comes in for its outputs, what goes out for its inputs.
+"""Gradients of one layer call, chunk by chunk: incoming gradients of its outputs, accumulated
+gradients of its inputs.
 
-[Note: gradient reuse] The backward of layer i returns dx, a buffer that we allocated, and autograd hands it to layer i - 1
-as its incoming gradient. Nobody needs it after that, so layer i - 1 may write its own dx into it, which saves 8 KB a token
-on an 8B model. Nobody, unless `autograd.grad(loss, [x, h])` captured it, a tensor hook or `retain_grad` kept it, or an
-operation shares its storage. All of these hold a reference: the buffer is reused only if it carries our mark and its
-tensor, Python and storage reference counts are those of a gradient that only the engine holds. These are measured once,
-on a chain of two Functions like ours; where they differ for another reason, the buffer is not reused, which costs memory
-and nothing else.
+[Note: gradient reuse] The backward of layer i returns dx, a buffer that streambp allocated, and
+autograd passes it to layer i - 1 as its incoming gradient. Layer i - 1 may write its own dx into
+the buffer if no other code needs it, which saves 8 KB a token on an 8B model. Other users are
+`autograd.grad(loss, [x, h])`, a tensor hook, `retain_grad`, and operations that share the storage.
+Each of these users holds a reference. The buffer is reused only if it has streambp's mark and if
+its tensor, Python and storage reference counts equal the counts of a gradient that only the engine
+holds. These counts are measured once, on a chain of two Functions. If the counts differ for another
+reason, the buffer is not reused, which costs memory only.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from streambp.layer.shadows import GradientSum
 
 
 class BackwardPass:
-    """One backward pass through a layer: where gradients come from, and where they are added up.
+    """One backward pass through a layer: its incoming gradients and its accumulators.
 
     Args:
-        of_output: the gradient of hidden_states [..., B, T, h]; None: nobody used them. of_extras: of the extra outputs.
+        of_output: gradient of hidden_states [..., B, T, h]; None: hidden_states were not used.
+        of_extras: gradients of the extra outputs.
 
-    needs_input, wanted: whether hidden_states and each differentiable argument wants a gradient.
-    hidden_states: the buffer [..., B, T, h] of their gradient, if it is wanted. It may be the incoming gradient itself: a
-        chunk's part is written after it was read. [Note: gradient reuse]
-    sums: of the parameters' gradients; `sums.alone`: one chunk gives all of it, which needs no buffer.
-    shadows: stand in for the parameters. [Note: shadows]
+    Attributes:
+        needs_input: True if hidden_states need a gradient.
+        wanted: True for each differentiable argument that needs a gradient.
+        hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. It may be the
+            incoming gradient itself: a chunk's part is written after the last read. [Note: gradient
+            reuse]
+        sums: accumulators of the parameters' gradients.
+        shadows: the tensors in the parameters' slots. [Note: shadows]
     """
 
     def __init__(
@@ -51,7 +57,9 @@ class BackwardPass:
         self._argument_sums = GradientSum(len(self._arguments), call.gradients_of_a_parameter)
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of a chunk that depend on something, hidden_states [..., B, C, h] first, and their gradients."""
+        """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and
+        their incoming gradients.
+        """
         tensors, gradients = [], []
         for place, grad in ((None, self.of_output), *self.of_extras.items()):
             tensor = output.hidden_states if place is None else output.extras[place]
@@ -62,9 +70,12 @@ class BackwardPass:
         return tensors, gradients
 
     def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
-        """Take in a chunk's gradients: of hidden_states [..., B, C, h] first, if wanted, then of the wanted arguments.
+        """Accumulate a chunk's gradients.
 
-        again: they come on top of those that were added before.
+        Args:
+            gradients: of hidden_states [..., B, C, h] first, if wanted, then of the wanted
+                arguments.
+            again: add to the chunk's earlier gradients instead of overwriting.
         """
         first, *gradients = gradients if self.needs_input else (None, *gradients)
         if self.needs_input and self.sums.alone:
@@ -86,7 +97,9 @@ class BackwardPass:
         self._argument_sums.add(summed)
 
     def of_arguments(self) -> list[Tensor | None]:
-        """One for every differentiable argument, in its shape [...]; None where it is not wanted."""
+        """Return one gradient for each differentiable argument, in its shape [...]; None for an
+        unwanted gradient.
+        """
         if not self._arguments:
             return [None] * len(self.wanted)
         sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
@@ -99,23 +112,27 @@ UNKNOWN = 0
 
 
 def reference_counts(gradient: Tensor) -> Counts:
-    """Of the tensor, its Python object and its storage. Call it directly in a Function's `backward(ctx, gradient)`.
+    """Return the reference counts of the tensor, its Python object and its storage. Must be called
+    directly in a Function's `backward(ctx, gradient)`.
 
-    gradient: [..., B, T, h] in a layer's backward.
+    Args:
+        gradient: [..., B, T, h] in a layer's backward.
     """
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    tensor = getattr(gradient, USE_COUNT, lambda: UNKNOWN)()  # a torch without it cannot tell: nothing is reused
+    tensor = getattr(gradient, USE_COUNT, lambda: UNKNOWN)()  # without this attribute no buffer is reused
     return tensor, sys.getrefcount(gradient), storage
 
 
 def mark(gradient: Tensor) -> Tensor:
-    """Say that this buffer [..., B, T, h] was allocated by us to be returned as a gradient."""
+    """Mark this buffer [..., B, T, h] as allocated by streambp for a returned gradient."""
     gradient._streambp_buffer = True  # type: ignore[attr-defined]
     return gradient
 
 
 def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
-    """Whether `gradient` [...] can serve as the buffer of one shaped and typed like `like`. [Note: gradient reuse]"""
+    """True if `gradient` [...] may be reused as a buffer with the shape and dtype of `like`. [Note:
+    gradient reuse]
+    """
     return (
         getattr(gradient, "_streambp_buffer", False)
         and counts[0] != UNKNOWN
@@ -129,7 +146,9 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
 
 @functools.cache
 def counts_when_alone() -> Counts:
-    """The counts of a gradient that our own Function returned and nobody but the engine holds; fixed for a process."""
+    """Return the reference counts of a Function's gradient that only the engine holds. The counts
+    are constant for a process.
+    """
     seen: list[Counts] = []
 
     class Probe(torch.autograd.Function):

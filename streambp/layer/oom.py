@@ -1,10 +1,11 @@
-"""When a streamed layer runs out of device memory: saves are let go of, or an error says what to change.
+"""Handling of out-of-memory errors in a streamed layer: free saves and retry, or raise an error
+with the remedy.
 
-[Note: once for each chunk] A chunk's forward, refill and backward can be computed again when the device had no memory for
-them, once what layers have saved of their own accord is let go of. Random numbers are drawn from the same states, and keys
-and values are written to their place once more. What backward adds up while it runs is added once: the sums of weights'
-gradients, and those of keys and values, count what the first attempt has added, and the second leaves as much out, in the
-same order.
+[Note: once for each chunk] A chunk's forward, refill and backward can be retried after they ran out
+of memory, once automatic saves are freed. A retry restores the random states and writes keys and
+values to the same positions. Sums that backward accumulates count each term once. The sums of
+weight gradients, and the gradients of keys and values, count the terms that the first attempt
+added. The retry skips this number of terms, in the same order.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ def with_memory(
     let_go: Callable[[], bool] | None,
     check_room: Callable[[], None] | None = None,
 ) -> T:
-    """The result of `compute`, which is called once more, without saves, if there was no memory for them.
+    """Call `compute`. If it runs out of memory, free the automatic saves and call it once more.
     [Note: once for each chunk]
 
     Args:
-        compute: is told whether it runs again.
-        let_go: lets go of saves, and says whether some were there; None: there are none. check_room: does so before.
+        compute: takes one argument, True in a retry.
+        device: the device whose memory is freed.
+        let_go: frees saves and returns True if there were any; None: no saves exist.
+        check_room: frees saves before the first attempt if memory is short.
     """
     if check_room is not None:
         check_room()
@@ -46,15 +49,17 @@ def with_memory(
         if not is_out_of_memory(error) or let_go is None or not let_go():
             raise
         allocators = isinstance(error, torch.OutOfMemoryError)
-    make_room(device, allocators)  # not above: the error's frames hold tensors
+    make_room(device, allocators)  # after the handler: the error's frames hold tensors
     return compute(True)
 
 
-AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)  # where nobody can let go
+AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)  # for calls without a retry
 
 
 def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
-    """The error to raise from this one, which carries the next lever; the error itself if it does already."""
+    """Return the error to raise in place of this error, with the next lever in its message. An
+    error that has a lever already is returned unchanged.
+    """
     if isinstance(error, DeviceMemoryError):
         return error
     site.advised = True
@@ -68,7 +73,7 @@ def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceM
 
 
 def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
-    """The least costly change that lowers the peak, as a sentence."""
+    """Return the least costly change that lowers the peak, as a sentence."""
     if config.offload == "none":
         saved = f" and saves={config.named_saves!r}" if config.named_saves else ""
         return f"Set offload='cpu' in StreamConfig: it moves layer inputs{saved} to host memory."
@@ -85,10 +90,12 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
 
 
 def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) -> str:
-    """What to change where torch's own part of a backward ran out of memory. [Note: bare errors]
+    """Return advice for running out of memory in torch's own part of a backward. [Note: bare
+    errors]
 
     Args:
-        tokens: over all rows. streamed: how its layers streamed; None: the micro-batch ran as unpatched.
+        tokens: the token count over all rows.
+        streamed: the config and the chunks of the layers; None: the micro-batch ran as unpatched.
     """
     if streamed is not None:
         where = "outside of streamed layers"
@@ -104,7 +111,11 @@ def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) ->
 
 @contextlib.contextmanager
 def explaining(where: str) -> Iterator[None]:
-    """Within, outside of layers, running out of memory raises an error that carries the next lever. where: "in ...".
+    """Context manager for code outside of layers: an out-of-memory error is replaced by an error
+    with the next lever.
+
+    Args:
+        where: the place for the message, "in ...".
 
     Raises:
         DeviceMemoryError: the device ran out of memory.
@@ -122,11 +133,14 @@ def explaining(where: str) -> Iterator[None]:
 
 
 def once_more(device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str) -> T:
-    """The result of `compute`, outside of layers. It runs once more if there was no memory, and layers had saves to let go
-    of; so it must change nothing before it ends.
+    """Return the result of `compute`, outside of layers. It runs once more if memory was short and
+    layers had saves to free.
+
+    Args:
+        compute: must change no state before it ends.
 
     Raises:
-        DeviceMemoryError: the device ran out of memory all the same.
+        DeviceMemoryError: the device ran out of memory in the retry as well.
     """
     with explaining(where):
         return with_memory(lambda _: compute(), device, let_go)

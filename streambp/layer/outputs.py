@@ -1,9 +1,10 @@
-"""What a layer gives besides its hidden states, chunk by chunk and put together.
+"""A layer's extra outputs, for each chunk and joined for the full sequence.
 
-Three things leave a decoder layer by the side. Modules inside it are recorded by transformers' forward hooks (router
-logits, from which the load-balancing loss is computed), some layers write their keys and values into a mapping that later
-layers read, and some return a tensor behind their hidden states. All are outputs of the layer's autograd Function: a
-gradient comes back for them. States are not: they leave a chunk, not the layer. [Note: states]
+A decoder layer has three kinds of outputs beside its hidden states. Transformers' forward hooks
+record modules inside the layer (router logits for the load-balancing loss). Some layers write keys
+and values into a mapping that later layers read. Some layers return a tensor behind their hidden
+states. All three are outputs of the layer's autograd Function and receive gradients. States are not
+outputs of the layer, only of a chunk. [Note: states]
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ from streambp.errors import UnsupportedModelError
 from streambp.recurrent.states import States
 
 Collected = dict[str, list[Tensor]]
-RETURNED = "returned"  # the name of what a layer returns behind its hidden states
+RETURNED = "returned"  # name of the return values behind hidden_states
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an extra output goes: the recorded tensor `name`[`index`], part `index` of entry `key` of mapping `name`, or,
-    by the name of `RETURNED`, the layer's return value `index` behind its hidden states.
+    """Destination of an extra output: a recorded tensor, a part of a mapping's entry, or a return
+    value.
 
-    flat: the recorded tensor merges rows and tokens, [B * C, ...]; here it is handled as [B, C, ...].
+    Attributes:
+        name: the key of the recording, the mapping's argument name, or `RETURNED`.
+        index: the index among the recorded tensors, the entry's parts or the return values behind
+            hidden_states.
+        key: the key of the mapping's entry; None: no mapping.
+        flat: True if the recorded tensor merges rows and tokens, [B * C, ...]; internally it is [B,
+            C, ...].
     """
 
     name: str
@@ -40,13 +47,21 @@ class Place:
 
     @property
     def dim(self) -> int:
-        """The dimension of tokens: -2 in what a mapping holds, 1 in what is recorded or returned."""
+        """Return the dimension of tokens: -2 in a mapping's tensors, 1 in recorded or returned
+        tensors.
+        """
         return 1 if self.key is None else -2
 
 
 @dataclasses.dataclass
 class ChunkOutput:
-    """hidden_states [..., C, h] and the extra outputs of one chunk, and the states it ends with."""
+    """The outputs of one chunk.
+
+    Attributes:
+        hidden_states: [..., C, h].
+        extras: the extra outputs.
+        states: the states that the chunk ends with.
+    """
 
     hidden_states: Tensor
     extras: dict[Place, Tensor]
@@ -56,16 +71,16 @@ class ChunkOutput:
 def collect(
     hidden_states: Tensor, returned: dict[int, Tensor], recorded: Collected, mappings: dict[str, tuple[Any, Any]]
 ) -> ChunkOutput:
-    """The output of a chunk.
+    """Return the output of a chunk.
 
     Args:
-        hidden_states: what the layer returned, [..., C, h].
-        returned: what it returned behind them, [B, C, ...], by place.
-        recorded: what hooks recorded, by key.
-        mappings: the mappings among the arguments, as they were before the chunk and as they are now.
+        hidden_states: the layer's hidden states, [..., C, h].
+        returned: the return values behind hidden_states, [B, C, ...], by index.
+        recorded: the tensors that hooks recorded, by key.
+        mappings: the mappings among the arguments, before the chunk and now.
 
     Raises:
-        UnsupportedModelError: what a hook recorded is neither [B * C, ...] nor [B, C, ...].
+        UnsupportedModelError: a recorded tensor is neither [B * C, ...] nor [B, C, ...].
     """
     extras = {Place(RETURNED, index): tensor for index, tensor in returned.items()} if returned else {}
     rows, tokens = hidden_states.shape[-3:-1]
@@ -80,7 +95,7 @@ def collect(
             extras[Place(name, index, flat=flat)] = tensor.unflatten(0, (rows, tokens)) if flat else tensor
     for name, (before, after) in mappings.items():
         for key, parts in after.items():
-            if key not in before or parts is not before[key]:  # tuples of tensors [..., C, D] that this forward put there
+            if key not in before or parts is not before[key]:  # new tuples of tensors [..., C, D]
                 extras.update({Place(name, index, key): part for index, part in enumerate(parts)})
     return ChunkOutput(hidden_states, extras)
 
@@ -89,8 +104,9 @@ Whole = dict[Place | None, Tensor]  # hidden states [..., T, h] and the extra ou
 
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
-    """Put what a chunk gave at its place in the whole of T = `length` positions; a part that has all of them itself is the
-    whole."""
+    """Copy a chunk's outputs into the outputs of the full sequence. A part with all `length`
+    positions is stored without a copy.
+    """
     for place, part in ((None, output.hidden_states), *output.extras.items()):
         dim = -2 if place is None else place.dim
         if part.shape[dim] == length:
@@ -101,19 +117,22 @@ def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOu
             shape[dim] = length
             whole[place] = part.new_empty(shape)
         if part.shape[-1] > whole[place].shape[-1] and not part.is_floating_point():
-            # Keys that each query picked; the first chunks have fewer and pick all, so the first one again is the same.
+            # Keys picked by each query. Early chunks have fewer keys and pick all; padding repeats key 0.
             whole[place] = torch.nn.functional.pad(whole[place], (0, part.shape[-1] - whole[place].shape[-1]))
         chunk.part(whole[place], dim).copy_(part)
     return output
 
 
 def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
-    """Hand extra outputs of the whole sequence to transformers' collector and to the caller's mappings.
+    """Pass extra outputs of the full sequence to transformers' collector and to the caller's
+    mappings.
 
-    What was returned is left out: `LayerCall.wrap` hands it on.
+    Return values are left out: `LayerCall.wrap` returns them.
 
     Args:
-        extras: of recordings [B, T, ...], which the collector gets as [B * T, ...] if `flat`; of mappings [..., T, D].
+        extras: recordings [B, T, ...], which the collector gets as [B * T, ...] if `flat`; mapping
+            entries [..., T, D].
+        mappings: the caller's mappings, by argument name.
     """
     collector = output_capturing._active_collector.get()
     entries: dict[tuple[str, str], list[Tensor]] = {}
@@ -131,7 +150,9 @@ def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
-    """Within, hooks record these keys here: in the model's own collector chunks would look like layers."""
+    """Context manager in which hooks record these keys here: in the model's own collector, chunks
+    would count as layers.
+    """
     collected: Collected = {key: [] for key in keys}
     token = output_capturing._active_collector.set(collected)
     try:

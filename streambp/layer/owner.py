@@ -26,7 +26,9 @@ from streambp.errors import StreamBPError
 
 @dataclasses.dataclass(eq=False)
 class Use:
-    """One forward, or one layer's backward, as a context that ends it; within others of its owner it is theirs."""
+    """One forward, or one layer's backward, as a context manager. Nested contexts of one owner
+    share an object.
+    """
 
     owner: StepOwner
     thread: int
@@ -43,24 +45,26 @@ class Use:
 
 @dataclasses.dataclass(eq=False)
 class StepOwner:
-    """Of one patched model. [Note: owner of a step]
+    """The owner of one patched model. [Note: owner of a step]
 
-    current: the use that is under way, if it is: an exception that comes between two instructions leaves it behind, and it
-        goes with the frames that it was in.
+    Attributes:
+        lock: re-entrant, because a signal handler may enter it too.
+        current: the running use; None: no use. An exception between two instructions may leave it
+            behind; the weak reference ends with the frames.
     """
 
-    lock: Any = dataclasses.field(default_factory=threading.RLock)  # a signal's handler may come here too
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
     current: weakref.ref[Use] | None = None
 
     def __reduce__(self) -> Any:
-        """A copied or pickled model is used by nobody."""
+        """Return an object without an owner for a copied or pickled model."""
         return StepOwner, ()
 
     def enter(self, began: weakref.ref[Use] | None = None) -> Use:
         """Own the model until the context ends.
 
         Args:
-            began: the use in which the forward ran whose backward this is.
+            began: the use that ran the forward of this backward.
 
         Raises:
             StreamBPError: another thread is computing with the model.

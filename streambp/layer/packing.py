@@ -1,4 +1,6 @@
-"""Packed documents of one call of a layer with states: told to its kernels, or its mixers called for each of them."""
+"""Packed documents in one call of a layer with states: passed to its kernels, or its mixers called
+for each document.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from streambp.recurrent.states import StateCache
 
 
 class Packing:
-    """How the mixers of a layer learn, in each chunk, where they start from and where documents of packed rows start.
+    """Start states and document boundaries for the mixers of a layer, in each chunk.
 
-    arguments: None of a layer without states, whose rows need no telling apart: attention's mask knows of documents.
-    told: the arguments that tell its kernels of documents; () if none does. [Note: documents], [Note: segments]
-    marks_documents: rows are more than one document each, of which this layer knows.
+    Attributes:
+        arguments: the call's arguments; None for a layer without states, because attention's mask
+            contains the documents.
+        told: the arguments that pass document boundaries to its kernels; () for none. [Note:
+            documents], [Note: segments]
+        rows: the documents that position_ids mark; None: position_ids mark none.
+        marks_documents: True if rows contain several documents that this layer distinguishes.
     """
 
     def __init__(self, site: LayerSite | None = None, arguments: Arguments | None = None) -> None:
@@ -37,17 +43,22 @@ class Packing:
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Where no chunk may end for the sake of documents: a trial has others than its call. [Note: chunk ends]"""
+        """Return the positions where packed documents forbid a chunk end. The positions are read
+        from the arguments each time, because a test replaces the arguments. [Note: chunk ends]
+        """
         rows = None if self.arguments is None else self.arguments.packed_rows
         return () if rows is None else rows.barriers
 
     def entered(
         self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
     ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
-        """A chunk's arguments, and within what the layer's forward runs, so that its mixers start where they should.
+        """Return a chunk's arguments, and the context manager for the layer's forward in which its
+        mixers use the right start states.
 
         Args:
-            cache: with the states that the chunk starts from; None: the layer gets none.
+            named: the chunk's arguments, by name.
+            chunk: the chunk.
+            cache: contains the states that the chunk starts from; None: the layer gets no cache.
         """
         assert self.arguments is not None
         rows = self.arguments.packed_rows

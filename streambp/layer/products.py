@@ -1,10 +1,11 @@
-"""Linear products that a recomputation can leave out, because nobody reads them.
+"""Linear outputs that a recomputation can skip because no operation reads their values.
 
-The refill of K and V computes the queries for nothing, and the recomputation of a chunk computes the layer's last Linear
-for nothing: its backward wants its input and weight, not its output. On a Qwen3-8B layer these are 2.3 % and 6.5 % of a
-step's Linear FLOPs. Which products are unread follows from the layer's own data flow, so it is traced, not listed
-(`data_flow.py`). A product that is left out is filled with NaN, so that a wrong trace could not go unnoticed. What a trace
-proposes is tried before it is used (`trials.py`). [Note: writes through pointers]
+The refill of K and V needs no queries. The recomputation of a chunk needs no output of the layer's
+last Linear, because the Linear's backward reads its input and weight only. On a Qwen3-8B layer
+these are 2.3 % and 6.5 % of a step's Linear FLOPs. The set of unread outputs follows from the
+layer's own data flow, so it is traced, not listed (`data_flow.py`). A skipped output is filled with
+NaN, so that a wrong trace is noticed. A trace's result is tested before use (`trials.py`). [Note:
+writes through pointers]
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness, rows_of
 
 PARAMETERS = MODULE_TABLES[0]
-ADAPTED = "_streambp_adapted"  # of a module with adapters: what computes it at the time. [Note: adapters]
+ADAPTED = "_streambp_adapted"  # attribute of an adapted module for its `Adaptation`. [Note: adapters]
 Labels = frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class UnreadProducts:
-    """Names, relative to the layer, of the Linears whose output is not needed in a refill or a recomputation.
+    """Names, relative to the layer, of the Linears whose outputs are never read.
 
-    states: the states that a chunk ends with depend on something that is differentiated. [Note: states]
+    Attributes:
+        refill: outputs that a refill of K and V does not read.
+        recompute: outputs that a recomputation with backward does not read.
+        states: True if a chunk's end states depend on a differentiated tensor. [Note: states]
     """
 
     refill: Labels = frozenset()
@@ -47,8 +51,15 @@ class UnreadProducts:
 
 @dataclasses.dataclass(frozen=True)
 class UnreadInHalves:
-    """The same for a layer that is cut at its attention: Linears whose products are not needed for queries alone, for what
-    the layer returns, or to differentiate either half. [Note: halves]"""
+    """Names of the Linears whose outputs are never read, for a layer that is split at its
+    attention. [Note: halves]
+
+    Attributes:
+        for_queries: outputs that the queries do not need.
+        for_output: outputs that the layer's result does not need.
+        to_differentiate_before: outputs that the backward of the first half does not need.
+        to_differentiate_after: outputs that the backward of the second half does not need.
+    """
 
     for_queries: Labels = frozenset()
     for_output: Labels = frozenset()
@@ -57,12 +68,15 @@ class UnreadInHalves:
 
 
 def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn.Linear]:
-    """The layer's Linears that compute x @ W^T + b and nothing else, and those named here, whose adapters are computed with
-    them: what is inside of these is not a Linear of its own.
+    """Return the layer's Linears that compute x @ W^T + b and nothing else, by name.
 
-    {} if anything watches the inside of the layer: a forward hook must see true values in recomputations too. Without those
-    of indexers, which are called for a few queries at a time. [Note: indexers]
-    Without those inside of compiled modules: a forward that changes between passes would be compiled anew for each.
+    Linears of indexers are left out, because indexers are called for a few queries at a time.
+    [Note: indexers] Linears inside compiled modules are left out, because replacing a forward
+    between passes would recompile. The result is {} if the layer has inner hooks: a forward hook
+    must get true values in recomputations too.
+
+    Args:
+        adapted: names of Linears with adapters to include; modules inside them are left out.
     """
     inner = [module for module in layer.modules() if module is not layer]
     if any(not drops_masks(hook) for m in inner for table in MODULE_HOOKS for hook in getattr(m, table).values()):
@@ -85,8 +99,10 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is a Linear, or of a subclass that has a Linear's forward, and its weight and bias as they are: a subclass
-    that computes in its own way (torchao's for quantisation in training) has gradients that its product does not tell."""
+    """True for a Linear, or for a subclass that keeps a Linear's forward, weight and bias. A
+    subclass with its own computation (torchao's quantized training) has gradients that differ from
+    its product's.
+    """
     kind = type(module)
     if kind is nn.Linear or not isinstance(module, nn.Linear):
         return kind is nn.Linear
@@ -95,20 +111,24 @@ def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def hooked_everywhere() -> bool:
-    """Whether torch's global hooks watch every module."""
+    """True if torch's global module hooks are set."""
     return any(map(vars(torch.nn.modules.module).__getitem__, GLOBAL_HOOKS))
 
 
-PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last: a parameter of a model that is only counted
+PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: a model that is only counted
 
 
 def is_factor(name: str) -> bool:
-    """Whether it is a Linear of an adapter, whose output takes as long to read as to compute again."""
+    """True if the name is a Linear of an adapter, whose output takes as long to read as to
+    recompute.
+    """
     return not set(name.split(".")).isdisjoint(LORA_FACTORS)
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names, in order, that a glob matches; an adapter's base layer goes by the name of the module it stands in."""
+    """Return the names, in order, that a glob pattern matches. An adapter's base layer is matched
+    by the name of the adapted module.
+    """
     return [name for name in names if any(fnmatch.fnmatch(name.removesuffix(".base_layer"), glob) for glob in patterns)]
 
 
@@ -119,7 +139,7 @@ See = Callable[[str, Tensor], None]
 
 @dataclasses.dataclass(eq=False)
 class _Replaced:
-    """Within, these modules have these forwards; what was there comes back."""
+    """Context manager that replaces the forwards of modules and restores them."""
 
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]
 
@@ -140,11 +160,12 @@ class _Replaced:
 def summed(
     linears: dict[str, nn.Linear], sums: GradientSum, unread: Labels, witness: Witness | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, the weight gradients of these Linears are added to their sums by the products that make them.
-    [Note: sums inside products]
+    """Context manager in which the backward of these Linears adds weight gradients directly to
+    their sums. [Note: sums inside products]
 
     Args:
-        unread: the names of those that return NaN, as in `left_out`. witness: sees the inputs of these. [Note: witness]
+        unread: names of the Linears that return NaN, as in `left_out`.
+        witness: records the inputs of the unread Linears. [Note: witness]
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name in unread.intersection(linears) if sums.alone else linears:
@@ -159,8 +180,10 @@ def summed(
 
 
 def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """A Linear's weight [out, in] and bias [out], from their slots: `module.weight` looks everywhere else first, and each
-    chunk asks. Of a module with adapters its base's."""
+    """Return a Linear's weight [out, in] and bias [out], directly from `_parameters`:
+    `module.weight` is slower, and each chunk reads both. For a module with adapters, return its
+    base's tensors.
+    """
     if ADAPTED in module.__dict__:
         module = module.base_layer  # type: ignore[assignment]
     slots = module.__dict__[PARAMETERS]
@@ -170,7 +193,9 @@ def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
 def _adding(
     module: nn.Linear, value: Unread | None, add: Add | None, cast: Cast | None, witness: Witness | None, name: str
 ) -> Callable[[Tensor], Tensor]:
-    """`_product` of x, for as long as the module keeps its weight."""
+    """Return a fast forward of the module that computes `_product`, valid while the module keeps
+    its weight.
+    """
     weight, bias = weights_of(module)
     kind = weight.device.type
     has_adapters = ADAPTED in module.__dict__
@@ -190,13 +215,15 @@ def _adding(
 
 
 def left_out(linears: dict[str, nn.Linear], names: Labels) -> contextlib.AbstractContextManager[None]:
-    """Within, these Linears return NaN and know their backward."""
+    """Context manager in which these Linears return NaN, with a correct backward."""
     chosen = [linears[name] for name in names if name in linears]
     return _Replaced({module: functools.partial(_product, module, UNREAD, None, None) for module in chosen})
 
 
 def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
-    """Within, these Linears compute their products and have the backward of those that are left out."""
+    """Context manager in which these Linears compute their output, but with the backward of skipped
+    Linears, so that the two can be compared.
+    """
     modules = [linears[name] for name in names if name in linears]
     return _Replaced({module: functools.partial(_product, module, None, None, None) for module in modules})
 
@@ -209,11 +236,13 @@ def tapped(
     source: Callable[[str], Tensor | None] | None = None,
     sums: GradientSum | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, what goes into and out of each of these Linears is seen, or given, by its name.
+    """Context manager that passes the inputs and outputs of these Linears to callbacks, or replaces
+    their outputs by saved ones.
 
     Args:
-        sink: is given its output [..., out]. see: is given its input [..., in].
-        source: gives its output, of which it knows the backward then; None: the Linear computes.
+        sink: callback for a Linear's name and its output [..., out].
+        see: callback for a Linear's name and its input [..., in].
+        source: returns the saved output for a name; None: the Linear computes its output.
         sums: as in `summed`.
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
@@ -250,19 +279,19 @@ def _tapped(
     return out
 
 
-Unread = slice  # in place of a product that nobody reads: its rows that are computed all the same. [Note: witness]
+Unread = slice  # replaces an unread product: the rows to compute for comparison. [Note: witness]
 UNREAD = Unread(0)  # none
 
 
 def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast | None, x: Tensor) -> Tensor:
-    """The module's output for x [..., in], if `value` is not it already."""
+    """Return the module's output for x [..., in], or `value` if it is a tensor."""
     if (adaptation := module.__dict__.get(ADAPTED)) is not None:
         found: Tensor = adaptation.product(x, value, add, cast)
         return found
     weight, bias = weights_of(module)
     dtype = cast_to(x)
     if value is UNREAD and not torch.is_grad_enabled():
-        # In the dtype that the Linear would give; no weight is cast for it.
+        # The dtype of the Linear's output, without casting the weight.
         return x.new_full((*x.shape[:-1], module.out_features), torch.nan, dtype=dtype or x.dtype)
     if dtype is not None:
         weight = weight.to(dtype) if cast is None else cast(dtype)
@@ -272,24 +301,24 @@ def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, 
 
 
 def cast_to(x: Tensor) -> torch.dtype | None:
-    """What autocast makes of x [...]; None where it is off: it leaves float64 alone."""
+    """Return the dtype that autocast casts x [...] to; None if autocast is off or x is float64."""
     return None if x.dtype == torch.float64 else autocast_dtype(x.device.type)
 
 
 class LinearWithKnownOutput(torch.autograd.Function):
-    """x [..., in] @ W^T + b, with a Linear's gradients backward.
+    """Autograd Function for x [..., in] @ W^T + b with a Linear's gradients.
 
     Args:
-        value: [..., out], if it need not be computed; `UNREAD`: nobody reads it, so it is NaN.
-        add: takes the factors of the weight's gradient, which is None then. The weight is an input all the same: without
-            it, an x that wants no gradient would leave the output without a graph.
+        value: [..., out], the known output; None: compute it; `UNREAD`: fill it with NaN.
+        add: accumulates the factors of the weight's gradient, which is None then. The weight stays
+            an input: otherwise the output would have no graph if x requires no gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor | Unread | None, add: Any
     ) -> Tensor:
-        """[..., out]: `value` as a view, NaN for `UNREAD`, the product for None."""
+        """Return [..., out]: `value` as a view, NaN for `UNREAD`, the product for None."""
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.add = add
@@ -304,9 +333,9 @@ class LinearWithKnownOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x [..., in], weight [out, in] and bias [out], from grad [..., out].
+        """Return the gradients of x [..., in], weight [out, in] and bias [out] for grad [..., out].
 
-        The weight's is None if there is an `add`, which gets its factors.
+        The weight's gradient is None if there is an `add`, which receives its factors.
         """
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)

@@ -1,12 +1,14 @@
-"""What a recomputation must find as the forward found it: random state, autocast, and checkpointing switched off.
+"""State that a recomputation must share with the forward: random state, autocast, and disabled
+checkpointing.
 
-[Note: autocast] A program's autocast is for what its model computes. So `Autocast.off` is around the whole of a layer's
-call, its trials and its backward pass, also if the program calls backward inside of its own autocast, and
-`Autocast.restored` around the layer's own forward alone (`LayerCall.run`), in forward and where that is computed again.
-Tensors that streambp joins, sums up and compares keep their dtypes: a join of float16 raises under bfloat16's autocast.
-Gradients need none either: autograd gives each in the dtype of its value, and autocast would round the factors of a float32
-region's gradients to half precision. The outer one keeps autocast's copies of weights over the chunks: they are dropped
-where the outermost autocast ends.
+[Note: autocast] A program's autocast applies to its model's computation only. `Autocast.off`
+therefore surrounds a layer's call, its tests and its backward pass, also if the program calls
+backward inside its own autocast. `Autocast.restored` surrounds only the layer's own forward
+(`LayerCall.run`), in forward and in recomputations. Tensors that streambp joins, sums and compares
+keep their dtypes: a join of float16 raises under bfloat16's autocast. Gradients need no autocast:
+autograd returns each gradient in its value's dtype, and autocast would round the factors of a
+float32 region's gradients to half precision. The outer context keeps autocast's weight copies for
+all chunks, because torch drops the copies at the end of the outermost autocast.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ from torch.nn.utils import parametrize
 from streambp.errors import BackwardError
 from streambp.known_names import CHECKPOINTING
 
-NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # may be entered again and again
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # reusable
 
 
 class Autocast(NamedTuple):
     """Autocast's state for a device and for the CPU. [Note: autocast]
 
-    on: it casts on one of them. Where it does not, a backward pass, which is computed without, has nothing to restore.
+    Attributes:
+        states: (device type, enabled, dtype) for each device type.
+        cache: True if autocast caches weight copies.
+        on: True if autocast casts on one of the devices; otherwise a backward pass needs no
+            restoring.
     """
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
@@ -37,7 +43,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> Autocast:
-        """The state as it is now."""
+        """Return the current state."""
         states, on = [], False
         for kind in ("cpu",) if device.type == "cpu" else (device.type, "cpu"):
             if torch.amp.is_autocast_available(kind):
@@ -47,11 +53,15 @@ class Autocast(NamedTuple):
         return cls(tuple(states), torch.is_autocast_cache_enabled(), on)
 
     def off(self) -> contextlib.AbstractContextManager[None]:
-        """Within, nothing is cast."""
+        """Context manager in which autocast is disabled."""
         return self.restored(enabled=False)
 
     def restored(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Within, autocast is as it was when this state was captured; or nothing is cast."""
+        """Context manager that restores the captured state.
+
+        Args:
+            enabled: False: disable autocast instead.
+        """
         for kind, active, _ in self.states:
             if active or torch.is_autocast_enabled(kind):
                 return self._switched(enabled)
@@ -72,7 +82,7 @@ WITHOUT_GENERATORS = ("cpu", "meta")  # devices whose random state is the CPU's
 
 
 class RandomState(NamedTuple):
-    """The CPU's and one device's generator states, taken as a chunk starts."""
+    """The generator states of the CPU and one device at the start of a chunk."""
 
     cpu: torch.Tensor
     device: torch.device
@@ -80,13 +90,13 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        """The states as they are now; `accelerator` is None for the CPU and meta."""
+        """Return the current states; `accelerator` is None for the CPU and meta."""
         if device.type in WITHOUT_GENERATORS:
             return cls(torch.default_generator.get_state(), device, None)
         return cls(torch.default_generator.get_state(), device, torch.get_device_module(device).get_rng_state(device))
 
     def is_current(self) -> bool:
-        """Whether nothing was drawn since."""
+        """True if no random number was drawn since."""
         now = RandomState.capture(self.device)
         same = torch.equal(self.cpu, now.cpu)
         return same and (self.accelerator is None or torch.equal(self.accelerator, now.accelerator))  # type: ignore[arg-type]
@@ -99,7 +109,7 @@ class RandomState(NamedTuple):
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Within, random numbers are drawn as they were; afterwards the stream goes on where it was."""
+        """Context manager that restores these states, and the current states afterwards."""
         outer = RandomState.capture(self.device)
         self.restore()
         try:
@@ -119,20 +129,22 @@ def check_mode(layer: nn.Module, training: bool) -> None:
 
 @contextlib.contextmanager
 def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
-    """Within, transformers does not checkpoint this layer: from 5.23 on its class's forward would wrap itself. Parametrized
-    weights are computed where they are read, and not handed out of `parametrize.cached()`: what it holds was computed
-    without a graph, or with one that ends elsewhere.
+    """Context manager that disables transformers' checkpointing and `parametrize.cached()` for this
+    layer.
 
-    TRL switches the flag on again between a forward and its backward, so that a recomputation needs this as well.
+    From transformers 5.23 on a class's forward would wrap itself in a checkpoint. Cached
+    parametrized weights have no graph, or a graph that ends elsewhere, so weights are recomputed at
+    each read. Recomputations need this context manager too, because TRL sets the flag again between
+    forward and backward.
 
     Args:
-        modules: those of the layer that have transformers' flag.
+        modules: the layer's modules with transformers' flag.
     """
     flagged, cached = [module for module in modules if module.__dict__.get(CHECKPOINTING[0])], parametrize._cache_enabled
     try:
         for module in flagged:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        if cached:  # a process has one such number: where nobody caches, threads must not set it for each other
+        if cached:  # global for the process, so threads without a cache must not set it
             parametrize._cache_enabled = 0
         yield
     finally:

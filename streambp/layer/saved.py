@@ -1,20 +1,23 @@
-"""What one layer call keeps from its forward for its backward, chunk by chunk.
+"""Tensors that one layer call saves in forward for its backward, chunk by chunk.
 
     x           the chunk's hidden_states                                 always
     attn_out.i  output and logsumexp of attention call i, with lse.i      by `saves`
-    k.i, v.i    keys and values of attention call i                       by `saves`, where they leave the device
+    k.i, v.i    keys and values of attention call i                       by `saves`, if offloaded
     product.n#i the output of call i of the Linear n                      by `saves`
     picks.i     the keys that indexer i picked for each query             always. [Note: indexers]
-    state.i     state i that the chunk started from                       always, but for the first chunk; once for all
-                                                                          that start from it, with the first of them
+    state.i     state i that the chunk started from                       always, except for the
+                                                                          first chunk; chunks with
+                                                                          the same start state
+                                                                          share one entry
     random      the random state that the chunk started from              always
 
-All but the random states go into a store, on the device or on the host.
+All tensors except the random states go into a store, on the device or on the host.
 
-[Note: order of reads] A store on the host is told in which order backward will read, to have the next copies under way.
-Backward takes that order from where it is told: first keys and values of all chunks, from the store (`Prefix.saved_reads`)
-or from what chunks start from (`starts`); then all that a chunk needs at once (`reads`), before its layer runs. So a layer
-may use in any order, or not at all, what was brought for a chunk; what nobody uses goes with the chunk.
+[Note: order of reads] A store on the host is given the order of backward's reads, so that it can
+prefetch the next copies. Backward reads in two steps. First it reads the keys and values of all
+chunks, from the store (`Prefix.saved_reads`) or recomputed from the chunks' start values
+(`starts`). Then it reads everything that a chunk needs (`reads`) before the chunk's layer runs. The
+layer may use these tensors in any order, or ignore them; unused tensors are freed with the chunk.
 """
 
 from __future__ import annotations
@@ -44,78 +47,95 @@ from streambp.recurrent.states import Key, States
 
 @dataclasses.dataclass(eq=False)
 class InMemory:
-    """Keeps the tensors [...] where they are, each from `put` to `take`; as `HostTensors` does on the host."""
+    """Store that keeps references to tensors, each from `put` to `take`. `HostTensors` is the
+    counterpart for offloading.
+    """
 
     copies = False
     tensors: dict[Access, Tensor] = dataclasses.field(default_factory=dict)
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Keep the tensor [...] itself."""
+        """Store a reference to the tensor [...]."""
         self.tensors[name, chunk] = tensor
 
     def has(self, name: str, chunk: int) -> bool:
-        """Whether it is kept."""
+        """True if the tensor is stored."""
         return (name, chunk) in self.tensors
 
     def reserve(self, size: int) -> None:
-        """Nothing: a tensor that is kept needs no room of its own."""
+        """Do nothing: a reference needs no memory of its own."""
 
     def load(self, name: str, chunk: int) -> None:
-        """Nothing: the tensor is where it was."""
+        """Do nothing: the tensor never left the device."""
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...] itself."""
+        """Return the tensor [...], which stays stored."""
         return self.tensors[name, chunk]
 
-    borrow = peek  # a change of it is kept at once
+    borrow = peek  # in-place changes need no copy back
 
     def read_ahead(self) -> None:
-        """Nothing: no tensor is elsewhere."""
+        """Do nothing: no tensor needs a copy."""
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...] itself, which is not kept any longer."""
+        """Remove the tensor [...] from the store and return it."""
         return self.tensors.pop((name, chunk))
 
 
 class Kept:
-    """What backward will want of the chunks of one layer call, and in which order it asks for it.
+    """The tensors that one layer call saves for its backward, chunk by chunk, and the order of
+    backward's reads.
 
-    products: the Linears whose outputs are kept, of `linears`. product_names: the outputs, by store name.
-    brought: what the chunk at work reads, by name. [Note: order of reads]
+    Attributes:
+        saves: the names to save, by the user's config or by the policy.
+        named: True if the user's config names the saves.
+        watch: records costs for the policy; None: nothing is recorded.
+        autocast: the forward's autocast state; Linears return its dtype. [Note: autocast]
+        linears: the Linears that may be saved, by name.
+        products: the names of the Linears whose outputs are saved.
+        product_names: the names of the saved outputs in the store.
+        keeps_graph: True if the autograd graph is kept from forward to backward. [Note: kept
+            graphs]
+        graph: a `layer.graphs.Graph`; None: backward recomputes.
+        brought: the tensors that the current chunk reads, by name. [Note: order of reads]
     """
 
-    lends_attended = True  # the layer gets to work with the very output of attention that is kept
-    chosen_here = True  # what is saved, where the config does not name it
+    lends_attended = True  # the layer receives the saved attention output itself, not a copy
+    chosen_here = True  # the policy chooses the saves if the config names none
 
     def __init__(
         self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, autocast: Autocast
     ) -> None:
         self.site, self.plan, self.carried, self.device = site, plan, carried, device
         self.saves = site.config.named_saves
-        self.named = True  # by the user
+        self.named = True
         self.watch: LayerSeen | None = None
-        self.autocast = autocast  # Linears give their outputs in its dtype. [Note: autocast]
+        self.autocast = autocast  # [Note: autocast]
         self.store: InMemory | HostTensors = InMemory()
         self.random: list[RandomState] = []
         self.linears: dict[str, nn.Linear] = {}
         self.products: list[str] = []
         self.product_names: list[str] = []
         self.keeps_graph = False
-        self.graph: Any = None  # of `layer.graphs`, from forward to backward. [Note: kept graphs]
+        self.graph: Any = None  # [Note: kept graphs]
         self.brought: dict[str, Tensor] = {}
         self._state_keys: list[Key] = []
         self._indexers = 0
         self._captured: list[tuple[str, Tensor, int]] = []
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
-        """What is saved is chosen for the memory that there is, if nothing else says it."""
+        """Let the policy choose the saves by available memory, unless the config names them."""
         if self.site.chooser is not None and self.chosen_here:
             names, self.keeps_graph, self.watch = self.site.chooser.saves(self, rows, can_keep_graph)
             if names is not None:
                 self.saves, self.named = names, False
 
     def give_up(self, at_work: bool) -> None:
-        """Keep only what backward cannot compute again. at_work: the layer's forward is running."""
+        """Free every saved tensor that backward can recompute.
+
+        Args:
+            at_work: the layer's forward is running and still needs its K/V buffers.
+        """
         self.saves, self.products, self.keeps_graph, self.graph = (), [], False, None
         self._captured.clear()
         assert isinstance(self.store, InMemory)
@@ -129,11 +149,17 @@ class Kept:
 
     @property
     def moves_kv(self) -> bool:
-        """Keys and values leave with the rest; otherwise, if saved, they stay in the prefix's buffers."""
+        """True if saved keys and values are offloaded. Otherwise saved keys and values stay in the
+        prefix's buffers.
+        """
         return "kv" in self.saves and self.store.copies
 
     def seal(self, backward_bytes: int) -> None:
-        """Forward is over. backward_bytes: what keys, values and their gradients will take on the device."""
+        """End the forward and pass the order of reads to a store on the host.
+
+        Args:
+            backward_bytes: device memory for keys, values and their gradients in backward.
+        """
         if not isinstance(self.store, InMemory):
             self.store.seal(self.order(), backward_bytes)
 
@@ -145,21 +171,26 @@ class Kept:
                 self.store.put(f"state.{number}", chunk.index, state)
 
     def _state_chunk(self, index: int) -> int | None:
-        """The chunk with which a chunk's start states are kept: the first that has them; None: it starts anew."""
+        """Return the index under which a chunk's start states are stored: the first chunk that
+        starts from them. None if the chunk starts without states.
+        """
         before = self.plan.before[index] if self._state_keys else None
         return None if before is None else self.plan.behind[before][0]
 
     def states(self) -> States:
-        """The states that the chunk at work starts from."""
+        """Return the states that the current chunk starts from."""
         found = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
         return {key: state for key, state in zip(self._state_keys, found, strict=True) if state is not None}
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
-        """Save what backward will want of this chunk: hidden_chunk [..., B, C, h], without a graph, and what its attention
-        calls left.
+        """Save the tensors that backward needs of this chunk.
+
+        Args:
+            hidden_chunk: [..., B, C, h], without a graph.
+            attended: the results of the chunk's attention calls.
 
         Raises:
-            UnsupportedModelError: the layer has written to something that is to be saved.
+            UnsupportedModelError: the layer has written to a tensor that must be saved.
         """
         self.store.put("x", chunk.index, hidden_chunk)
         self._indexers = len(self.carried.prefix.picked)
@@ -174,13 +205,13 @@ class Kept:
                 self.store.put(f"attn_out.{site}", chunk.index, part.o)
                 self.store.put(f"lse.{site}", chunk.index, part.lse)
             whole = self.carried.prefix.sites[site] if self.moves_kv else None
-            if isinstance(whole, KVBuffer):  # tiles are in the store already
+            if isinstance(whole, KVBuffer):  # tiles are already in the store
                 k, v = whole.part(chunk)
                 self.store.put(f"k.{site}", chunk.index, k)
                 self.store.put(f"v.{site}", chunk.index, v)
         if self.watch is None:
             return
-        # What each thing would cost to keep and to compute again, by which the next forwards choose.
+        # Record the costs of saving and of recomputing each tensor; later forwards choose by them.
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
         prefix, overwritten = self.carried.prefix, self.site.overwritten
         with self.autocast.restored():
@@ -203,10 +234,10 @@ class Kept:
         self.watch.mark(cost)
 
     def keep_products(self, chunk: Chunk) -> None:
-        """Save what was captured since the last call.
+        """Save the Linear outputs captured since the last call.
 
         Raises:
-            UnsupportedModelError: the layer has written to one of them.
+            UnsupportedModelError: the layer has written to one of the outputs.
         """
         for name, product, version in self._captured:
             if product._version != version:
@@ -215,13 +246,14 @@ class Kept:
         self._captured.clear()
 
     def find_products(self) -> None:
-        """Which Linears `saves` names; within `LayerCall.streaming`, where no engine's hooks stand in the way.
+        """Find the Linears that `saves` names.
 
-        What the layer overwrites is not kept, nor what its backward was seen to leave unread.
-        [Note: writes through pointers]
+        Must be called inside `LayerCall.streaming`, where engine hooks are disabled. Outputs that
+        the layer overwrites are not saved, nor are outputs that its backward never reads. [Note:
+        writes through pointers]
 
         Raises:
-            UnsupportedModelError: the user has named something that the layer overwrites.
+            UnsupportedModelError: the user has named an output that the layer overwrites.
         """
         overwritten = self.site.overwritten
         if "attn_out" in self.saves and overwritten.attended and self.lends_attended:
@@ -240,7 +272,9 @@ class Kept:
             self.products = [name for name in self.products if name not in never_read]
 
     def _overwritten(self, *names: str) -> UnsupportedModelError:
-        """The layer writes to the outputs of these Linears; without names, to that of attention."""
+        """Return the error for Linears whose outputs the layer overwrites; without names, for the
+        output of attention.
+        """
         kind = type(self.site.layer).__name__
         if not names:
             return UnsupportedModelError(
@@ -258,10 +292,11 @@ class Kept:
         )
 
     def capturing(self, names: list[str] | None = None, see: See | None = None) -> contextlib.AbstractContextManager[None]:
-        """Within, outputs of the Linears that `saves` names, or of those given here, are collected for `keep`.
+        """Context manager that collects Linear outputs for `keep`.
 
         Args:
-            see: is given their inputs.
+            names: the Linears; None: the Linears that `saves` names.
+            see: callback for the Linears' inputs.
         """
         names = self.products if names is None else names
         calls: dict[str, int] = {}
@@ -281,10 +316,13 @@ class Kept:
         sums: GradientSum | None = None,
         see: See | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """Within, those Linears return what was brought of the chunk at work, each output once.
+        """Context manager in which Linears return their saved outputs of the current chunk, each
+        output once.
 
         Args:
-            sums: as in `products.summed`. see: is given their inputs.
+            names: the Linears; None: the Linears that `saves` names.
+            sums: as in `products.summed`.
+            see: callback for the Linears' inputs.
         """
         names = self.products if names is None else names
         calls: dict[str, int] = {}
@@ -297,9 +335,11 @@ class Kept:
         return tapped(self.linears, names, None, see, source, sums) if names else contextlib.nullcontext()
 
     def order(self) -> list[list[Access]]:
-        """What backward reads of what was kept, each list at once. [Note: order of reads]"""
+        """Return the accesses of backward to the store, in order; each list is read together.
+        [Note: order of reads]
+        """
         prefix, order = self.carried.prefix, list[list[Access]]()
-        tiled: list[list[Access]] = []  # the first tiles, which the last chunk visits; a visit loads the next
+        tiled: list[list[Access]] = []  # the first tiles, read by the last chunk; each read loads the next tile
         if self.keys_are_stored:
             for site, resident in enumerate(prefix.resident_tiles(backward=True)):
                 if resident is None:
@@ -316,39 +356,46 @@ class Kept:
 
     @property
     def keys_are_stored(self) -> bool:
-        """Whether backward brings keys and values of all chunks back, instead of computing them again."""
+        """True if backward reads the keys and values of all chunks from the store instead of
+        recomputing them.
+        """
         sites = range(self.carried.prefix.calls or 0)
         wanted = [(f"{part}.{site}", chunk.index) for site in sites for chunk in self.plan for part in "kv"]
         return self.moves_kv and bool(wanted) and all(self.store.has(*access) for access in wanted)
 
     @property
     def refilled(self) -> tuple[Chunk, ...]:
-        """The chunks whose keys and values are computed ahead of backward, if any are: the last one writes its own."""
+        """Return the chunks whose keys and values may be recomputed before backward: all chunks
+        except the last, which writes its own keys and values.
+        """
         return self.plan.chunks[:-1]
 
     def starts(self, index: int) -> list[Access]:
-        """What a chunk starts from."""
+        """Return the accesses for a chunk's input and start states."""
         kept = self._state_chunk(index)
         states = [] if kept is None else [(f"state.{number}", kept) for number in range(len(self._state_keys))]
         return [("x", index), *states]
 
     def reads(self, index: int) -> list[Access]:
-        """What differentiating a chunk takes: its start, its indexers' picks, and what need not be computed."""
+        """Return the accesses for differentiating a chunk: its start values, the indexers' picks
+        and the saved outputs.
+        """
         names = [f"picks.{indexer}" for indexer in range(self._indexers)]
         names += [name for name in self.product_names if self.store.has(name, index)]
         return [*self.starts(index), *self.attended_reads(index), *((name, index) for name in names)]
 
     def attended_reads(self, index: int) -> list[Access]:
-        """What the chunk's attention calls gave; [] unless all of it was kept."""
+        """Return the accesses for the chunk's attention results; [] unless all results were saved."""
         sites = range(self.carried.prefix.calls or 0) if "attn_out" in self.saves else ()
         wanted = [(f"{part}.{site}", index) for site in sites for part in ("attn_out", "lse")]
         return wanted if all(self.store.has(*access) for access in wanted) else []
 
     def bring(self, chunk: Chunk, reads: list[Access], again: Container[str] = ()) -> None:
-        """Bring what work on a chunk reads to the device: for the last time, but for states that another chunk starts from.
+        """Read a chunk's tensors from the store to the device. Each read is the last, except for
+        states that another chunk also starts from.
 
         Args:
-            again: names of what will be read once more.
+            again: names that will be read again.
         """
         self.brought.clear()
         for name, index in reads:
@@ -357,11 +404,15 @@ class Kept:
         self.store.read_ahead()
 
     def picks(self) -> list[Tensor]:
-        """[B, C, k], the keys that each indexer picked for the chunk at work, which may be computed once more."""
+        """Return the keys [B, C, k] that each indexer picked for the current chunk. The keys stay
+        available for a retry.
+        """
         return [self.brought[f"picks.{indexer}"] for indexer in range(self._indexers)]
 
     def attended(self) -> list[Attended] | None:
-        """What the attention calls of the chunk at work gave, for the last time; None if it was not kept."""
+        """Remove and return the attention results of the current chunk; None if the results were
+        not saved.
+        """
         sites = range(self.carried.prefix.calls or 0)
         if "attn_out" not in self.saves or not all(f"lse.{site}" in self.brought for site in sites):
             return None
@@ -370,15 +421,17 @@ class Kept:
 
 
 def _is_needed(name: str) -> bool:
-    """Whether backward cannot compute it again."""
+    """True if backward cannot recompute the tensor of this name."""
     return name.split(".")[0] in ("x", "state", "picks")
 
 
 def _computes_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
-    """The dtype of the output for x [..., h]; a packed weight's is no float."""
+    """Return the dtype of the output for x [..., h]. Packed weights have an integer dtype, so x
+    decides.
+    """
     return linear.weight.dtype if linear.weight.is_floating_point() else x.dtype
 
 
 def linear_of(product: str) -> str:
-    """The Linear's name out of its output's."""
+    """Return the Linear's name from its output's name in the store."""
     return product.removeprefix("product.").split("#")[0]

@@ -26,7 +26,7 @@ ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module
 
 
 def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
-    """All slots of parameters inside a module that hold one, with their names."""
+    """Return all non-empty parameter slots inside a module, with their names."""
     return [
         (f"{path}.{name}", (owner, name))
         for path, owner in module.named_modules()
@@ -36,14 +36,17 @@ def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
 
 
 class Parameters:
-    """The trainable parameters of a module, by the slots they sit in.
+    """The trainable parameters of a module, by slot.
 
-    Slots are kept, never the parameters themselves: engines may swap those between forward and backward.
+    Slots are stored, never the parameters themselves: engines may replace parameters between
+    forward and backward.
 
     Args:
-        slots: `slots_of` the module, if known.
+        slots: `slots_of` the module; None: search the module.
 
-    look: what the module was made of; None: nobody has looked. trained: which of its parameters wanted a gradient then.
+    Attributes:
+        look: snapshot of the module; None: there is none.
+        trained: the parameters' requires_grad flags at the snapshot.
     """
 
     look: Look | None = None
@@ -58,7 +61,7 @@ class Parameters:
         self._versions: list[int] = []
         for path, slot in slots_of(module) if slots is None else slots:
             parameter = slot[0]._parameters[slot[1]]
-            if isinstance(parameter, DTensor):  # a frozen one computes with DTensors as well
+            if isinstance(parameter, DTensor):  # frozen DTensors are refused as well
                 raise UnsupportedModelError(
                     f"{path} is a DTensor while the layer computes, as under tensor or expert parallelism. "
                     "streambp streams plain parameters: use DDP, ZeRO or FSDP2 around whole decoder layers."
@@ -82,7 +85,9 @@ class Parameters:
         self._module = module
 
     def renewed(self, look: Look, trained: bytes) -> Parameters:
-        """The same parameters, for a call that begins now: as the slots hold them, with their versions."""
+        """Return a copy with the parameters' current identities and version counters, for a new
+        call.
+        """
         found = copy.copy(self)
         held = found.current()
         found._identities, found._versions = list(map(id, held)), list(map(VERSION, held))
@@ -90,16 +95,16 @@ class Parameters:
         return found
 
     def current(self) -> list[Tensor]:
-        """What the slots hold now, one tensor [...] for each distinct parameter."""
+        """Return the current tensors [...] of the slots, one for each distinct parameter."""
         return [slots[0][0]._parameters[slots[0][1]] for slots in self.groups]  # type: ignore[misc]
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
-        """Raise BackwardError if a parameter was written to since this object was built, as by an optimizer step, or is
-        another one; or if another wants a gradient, as of another adapter.
+        """Raise BackwardError if a parameter was written to or replaced since this object was
+        built, or if another parameter requires a gradient.
 
         Args:
-            slots: `slots_of` the module as it is now, if known; none where the parameters that want a gradient are
-                known to be those that wanted one.
+            slots: `slots_of` the module now; None: search the module; []: requires_grad flags are
+                known to be unchanged.
         """
         held = self.current()
         if list(map(id, held)) != self._identities or list(map(VERSION, held)) != self._versions:
@@ -131,16 +136,17 @@ class Parameters:
     def shadowed(
         self, change: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
-        """Within, shadows [...] are in every slot; yields them in the order of `current`. [Note: shadows]
+        """Context manager that puts shadows [...] into all slots and yields the shadows in the
+        order of `current`. [Note: shadows]
 
         Args:
-            change: gives a shadow's value from the parameter's.
+            change: returns a shadow's value for a parameter's value.
         """
         return self.replaced([change(parameter).requires_grad_() for parameter in self.current()])
 
     @contextlib.contextmanager
     def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Within, slots hold other tensors [...], in the order of `current`."""
+        """Context manager that puts other tensors [...] into the slots, in the order of `current`."""
         together = zip(self.groups, others, self.current(), strict=True)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
             (owner._parameters, name, other, own) for slots, other, own in together for owner, name in slots
@@ -155,32 +161,41 @@ class Parameters:
 
 
 class GradientSum:
-    """Sums a parameter list's gradients over chunks in promote_types(dtype, float32) (DESIGN.md section 2).
+    """Sums of a parameter list's gradients over chunks in promote_types(dtype, float32) (DESIGN.md
+    section 2).
 
     Args:
-        parts: how many gradients a parameter gets.
+        count: number of parameters.
+        parts: number of gradients for each parameter.
 
-    alone: it is one, which is handed on as it is.
+    Attributes:
+        alone: True if each parameter gets one gradient, which is returned without a sum.
+        places: the index of each shadow, by id.
     """
 
     def __init__(self, count: int, parts: int) -> None:
         self._sums: list[Tensor | None] = [None] * count
         self.alone = parts == 1
-        self.places: dict[int, int] = {}  # of shadows by their id, by which `adder` knows the sums
+        self.places: dict[int, int] = {}
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # by id, dtype and whether with a graph
-        self._done: dict[int, int] = {}  # by parameter, products of the chunk at work that were added
-        self._left: dict[int, int] = {}  # and those of them that a second attempt has not come to yet
+        self._done: dict[int, int] = {}  # by parameter, added products of the current chunk
+        self._left: dict[int, int] = {}  # added products that a retry still has to skip
 
     def begin(self, again: bool = False) -> None:
-        """A chunk is differentiated. again: for the second time; products that were added are not added once more.
-        [Note: once for each chunk]"""
+        """Start the differentiation of a chunk. [Note: once for each chunk]
+
+        Args:
+            again: True in a retry; products that the first attempt added are not added again.
+        """
         self._left = dict(self._done) if again else {}
         if not again:
             self._done.clear()
 
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-        """Adds a product [out, n] @ [n, in] to the gradient that a shadow stands for; None: it is not one, or a sum of one
-        part would only be wider. [Note: sums inside products]"""
+        """Return a function that adds a product [out, n] @ [n, in] to the gradient of a shadow.
+        None if the tensor is no shadow, or if one gradient needs no sum. [Note: sums inside
+        products]
+        """
         index = self.places.get(id(weight))
         if index is None or self.alone:
             return None
@@ -195,17 +210,22 @@ class GradientSum:
         return add
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] in `dtype`, made once for a whole pass, whose chunks all run in the forward's autocast."""
+        """Return the weight [out, in] in `dtype`, cached for a full pass: all chunks use the
+        forward's autocast.
+        """
         key = (id(weight), dtype, torch.is_grad_enabled())
         if key not in self._casts:
             self._casts[key] = weight.to(dtype)
         return self._casts[key]
 
     def add(self, gradients: list[Tensor | None]) -> None:
-        """Add one part of each gradient [...], shaped like its parameter and in their order; None: this part has none.
+        """Add one gradient [...] to each sum. [Note: once for each chunk]
 
-        A single part is kept, not copied; of more the first is copied, and taken out of the list: if there was no memory
-        for another, the same list can be added again. [Note: once for each chunk]
+        A single gradient is stored without a copy. Otherwise the first gradient is copied and
+        removed from the list, so that the same list can be added again after running out of memory.
+
+        Args:
+            gradients: in the order and shapes of the parameters; None: no gradient.
         """
         totals, parts = [], []
         for index, gradient in enumerate(gradients):
@@ -224,9 +244,10 @@ class GradientSum:
             torch._foreach_add_(totals, parts)
 
     def result(self, like: list[Tensor]) -> list[Tensor | None]:
-        """The sums [...] in the shapes and dtypes of the parameters, `like`; None for a parameter that no chunk touched.
+        """Return the sums [...] in the shapes and dtypes of `like`, the parameters. None for a
+        parameter without a gradient.
 
-        Nothing is added any more.
+        The object must not be used afterwards.
         """
         self._casts.clear()
         sums = zip(self._sums, like, strict=True)

@@ -1,10 +1,12 @@
-"""What a layer's forward does besides giving an output for its input.
+"""Side effects of a layer's forward.
 
-[Note: side effects] Chunks give the layer's output and what `outputs.py` names, and nothing else. Unpatched, a gradient
-also goes through whatever the forward leaves behind with its graph: an auxiliary loss in an attribute, an activation that a
-hook has put into a list. A layer that does so runs whole, under a checkpoint, which keeps that graph. So does a layer that
-writes to its buffers (power iterations, running statistics, counters of tokens): it would write once for each chunk, in
-the probe and in recomputations, partly of products that were left out.
+[Note: side effects] Chunks compute the layer's output and the extra outputs of `outputs.py` only.
+In the unpatched model a gradient also flows through tensors that the forward stores with their
+graph: an auxiliary loss in an attribute, or an activation that a hook appends to a list. A layer
+with such side effects runs unchunked under a checkpoint, which keeps that graph. A layer that
+writes to its buffers (power iterations, running statistics, token counters) runs unchunked too. In
+chunks it would write once for each chunk, in tests and in recomputations, partly from skipped
+products.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Buffers = dict[tuple[nn.Module, str], Tensor]
 
 
 def buffers_of(layer: nn.Module) -> Buffers:
-    """The buffers inside a layer by their module and name; none on meta, none of a tensor subclass."""
+    """Return the buffers inside a layer by module and name, without meta tensors and tensor
+    subclasses.
+    """
     return {
         (module, name): buffer
         for module in layer.modules()
@@ -34,8 +38,9 @@ def buffers_of(layer: nn.Module) -> Buffers:
 
 @contextlib.contextmanager
 def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
-    """Within, modules have copies of these buffers, without a graph. Their own are put back, never written to: graphs may
-    have saved them."""
+    """Context manager that replaces these buffers by copies without a graph. The original tensors
+    are restored and never written to, because graphs may have saved them.
+    """
     own = {(module, name): module._buffers[name] for module, name in buffers}
     try:
         for (module, name), buffer in buffers.items():
@@ -47,14 +52,14 @@ def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
 
 
 def written_since(before: Buffers) -> Buffers:
-    """Those of these earlier values that modules' buffers do not have any more."""
+    """Return the earlier values of the buffers that have changed."""
     written: Buffers = {}
     for (module, name), old in before.items():
         now = module._buffers[name]
         same = now is not None and now.shape == old.shape and now.dtype == old.dtype
         if same:
             one, other = (x.detach().reshape(-1).view(torch.uint8) for x in (now, old))  # type: ignore[union-attr]
-            same = torch.equal(one, other)  # where they are NaN as well
+            same = torch.equal(one, other)  # bits are equal for NaN as well
         if not same:
             written[module, name] = old
     return written

@@ -1,4 +1,4 @@
-"""A streamed layer: how it streams, and what its calls found out about it."""
+"""State of a streamed layer: how it streams, and the test results of its calls."""
 
 from __future__ import annotations
 
@@ -44,14 +44,16 @@ from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
 Key = TypeVar("Key")
-ANY_SIZE = 0  # of chunks, in `Findings.tried`
-REACH = "code of others"  # part of a kind of call: what can be reached from it. [Note: kept values]
-KINDS = 32  # of calls, for which what was found out about a layer is remembered
-TIMES = 4  # that a reason which may pass is found, before it counts for all calls of a kind
+ANY_SIZE = 0  # key in `Findings.tried` for all chunk sizes
+REACH = "code of others"  # part of a kind of call: third-party code within reach. [Note: kept values]
+KINDS = 32  # most kinds of calls with stored results, for each layer
+TIMES = 4  # doubts before a possibly temporary reason counts for all calls of a kind
 
 
 def remember(known: dict[Key, T], key: Key, value: T) -> T:
-    """Make the value the latest entry of what is known, which keeps the last `KINDS` that were made; give it back."""
+    """Insert `value` as the newest entry, drop the oldest entry if there are more than `KINDS`, and
+    return `value`.
+    """
     known.pop(key, None)
     known[key] = value
     if len(known) > KINDS:
@@ -61,12 +63,13 @@ def remember(known: dict[Key, T], key: Key, value: T) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class Overwritten:
-    """What a layer's forward writes to, of what streamed layers keep for backward. [Note: writes through pointers]
+    """The tensors that a layer's forward overwrites, among the tensors saved for backward. [Note:
+    writes through pointers]
 
-    Args:
-        products: names of the Linears whose output it writes to.
-        attended: it writes to its attention's output.
-        inputs: it writes to its hidden_states or start states, through a pointer.
+    Attributes:
+        products: names of the Linears whose outputs are overwritten.
+        attended: True if the output of attention is overwritten.
+        inputs: True if hidden_states or start states are overwritten through a pointer.
     """
 
     products: frozenset[str] = frozenset()
@@ -76,13 +79,17 @@ class Overwritten:
 
 @dataclasses.dataclass
 class Findings:
-    """What trials found out about calls of one kind.
+    """Test results for calls of one kind.
 
-    judged: whether they stream is known. because: why they run whole; None: they stream.
-    seen_writing: under which settings of autocast it was looked for what the layer writes to.
-    tried: for each size of chunks, the tokens up to which these give what the whole sequence gives; None: nobody tried.
-    adopted: all of it is that of the same calls without some hooks. [Note: hooks after a warm-up]
-    doubts: how often a reason to run whole was found that may pass.
+    Attributes:
+        judged: True if the decision between streaming and running unchunked is made.
+        because: why these calls run unchunked; None: they stream.
+        seen_writing: the autocast states under which the forward's writes were detected.
+        tried: by chunk size, the number of tokens up to which chunks were tested equal to the full
+            sequence; None: no test ran.
+        adopted: True if the results were copied from the same calls without some hooks. [Note:
+            hooks after a warm-up]
+        doubts: how often a possibly temporary reason to run unchunked was found.
     """
 
     judged: bool = False
@@ -93,12 +100,18 @@ class Findings:
     doubts: int = 0
 
     def judge(self, because: str | None) -> None:
-        """Remember why such calls run whole; None: they stream."""
+        """Store the decision for these calls.
+
+        Args:
+            because: why the calls run unchunked; None: they stream.
+        """
         self.judged, self.because = True, because
 
     def doubt(self, because: str) -> None:
-        """Remember why this call runs whole, if the calls before it did for such a reason as well: an exception that does
-        not come again, or a value that a first call sets, says nothing of calls to come."""
+        """Count a possibly temporary reason for running unchunked, and decide after `TIMES` of
+        them. An exception may not recur, and a first call may set a value that later calls only
+        read.
+        """
         self.doubts += 1
         if self.doubts >= TIMES:
             self.judge(because)
@@ -106,11 +119,13 @@ class Findings:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What passes from chunk to chunk of a layer, and by which of its arguments. [Note: carriers]
+    """How values pass from chunk to chunk of a layer, and through which arguments. [Note: carriers]
 
-    Args:
-        attention: how chunks get at keys and values. states: how they get at states.
-        position_cache: the argument of the cache that the layer asks how many tokens came before; empty: it asks none.
+    Attributes:
+        attention: how chunks read keys and values.
+        states: how chunks read states.
+        position_cache: the argument for a cache that the layer reads the number of earlier tokens
+            from; empty: none.
     """
 
     attention: NoAttention = dataclasses.field(default_factory=ThroughInterface)
@@ -120,15 +135,17 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class CallReport:
-    """What became of a layer's call, for `describe`.
+    """Report of a layer's call, for `describe`.
 
-    Args:
-        because: why it ran whole, checkpointed, instead of in chunks; None if it streamed, or had nothing to cut.
-        longest: tokens of its longest chunk, if that is longer than asked for, and why. [Note: chunk ends]
-        told: the arguments that told its kernels where documents of packed rows start. [Note: documents]
-        rows: the documents of packed rows that position_ids mark for its mixers; None: they mark none. [Note: segments]
-        documents: the argument that told attention of packed documents, and how many there were.
-        plan: the chunks that it streamed in.
+    Attributes:
+        because: why the layer ran unchunked under a checkpoint; None: it streamed or was one chunk.
+        longest: length of the longest chunk and the reason, if it exceeds the requested length.
+            [Note: chunk ends]
+        told: the arguments that pass document boundaries to the layer's kernels. [Note: documents]
+        rows: the documents of packed rows that position_ids mark for its mixers; None: position_ids
+            mark none. [Note: segments]
+        documents: the argument that passes packed documents to attention, and the document count.
+        plan: the chunks of the call.
     """
 
     because: str | None = None
@@ -141,9 +158,11 @@ class CallReport:
 
 @dataclasses.dataclass
 class Warm:
-    """What `streambp.warm_up` leaves with the layers of a model. [Note: hooks after a warm-up]
+    """State that `streambp.warm_up` sets for all layers of a model. [Note: hooks after a warm-up]
 
-    on: hooks that are set from now on are watched, not tried. Off for all layers once one changed what it was given.
+    Attributes:
+        on: True if new hooks are monitored instead of tested. Becomes False for all layers once a
+            new hook modifies a value.
     """
 
     on: bool = True
@@ -151,38 +170,52 @@ class Warm:
 
 @dataclasses.dataclass
 class LayerSite:
-    """A streamed layer: the module, how it streams, and what was found out about it.
+    """A streamed layer: the module, how it streams, and the results of its tests.
 
-    Args:
-        kind: what passes from chunk to chunk.
-        last: what became of its last call.
-        findings: of each kind of call that was tried.
-        fingerprint: what the layer is made of, which is part of the kind of call. [Note: fingerprint]
-        kernels_told: documents that position_ids mark are told to its kernels, if these can be.
-        offloader: where saved tensors go; None: they stay. chooser: decides what is saved; None: the config does.
-        weights: where its weights live; None: on the device.
-        index: the layer's place among those of its model.
-        chunk_rule: chunk size from index, rows, positions and device; None: what the config says.
-        overwritten: what its forward was seen to write to.
-        turns: its trials may run at the highest positions of a call. [Note: writes through pointers]
-        foreign: what is inside it and was written by others, by name. [Note: foreign insides]
-        foreign_until: so many tokens could be tried at once, of a longer call; None: all of them.
-        choices: what its chunks chose, or are to choose; None: they choose freely. [Note: choices]
-        previous: what stood in place of the class's forward before `patch`; it is part of what the layer computes.
-        backward_begins: is told when the backward of one of its calls begins, and on which device. [Note: notes on a step]
-        advised: an error of this step says already what to change where memory runs out.
-        attended: the kernels that attended in its last call. sdpa: what torch's own attention would have made of it.
-        warm: of a model that was warmed up.
-        hooks_tried: the inner hooks that were there when the layer was tried. shown: of others' hooks, by name, the modules
-            that they are on: these saw trials.
+    Attributes:
+        layer: the decoder layer.
+        config: the user's settings.
+        kind: how values pass from chunk to chunk.
+        last: report of the last call.
+        findings: test results by kind of call.
+        fingerprint: snapshots of the layer's structure, which is part of the kind of call. [Note:
+            fingerprint]
+        kernels_told: True if document boundaries from position_ids are passed to the layer's
+            kernels where possible.
+        offloader: moves saved tensors to the host; None: saved tensors stay on the device.
+        chooser: the policy that chooses the saves; None: the config names them.
+        weights: the host copies of the weights; None: weights stay on the device.
+        index: the layer's index in the model.
+        chunk_rule: returns the chunk size from index, rows, positions and device; None: the
+            config's chunk size.
+        unread: by situation, the Linears whose outputs backward never reads.
+        unread_in_halves: by situation, the unread Linears of a layer split at its attention.
+        overwritten: the tensors that the forward overwrites.
+        turns: True if tests may run at the highest positions of a call. [Note: writes through
+            pointers]
+        foreign: names of third-party modules inside the layer. [Note: foreign insides]
+        foreign_until: the most tokens that could be tested at once; None: the full length.
+        choices: recorded or prescribed routing choices; None: chunks choose freely. [Note: choices]
+        previous: the forward that replaced the class's forward before `patch`; None: there was no
+            replacement.
+        backward_begins: callback with the device at the start of each backward. [Note: notes on a
+            step]
+        advised: True if an error of this step contains out-of-memory advice already.
+        attended: the attention kernels of the last call.
+        sdpa: how torch's own attention would have computed the last call.
+        warm: the model's warm-up state; None: `warm_up` was not called.
+        hooks_tried: the inner hooks that were registered when the layer was tested.
+        shown: by name of a third-party hook, the modules it is registered on; the hook ran in
+            tests.
+        owner: the current user of the model. [Note: owner of a step]
+        witnesses: compares backward's recomputation with forward. [Note: witness]
 
-    [Note: hooks after a warm-up] A trial runs the layer's hooks, and a hook that adds something up keeps the trial's tokens
-    and gradients. A hook that only looks on changes nothing of what a trial finds. So in a model that was warmed up hooks
-    that are new are not tried: each forward watches whether they change what they are given, as it always does, and
-    backward whether they keep it with its graph. A hook that does either ends the step with an error, and the layer is
-    tried with it from then on.
-        owner: who is computing with the model. [Note: owner of a step]
-        witnesses: compare what backward passes compute with what forwards gave. [Note: witness]
+    [Note: hooks after a warm-up] A test runs the layer's hooks. A hook that accumulates values
+    would then keep the test's tokens and gradients. A hook that only reads values cannot change the
+    result of a test. After `warm_up`, new hooks are therefore monitored instead of tested. Forward
+    checks that a hook does not modify values, and backward checks that a hook keeps no graph. If a
+    hook does either, the step ends with an error, and the layer is tested with the hook from then
+    on.
     """
 
     layer: nn.Module
@@ -217,28 +250,31 @@ class LayerSite:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What the layer computes unpatched."""
+        """Return the unpatched forward of the layer."""
         return self.previous or functools.partial(type(self.layer).forward, self.layer)
 
     @property
     def on_host(self) -> bool:
-        """Whether the layer's weights live on the host."""
+        """True if the layer's weights are stored on the host."""
         return self.weights is not None and self.index not in self.weights.ranges.staying
 
     def weights_here(self, direction: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Within, the layer's weights are on the device, wherever they live."""
+        """Context manager in which the layer's weights are on the device."""
         if self.weights is None:
             return NOTHING
         return self.weights.here(self.index, direction, device, decodes=direction != "trial")
 
     def weights_for_once(self, args: Any, kwargs: Any, because: str) -> contextlib.AbstractContextManager[None]:
-        """The same for a call of the layer that does not stream, which must leave no graph behind.
+        """Context manager in which the weights are on the device, for a call that does not stream
+        and needs no graph.
 
         Args:
-            because: why it does not.
+            args: the call's positional arguments.
+            kwargs: the call's keyword arguments.
+            because: why the call does not stream.
 
         Raises:
-            UnsupportedModelError: it would.
+            UnsupportedModelError: the call would build a graph.
         """
         if not self.on_host:
             return NOTHING
@@ -255,14 +291,16 @@ class LayerSite:
 
     @property
     def repeats(self) -> bool:
-        """Whether a chunk may be computed again: saves that nobody named are there to be let go of.
-        [Note: once for each chunk]"""
+        """True if a chunk may be retried after running out of memory: only automatically chosen
+        saves can be freed for a retry. [Note: once for each chunk]
+        """
         return self.chooser is not None and self.offloader is None
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
-        """Its Linears that may be left out, kept and summed; none where torch's global hooks watch every module, which come
-        and go at any time."""
+        """Return the Linears that may be skipped, saved and summed. {} if torch's global module
+        hooks are set, because such hooks can change at any time.
+        """
         if hooked_everywhere():
             return {}
         names = tuple(name for name, reading in self.adapters.items() if reading.why is None)
@@ -270,18 +308,20 @@ class LayerSite:
 
     @property
     def adapters(self) -> dict[str, Reading]:
-        """Its Linears with adapters, by name; none where all modules are to compute in their own way."""
+        """Return the Linears with adapters, by name; {} if `kernels` is not "auto"."""
         return self.of(readings) if self.config.kernels == "auto" else {}
 
     def found(self, kind: frozenset[tuple[str, Any]]) -> Findings:
-        """What trials found, or find next, of such calls."""
+        """Return the test results for this kind of call; new, empty results if there are none."""
         findings = self.findings.get(kind)
         if findings is None:
             findings = remember(self.findings, kind, Findings())
         return findings
 
     def forget(self, because: str | None) -> None:
-        """Take back what a trial found against a call that has raised: it may have been the call's fault."""
+        """Remove the decisions made for this reason after a call has raised: the call itself may
+        have caused the failed test.
+        """
         for findings in self.findings.values():
             findings.doubts = 0
             if findings.judged and because is not None and findings.because == because:
@@ -289,62 +329,67 @@ class LayerSite:
                 findings.judged = False
 
     def knows(self, findings: Findings, plan: ChunkPlan) -> bool:
-        """Whether nothing inside the layer is foreign, or was tried with sequences about as long as a call's of the kind
-        of which these are the findings. [Note: foreign insides]"""
+        """True if no module inside the layer is third-party, or if calls of this kind were tested
+        at about the call's length. [Note: foreign insides]
+        """
         tried = findings.tried
         if len(plan.ends) == 1 or (tried is None and not self.foreign):
             return True
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
-        """The dtype of the largest eps among this one, what the layer computes in, and what autocast casts to, where
-        products of float32 are rounded as the program lets this kind of device round them: it does so for some numbers of
-        rows and not for others."""
+        """Return the least precise dtype that the layer computes in: of `dtype`, its parameters and
+        autocast. For float32 the result is TF32's precision if the device may use TF32, because
+        TF32 is used for some row counts only.
+        """
         cast = (to for _, active, to in autocast.states if active)
         coarsest = max((dtype, *self.of(dtypes_of), *cast), key=lambda dtype: torch.finfo(dtype).eps)
         return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
-        """What compares a call's backward with its forward over x [..., T, h]; None: that is switched off, or there are no
-        values to compare."""
+        """Return a `Witness` that compares a call's backward with its forward over x [..., T, h];
+        None if the comparison is disabled or x has no values.
+        """
         if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None
-        dtype, device = x.dtype, x.device.type  # x itself would live as long as its witness
+        dtype, device = x.dtype, x.device.type  # the closure must not keep x alive
 
         def compared(_: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], Compared]:
             coarsest = self.coarsest(dtype, device, autocast)
             tolerance = TOLERANCE.get(coarsest, EPS_OF_HALVES * torch.finfo(coarsest).eps)
             if coarsest not in TOLERANCE and (device != "cpu" or self.of(has_compiled_parts)) and self.of(chooses):
-                tolerance = CHOSEN_OTHERWISE  # kernels may add up in any order
+                tolerance = CHOSEN_OTHERWISE  # kernels may sum in any order
             return functools.partial(Compared, self.layer, self.index, autocast.on, tolerance)
 
         known_as = "compared", dtype, device, autocast.states
         return Witness(self.witnesses, lambda: self.of(compared, (*known_as, products_rounded_to(device))))
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
-        """Take the verdict of calls of a kind from that kind without the hooks that have come since the layer was warmed
-        up; give back what was taken where that does not hold any more. [Note: hooks after a warm-up]"""
+        """Copy the decision for this kind of call from the same kind without the hooks added since
+        warm-up. If warm-up's state is off, delete the copies. [Note: hooks after a warm-up]
+        """
         if self.warm is None or not look.hooks.places:
             return
         if not self.warm.on:
             for taken in [taken for taken, findings in self.findings.items() if findings.adopted]:
                 del self.findings[taken]
         elif not self.found(kind).judged:
-            now = dict(kind)["state"]  # of modules, of hooks, and what trains
+            now = dict(kind)["state"]  # (modules, hooks, trainable parameters)
             for known, findings in [pair for pair in self.findings.items() if pair[1].judged]:
                 before = dict(known)["state"]
                 differing = {name for name, _ in known ^ kind} - {REACH}
                 same = differing == {"state"} and before[::2] == now[::2]
                 if same and set(before[1]) <= set(now[1]):
-                    remember(self.findings, known, findings)  # whose findings others take stays among the last entries
+                    remember(self.findings, known, findings)  # the source of a copy counts as newly used
                     remember(self.findings, kind, dataclasses.replace(findings, adopted=True))
                     return
 
     def refuse_untried(self, acted: AbstractSet[HookKey]) -> None:
-        """Asked when a forward is over, of the hooks that changed what they were given.
+        """Raise if a hook that modifies values was added after `warm_up` and was therefore never
+        tested. Called at the end of forward.
 
         Raises:
-            StreamBPError: one of them was never tried. [Note: hooks after a warm-up]
+            StreamBPError: such a hook modified a value. [Note: hooks after a warm-up]
         """
         for key in sorted(acted - self.hooks_tried if self.warm is not None and self.warm.on else ()):
             self.warm.on = False  # type: ignore[union-attr]
@@ -355,10 +400,10 @@ class LayerSite:
             )
 
     def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:
-        """What a function says of the layer as of the last look; asked again when it has changed. [Note: fingerprint]
+        """Return `question(layer)`, cached until the layer's structure changes. [Note: fingerprint]
 
         Args:
-            known_as: instead of by the function itself.
+            known_as: the cache key; None: the function itself.
         """
         answers = (self.fingerprint.last or self.fingerprint.look(self.layer)).answers
         key = known_as or question

@@ -1,6 +1,7 @@
-"""What a layer's backward asks before it recomputes the layer, and of its hooks while it does: all is as forward left it.
+"""Checks before and during a layer's recomputation that its inputs, parameters and hooks are
+unchanged since forward.
 
-What the recomputation gives is compared as well. [Note: witness]
+The recomputation's results are compared as well. [Note: witness]
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from streambp.layer.call import LayerCall
 from streambp.layer.recompute import check_mode
 from streambp.layer.shadows import Parameters, slots_of
 
-NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(frozenset())  # of hooks has acted
+NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(frozenset())
 
 
 def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
-    """Take the call out of the context: a backward pass uses up what forward saved.
+    """Remove the call from the context and return it: a backward pass uses up the saved tensors.
 
     Raises:
-        BackwardError: it is the second backward, second derivatives are wanted, or something has changed since forward.
+        BackwardError: it is the second backward, second derivatives are wanted, or a value changed
+            since forward.
     """
     call, ctx.call = ctx.call, None
     if call is None:
@@ -58,10 +60,10 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 @contextlib.contextmanager
 def recomputing(call: LayerCall) -> Iterator[None]:
-    """Within, the layer is recomputed.
+    """Context manager for the layer's recomputation.
 
     Raises:
-        BackwardError: a hook inside changes what it is given now alone, or did so in forward alone.
+        BackwardError: a hook inside modifies values in backward only, or in forward only.
     """
     assert call.seen is not None
     site = call.site

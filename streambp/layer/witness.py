@@ -1,22 +1,25 @@
-"""Whether a recomputation gives what the forward gave.
+"""Comparison of a recomputation in backward with the forward.
 
-[Note: witness] Backward computes a chunk again, as the layer is by then: whatever changed since forward (an optimizer's
-step, an adapter's scale, a hook, a number in a global) would give the gradient of another model. So forward notes what each
-chunk gave, and backward compares. It notes not the tensor but one random combination of its rows, in which each row
-counts: the norm of the difference of two such combinations is, but for a factor, that of the difference of the tensors.
+[Note: witness] Backward recomputes a chunk with the layer's current values. A change since forward
+(an optimizer step, an adapter's scale, a hook, a global number) would give the gradient of another
+model. Forward therefore records each chunk's output, and backward compares. The record is not the
+tensor but one random combination of its rows, in which every row has a weight. Up to a factor, the
+norm of the difference of two combinations is the norm of the tensors' difference.
 
-Backward takes some values instead of computing them. Then it is the inputs of these values that are compared:
+Backward reads some values instead of recomputing them. For these values the inputs are compared:
 
-    a product that nobody reads and that is left out     its input; in the last chunk also the output, in a few of its rows
-                                                         as they are, for which the product is computed
-    saved products and attention results                 in the last chunk the input of the product, q, k and v
+    a Linear output that is skipped           its input; in the last chunk also the output, in a
+                                              few rows for which the product is computed
+    saved products and attention results      in the last chunk the input of the product, q, k and v
 
-Two runs of the same chunks differ, if at all, by the order in which kernels add up, and where code is compiled once with a
-graph and once without: by a few roundings of the coarsest dtype at work. A router that ties to rounding may then send a
-token elsewhere, and its row differs whole. So where kernels may add up in any order, and a layer in half precision chooses,
-a part of the rows may differ.
+Two runs of the same chunks differ only by the summation order of kernels, and by compilation once
+with a graph and once without. These differences are a few roundings of the least precise dtype. A
+router with nearly tied scores may then send a token to another expert, so that its full row
+differs. If kernels may sum in any order, and a half-precision layer has a router, a fraction of the
+rows may differ.
 
-On a CPU equal bits end a comparison. A device is asked once for a whole backward, when autograd has ended it.
+On a CPU, equal bits end a comparison at once. Other devices are synchronized once for a full
+backward, at its end.
 """
 
 from __future__ import annotations
@@ -37,33 +40,35 @@ from streambp.device import MEMORY_ERRORS, is_out_of_memory, without_autocast
 from streambp.errors import BackwardError
 from streambp.known_names import COMPUTE_DTYPE
 
-ROWS = 8  # of an output, where a product in it is left out
-REMEMBERED = 32  # numbers of rows
-FEATURES = 1024  # a combination of rows is folded to at most about so many
-# Of half precision, four eps; of others, what sums of thousands of terms may differ by in another order. A model in float64
-# computes some of its parts in float32.
+ROWS = 8  # compared rows of an output that contains a skipped product
+REMEMBERED = 32  # row counts with cached weights
+FEATURES = 1024  # a combination of rows is folded to about this size
+# Half precision is allowed four eps. The other dtypes are allowed the difference of sums of thousands
+# of terms in another order. A model in float64 computes some of its parts in float32.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 256 * torch.finfo(torch.float32).eps}
 EPS_OF_HALVES = 4
-CHOSEN_OTHERWISE = 0.35  # of the norm: one row in sixteen, each of which counts twice
+CHOSEN_OTHERWISE = 0.35  # relative to the norm: one row in sixteen, counted twice
 CHOOSING = frozenset(("topk", "argsort", "sort", "argmax", "multinomial"))
 
 
 def rows_of(length: int) -> slice:
-    """Up to `ROWS` of so many rows, evenly apart, the last among them."""
+    """Return a slice of at most `ROWS` of `length` rows, evenly spaced, with the last row."""
     step = max(1, length // ROWS)
     return slice(length - 1 - (min(ROWS, length) - 1) * step, None, step)
 
 
 def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
-    """Of its float parameters, and those that modules inside (bitsandbytes' 4-bit Linears) compute in by themselves: what
-    they are given and give may be float32, and their parameters are bytes."""
+    """Return the dtypes of the layer's float parameters and the compute dtypes of its modules.
+    bitsandbytes' 4-bit Linears compute in their own dtype: their inputs and outputs may be float32,
+    and their parameters are bytes.
+    """
     own = (getattr(module, COMPUTE_DTYPE, None) for module in layer.modules())
     computed_in = {dtype for dtype in own if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
     return frozenset(parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()) | computed_in
 
 
 def chooses(layer: nn.Module) -> bool:
-    """Whether the code of a module inside may pick experts or keys by their scores."""
+    """True if a module's code may select experts or keys by their scores."""
     classes = {base for module in layer.modules() for base in type(module).__mro__ if base not in (nn.Module, object)}
     members = (member for base in classes for member in vars(base).values())
     codes = (getattr(member, "__code__", None) for member in members)
@@ -71,19 +76,24 @@ def chooses(layer: nn.Module) -> bool:
 
 
 def answered_at_once(then: Tensor, now: Tensor) -> bool:
-    """Whether two tensors [...] are on a CPU, for which nobody waits, and have the same bits."""
+    """True if two tensors [...] are on a CPU, which needs no synchronization, and have equal bits."""
     return now.is_cpu and torch.equal(then, now)
 
 
 class Compared(NamedTuple):
-    """A combination [n] of the rows of a layer's tensor, or a few of these [..., n], in forward and in backward, and of
-    what both contain unchanged.
+    """A pair of values from forward and backward.
 
-    number: of the layer, among those of its model. cast: autocast was on.
-    tolerance: how far, of its norm, what the layer gives may be from what it gave. [Note: witness]
+    Attributes:
+        layer: the layer.
+        number: the layer's index in its model.
+        cast: True if autocast was on.
+        tolerance: allowed difference, relative to the norm. [Note: witness]
+        then: [n], a combination of a tensor's rows in forward, or a few of its rows [..., n].
+        now: the same in backward.
+        unchanged: the part that both contain unchanged; None: there is none.
     """
 
-    layer: nn.Module  # and not its witness, which has these: a backward that breaks off must leave no cycle behind
+    layer: nn.Module  # no reference to the witness: an aborted backward must leave no cycle
     number: int
     cast: bool
     tolerance: float
@@ -94,11 +104,14 @@ class Compared(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Witness:
-    """What one call of a layer gave in forward, to be compared in backward. [Note: witness]
+    """Values recorded in one layer call's forward for comparison in backward. [Note: witness]
 
-    witnesses: the model's. compared: where something is to be compared, gives what makes a `Compared` of the tensors.
-    left_out: names of the Linears whose products backward leaves out.
-    last: the chunk at work is the last of the sequence.
+    Attributes:
+        witnesses: the model's comparisons.
+        compared: returns the function that makes a `Compared` of the tensors; called at the first
+            comparison.
+        left_out: names of the Linears whose outputs backward skips.
+        last: True if the current chunk is the last of the sequence.
     """
 
     witnesses: Witnesses
@@ -112,7 +125,13 @@ class Witness:
     _found: list[Compared] = dataclasses.field(default_factory=list)
 
     def begin(self, place: Hashable, last: bool, again: bool) -> None:
-        """Compute the chunk, or the half of one, that goes by this name. again: in backward."""
+        """Start recording or comparing a chunk, or one half of it.
+
+        Args:
+            place: key of the chunk or the half.
+            last: True for the last chunk.
+            again: True in backward.
+        """
         self.last, self._again, self._seen = last, again, None
         if again:
             self._here = self._noted.pop(place, [])
@@ -120,11 +139,11 @@ class Witness:
             self._here = self._noted[place] = []
 
     def see(self, name: str, x: Tensor, unchanged: Tensor | None = None, rows: slice | None = None) -> None:
-        """Note x [..., C, n] in forward, compare it in backward with what had this name then.
+        """Record x [..., C, n] in forward; in backward compare it with the record of this name.
 
         Args:
-            unchanged: [..., C, n], which x contains; the norm of the rest sets the tolerance.
-            rows: of x, to be compared as they are; None: all, in one combination.
+            unchanged: [..., C, n], a term of x; the norm of the remaining terms sets the tolerance.
+            rows: rows of x to compare directly; None: all rows, in one combination.
         """
         if not self._again:
             self._here.append((name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone()))
@@ -142,7 +161,9 @@ class Witness:
                 return
 
     def _combined(self, x: Tensor) -> Tensor:
-        """`Witnesses.combined` of x [..., C, n], made once where several Linears of one x come one after the other."""
+        """Return `Witnesses.combined` of x [..., C, n], cached for consecutive Linears with the
+        same x.
+        """
         if x.is_inference():
             return self.witnesses.combined(x)
         seen = self._seen
@@ -153,16 +174,16 @@ class Witness:
         return seen[2]
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
-        """See what a chunk's x [..., B, C, h] became, [..., B, C, h].
+        """Record or compare a chunk's output [..., B, C, h] for its input x [..., B, C, h].
 
-        Where a product in it is left out, it is seen in the last chunk alone, in a few rows.
+        If backward skips a Linear of the chunk, only a few rows of the last chunk are compared.
         """
         if self.left_out and not self.last:
             return
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def end(self) -> None:
-        """The layer's backward is over."""
+        """End the layer's backward and pass on its comparisons."""
         found, self._found, self._noted = self._found, [], {}
         if found:
             self.witnesses.ask(found)
@@ -170,7 +191,9 @@ class Witness:
 
 @dataclasses.dataclass(eq=False)
 class Witnesses:
-    """Of one model: what all layers' backward passes have to compare, asked of the device in one go."""
+    """The comparisons of one model. All layers' comparisons in a backward share one device
+    synchronization.
+    """
 
     _weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = dataclasses.field(default_factory=dict)
     _longest: dict[tuple[torch.dtype, torch.device], Tensor] = dataclasses.field(default_factory=dict)
@@ -178,18 +201,20 @@ class Witnesses:
     _lock: Any = dataclasses.field(default_factory=threading.Lock)  # autograd has a thread for each device
 
     def __reduce__(self) -> Any:
-        """A copied or pickled model is in no backward."""
+        """Return an empty object for a copied or pickled model, which is in no backward."""
         return Witnesses, ()
 
     def combined(self, x: Tensor) -> Tensor:
-        """One random combination of the rows of x [..., n], which has no graph: [n], or folded to fewer numbers.
+        """Return one random combination of the rows of x [..., n], which has no graph: [n], or
+        folded to fewer numbers.
 
-        The weights have either sign, by their place alone, and are small enough for sums in float16.
+        A weight depends on the row's index alone and may be negative. The weights are small enough
+        for sums in float16.
         """
         device, features = x.device, x.shape[-1]
         rows = x.numel() // max(1, features)
         weights = self._weights.get((rows, x.dtype, device))
-        if weights is None:  # a view of the longest that were made
+        if weights is None:  # a view of the longest cached weights
             key = x.dtype, device
             if key not in self._longest or self._longest[key].shape[0] < rows:
                 mixed = torch.arange(1, 2 * rows + 1, device="cpu", dtype=torch.int64) * 2654435761 & 0xFFFFFFFF
@@ -201,7 +226,7 @@ class Witnesses:
                 self._weights.clear()
             weights = self._weights[rows, x.dtype, device] = self._longest[key][:rows]
         whole = type(x) is Tensor and x.is_contiguous()
-        # One view where the other way makes two: this is asked twice for each chunk.
+        # as_strided makes one view, reshape and t two; this runs twice for each chunk.
         columns = x.as_strided((features, rows), (1, features)) if whole else x.reshape(rows, features).t()  # [n, rows]
         if not torch._C._is_any_autocast_enabled():
             found = torch.mv(columns, weights)
@@ -212,7 +237,7 @@ class Witnesses:
         return found if folded in (features, 1) else found.view(-1, folded).sum(0)
 
     def ask(self, found: list[Compared]) -> None:
-        """Compare, and raise if something differs: when autograd has ended the backward that is running."""
+        """Compare at the end of the running backward, and raise if values differ."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             Question(found).answer()
@@ -227,15 +252,15 @@ class Witnesses:
 
 @dataclasses.dataclass(eq=False)
 class Question:
-    """What one backward has to compare. The engine keeps it until that is over."""
+    """The comparisons of one backward. The autograd engine holds this object until its end."""
 
     found: list[Compared]
 
     def answer(self) -> None:
-        """Ask each device once.
+        """Read the results from each device once.
 
         Raises:
-            BackwardError: a layer gave something else than in forward.
+            BackwardError: a layer's recomputation differs from its forward.
         """
         found, self.found = self.found, []
         try:
@@ -244,7 +269,7 @@ class Question:
             if not is_out_of_memory(error):
                 raise
             changed = None
-        if changed is None:  # not above: the error's frames hold tensors. The gradients are there, so this must not fail
+        if changed is None:  # after the handler: the error's frames hold tensors. Compare on the CPU instead.
             for index, (*_, then, now, base) in enumerate(found):
                 base = None if base is None else base.cpu()
                 found[index] = found[index]._replace(then=then.cpu(), now=now.cpu(), unchanged=base)
@@ -263,7 +288,7 @@ class Question:
 
 
 def _changed(found: list[Compared]) -> list[Compared]:
-    """Those that differ."""
+    """Return the pairs that differ."""
     groups: dict[tuple[Any, ...], list[Compared]] = {}
     for one in found:
         key = one.now.device, one.now.dtype, one.now.shape, one.tolerance, one.unchanged is None
@@ -277,14 +302,16 @@ def _changed(found: list[Compared]) -> list[Compared]:
 
 
 def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:
-    """Which of these [len(group)] differ by more than the tolerance; not those with NaN, as where rows are left out."""
+    """Return a mask [len(group)] of the pairs that differ by more than the tolerance. Pairs with
+    NaN, for example of skipped rows, do not count as different.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.enter_context(without_autocast(group[0].now.device.type))
         pairs = zip(*((one.then, one.now) for one in group), strict=True)
         then, now = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
         added = size = now.norm(dim=1)
-        same = [one.unchanged for one in group if one.unchanged is not None]  # all have some, or none has
+        same = [one.unchanged for one in group if one.unchanged is not None]  # all pairs have a tensor, or all have None
         if same:
             added = (now - torch.stack(same).flatten(1).to(wide)).norm(dim=1)
         off = (now - then).norm(dim=1)
