@@ -1,4 +1,4 @@
-"""`last_step`: the record of what a patched model's last micro-batch with gradients did."""
+"""Build the record of a patched model's last micro-batch with gradients, with `last_step`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from streambp.offload.engines import BACK, OUT
 
 
 def last_step(model: nn.Module) -> StepRecord | None:
-    """What the last micro-batch with gradients of a patched model did: as data, and as a sentence by `str()`.
+    """Return the record of the last micro-batch with gradients of a patched model; `str()` of it is
+    a sentence.
+
+    The call waits for the device if saves are offloaded, so call it between steps.
 
     Returns:
-        None before the first one. With offloading, asking waits for the device: ask between steps.
+        The record; None before the first micro-batch with gradients.
 
     Raises:
         StreamBPError: the model is not patched.
@@ -33,10 +36,12 @@ def last_step(model: nn.Module) -> StepRecord | None:
 
 
 def patch_of(model: nn.Module) -> PatchState:
-    """The `PatchState` of a patched model, whichever module inside or around the model was given to `patch`.
+    """Return the `PatchState` of a patched model, whichever module inside or around the model was
+    passed to `patch`.
 
     Raises:
-        StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
+        StreamBPError: the model is not patched, or is a part of a patched model with streaming
+            parts elsewhere.
     """
     found = patching.patch_of(model)
     if found is None:
@@ -45,7 +50,7 @@ def patch_of(model: nn.Module) -> PatchState:
 
 
 def record_of(state: PatchState) -> StepRecord | None:
-    """As `last_step`."""
+    """Return the record for `last_step`."""
     steps, step = state.steps, state.steps.known()
     if step is None:
         return None
@@ -56,7 +61,7 @@ def record_of(state: PatchState) -> StepRecord | None:
     saved: tuple[Saved, ...] = ()
     if chosen is not None and state.config.saves == "auto" and not step.unpatched:
         saved = tuple(Saved(name, chosen.layers[name], size) for name, size in chosen.bytes.items())
-    elif not step.unpatched:  # what the user named, layer by layer
+    elif not step.unpatched:  # saves that the user named, by layer
         cut = [site for site, report in zip(steps.sites, step.reports, strict=True) if report.because is None]
         names = Counter(name for site in cut for name in site.config.named_saves)
         saved = tuple(Saved(name, layers) for name, layers in names.items())
@@ -100,12 +105,14 @@ def record_of(state: PatchState) -> StepRecord | None:
 
 
 def head_of(state: PatchState) -> str:
-    """What became of the head in the last step; before the first, what it will do."""
+    """Return a text about the head in the last step; before the first step, about the head's
+    plan.
+    """
     heads = [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
         models = [] if state.root is None else [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
         others = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
-        # One that gives logits otherwise than by one weight (a ModuleList of several).
+        # A head that computes logits without a single weight (a ModuleList of heads).
         other = next((type(head).__name__ for head in others if not hasattr(head, "weight")), None)
         return f"builds the logits: the head is a {other}, costs memory" if other else "none (no language-model head)"
     told = [_what_became_of(head) for head in heads]
@@ -115,10 +122,12 @@ def head_of(state: PatchState) -> str:
 
 
 def _what_became_of(head: CausalLMForward) -> str:
-    """What a head did in the last step; before the first, what it will do."""
-    if all(forward is not head for forward in forwards(head.module)):  # no call of the module comes to it
+    """Return a text about one head in the last step; before the first step, about the head's
+    plan.
+    """
+    if all(forward is not head for forward in forwards(head.module)):  # calls of the module bypass the head
         forward = head.module.__dict__.get(head.slot)
-        who = foreign_forward(type(head.module), forward) or "something"  # which tells by where it was written
+        who = foreign_forward(type(head.module), forward) or "something"  # by its module
         if any(trls_head(function) is not None for function in wrapped_functions(forward)):
             who = "TRL's fused head"
         return f"as another library computes it: {who} replaced the model's forward after streambp.patch"
