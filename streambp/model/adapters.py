@@ -14,7 +14,8 @@ def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
 
     Layers that were not called yet are left out.
     """
-    one, others = 0, collections.Counter[str]()
+    one = 0
+    others = collections.Counter[str]()
     for site in sites:
         known = {} if site.fingerprint.last is None else site.adapters
         for name, reading in known.items():

@@ -144,7 +144,8 @@ class CausalLMForward(InstanceForward):
         self.trained += training
         self.unlabelled += training and not labelled
         if training or not self.trained:
-            self.last, self.lazy = how, lazy
+            self.last = how
+            self.lazy = lazy
 
     @property
     def foreign(self) -> str | None:
@@ -244,7 +245,8 @@ class CausalLMForward(InstanceForward):
             return None
         if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
             return None
-        config, left_out = self._leave_cache(kwargs), self.left_out
+        config = self._leave_cache(kwargs)
+        left_out = self.left_out
 
         def run() -> Any:
             output = self.original(**kwargs)

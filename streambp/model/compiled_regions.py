@@ -83,7 +83,8 @@ class Compiler:
         if (function, role) not in self.made:
             code = function.__code__.replace(co_name=function.__name__)
             own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+            own.__defaults__ = function.__defaults__
+            own.__kwdefaults__ = function.__kwdefaults__
             more: dict[str, Any] = {}
             if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in 2.11
                 more["recompile_limit"] = GRAPHS
@@ -166,7 +167,8 @@ class WithCompiledRotation(WithRotation):
 
         The compiled code runs only while the modeling file's function is still the compiled one.
         """
-        now, four = self.around[ROTARY], (q, k, cos, sin)
+        now = self.around[ROTARY]
+        four = (q, k, cos, sin)
         if now is not self.own or args or kwargs or not all(map(runs, four)) or q.shape[-2] == 1:
             return now(*four, *args, **kwargs)
         own = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))  # slices of a row
@@ -211,7 +213,9 @@ def compile_regions(model: nn.Module) -> Fused:
     alike: dict[Any, bool] = {}
     for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
         for name, module in layer.named_modules():
-            what, own, kind = _what(module), module.__dict__, type(module)
+            what = _what(module)
+            own = module.__dict__
+            kind = type(module)
             others = ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)  # not the model's own code
             if what is None or module is layer or others or compiled_inside(module):
                 continue

@@ -56,7 +56,8 @@ class DeferredForward(InstanceForward):
 
     def __init__(self, module: nn.Module, request: HeadRequest, is_norm: bool = False) -> None:
         super().__init__(module)
-        self.request, self.is_norm = request, is_norm
+        self.request = request
+        self.is_norm = is_norm
 
     def call(self, hidden_states: Tensor) -> Tensor:
         """Return the deferred norm [..., h] of hidden_states [..., h], or their deferred logits
@@ -183,7 +184,8 @@ class Lending(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden_states [..., h] and of each weight, unchanged."""
-        grads, ctx.lent.grads = ctx.lent.grads, ()
+        grads = ctx.lent.grads
+        ctx.lent.grads = ()
         return None, grad, *(grads or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
@@ -197,7 +199,8 @@ class Borrowed(torch.autograd.Function):
         """Return a view of hidden_states [..., h], and the copies; a copy is differentiable if its
         weight requires a gradient.
         """
-        ctx.lent, copies = lent, lent.copies
+        ctx.lent = lent
+        copies = lent.copies
         lent.copies = []
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x, trained in zip(copies, lent.trained, strict=True) if not trained))

@@ -41,7 +41,8 @@ BLOCKS = MappingProxyType(
     }
 )
 CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
-LIGERS, REGIONS = "Liger's kernels", "compiled regions"
+LIGERS = "Liger's kernels"
+REGIONS = "compiled regions"
 FASTER = 0.1  # seconds a step that offload="cpu" must save before a note proposes it
 LOST = "could not be told"
 APART = "not noted: another module than their backbone called the layers, which trained as below"
@@ -84,7 +85,8 @@ class Description:
     apart: bool = False
 
     def __str__(self) -> str:
-        step, margin = self.last_step, "\n" + " " * 12
+        step = self.last_step
+        margin = "\n" + " " * 12
         groups: dict[tuple[str, str, str], list[str]] = {}
         for layer in self.layers:
             groups.setdefault((layer.path, layer.kind, layer.reason), []).append(layer.name)
@@ -92,9 +94,11 @@ class Description:
         for (path, kind, reason), names in groups.items():
             span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             if path == "streams" and reason.startswith(NOT_TRIED):
-                path, reason = NOT_TRIED, reason.removeprefix(NOT_TRIED).removeprefix("; ")
+                path = NOT_TRIED
+                reason = reason.removeprefix(NOT_TRIED).removeprefix("; ")
             elif path == "streams" and step is not None and step.way == UNPATCHED:
-                path, reason = UNPATCHED, "; ".join(filter(None, ("longer steps stream", reason)))
+                path = UNPATCHED
+                reason = "; ".join(filter(None, ("longer steps stream", reason)))
             lines.append(f"{path}: {len(names)} x {kind} ({span})" + (f", {reason}" if reason else ""))
         peak = None if step is None else step.peak
         saves = (margin if step is not None and any(" " in name for name in self.saves) else ", ").join(self.saves)
@@ -134,7 +138,12 @@ def describe(model: nn.Module) -> Description:
     found: PatchState = patch_of(model)
     lost: list[str] = []
 
-    one, several = (lambda why: f"{LOST} ({why})"), (lambda why: (f"{LOST} ({why})",))
+    def one(why: str) -> str:
+        return f"{LOST} ({why})"
+
+    def several(why: str) -> tuple[str, ...]:
+        return (one(why),)
+
     record: StepRecord | str | None = told(record_of, found, otherwise=one)
     if isinstance(record, str):
         lost.append(f"the last step {record}")
@@ -203,8 +212,10 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     """Return a layer's description, with the reason against streaming, or with what its streaming
     costs.
     """
-    site, kind = wrapper.site, type(wrapper.module).__name__
-    last, costs = site.last, site.kind.attention.costs
+    site = wrapper.site
+    kind = type(wrapper.module).__name__
+    last = site.last
+    costs = site.kind.attention.costs
     if last.because:
         return LayerDescription(name, kind, "checkpoints", last.because)
     tried = last.plan is not None or any(found.judged for found in site.findings.values())
@@ -229,7 +240,8 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
 
 def _saves(found: PatchState, record: StepRecord | None) -> tuple[str, ...]:
     """Return the saves of the configuration, or the saves chosen for the last step."""
-    config, choice = found.config, _offload_choice(found)
+    config = found.config
+    choice = _offload_choice(found)
     if config.saves != "auto":
         return config.named_saves
     if found.offloader is not None:
@@ -271,7 +283,8 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
 
 
 def _describe_offload(found: PatchState) -> str:
-    manager, config = found.offloader, found.config
+    manager = found.offloader
+    config = found.config
     if manager is None:
         return "nothing leaves the device" if found.weights is None else "no saved tensor leaves the device"
     limit = config.host_memory
@@ -306,7 +319,8 @@ def _describe_offload(found: PatchState) -> str:
 
 
 def _weights(weights: HostWeights) -> str:
-    layers, staying = weights.ranges.layers, len(weights.ranges.staying)
+    layers = weights.ranges.layers
+    staying = len(weights.ranges.staying)
     if not layers and not staying:
         return f"weights of layers go to the host in the first forward ({NOT_TRIED})"
     if not layers:
@@ -330,7 +344,9 @@ def _fused_layers(found: PatchState) -> list[str]:
         if isinstance(wrapper, LayerForward):
             for home, names in fused_modules(wrapper.module).items():
                 layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
-    who, fused, choice = {LIGER: LIGERS, REGION: REGIONS}, found.fused, found.config.kernels
+    who = {LIGER: LIGERS, REGION: REGIONS}
+    fused = found.fused
+    choice = found.config.kernels
     notes = [
         f"{who.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
         for (home, names), number in layers.items()

@@ -94,7 +94,8 @@ class EmptyBatchWarning:
         """Issue the warning unless it was issued before."""
         if self.given:
             return
-        self.given, self.unread = True, None
+        self.given = True
+        self.unread = None
         warnings.warn(
             "A batch has no labelled token (each label is -100), so its loss is 0 and its gradients are zero. This happens "
             "where max_length cuts a prompt before its completion begins. Leave such rows out of the data set, or raise "

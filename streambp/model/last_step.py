@@ -51,12 +51,14 @@ def patch_of(model: nn.Module) -> PatchState:
 
 def record_of(state: PatchState) -> StepRecord | None:
     """Return the record for `last_step`."""
-    steps, step = state.steps, state.steps.known()
+    steps = state.steps
+    step = state.steps.known()
     if step is None:
         return None
     plans = [report.plan for report in step.reports if report.plan is not None]
     longest = max(plans, key=len, default=None)
-    choice, chosen = step.choice, step.choice if isinstance(step.choice, Chosen) else None
+    choice = step.choice
+    chosen = step.choice if isinstance(step.choice, Chosen) else None
     room = None if choice is None or state.offloader is not None else choice.room
     saved: tuple[Saved, ...] = ()
     if chosen is not None and state.config.saves == "auto" and not step.unpatched:
@@ -77,7 +79,8 @@ def record_of(state: PatchState) -> StepRecord | None:
     device = next((p.device for p in steps.sites[0].layer.parameters()), None) if steps.sites else None
     host = None
     if state.offloader is not None:
-        stats, moved = state.offloader.stats(), step.moved
+        stats = state.offloader.stats()
+        moved = step.moved
         stalls = stats["stall_out"] + stats["stall_back"]
         host = HostTraffic(moved.get(OUT, 0.0), moved.get(BACK, 0.0), stats["host_bytes"], stalls, int(stats["left"]))
     return StepRecord(
@@ -135,7 +138,8 @@ def _what_became_of(head: CausalLMForward) -> str:
         return f"as another library computes it: {head.foreign}"
     if not head.state.config.head:
         return "builds the logits (head=False)"
-    told, lazy = head.last, head.lazy
+    told = head.last
+    lazy = head.lazy
     if lazy is not None:
         before = "" if told is None else f"{told}; besides, "
         if lazy.built_for is not None:

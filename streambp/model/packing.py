@@ -26,7 +26,8 @@ def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None,
     """
     if FLASH in str(implementation):
         return False
-    positions, ends = kwargs.get("position_ids"), kwargs.get(DOCUMENT_ENDS)
+    positions = kwargs.get("position_ids")
+    ends = kwargs.get(DOCUMENT_ENDS)
     read = kwargs.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2
     if not (read and has_data(positions)):  # type: ignore[arg-type]
         return ends is not None
@@ -46,7 +47,8 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
         states: True if the unpatched recurrences and convolutions continue from one document to the
             next.
     """
-    unpatched, cure = [], ""
+    unpatched = []
+    cure = ""
     if unseen and any(site.last.documents is not None and site.last.documents[0] == "position_ids" for site in sites):
         unpatched.append(
             "attend across them, because its config makes a cache for this call, with which transformers does not look for "

@@ -54,7 +54,9 @@ def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
         kwargs: arguments of a forward with labels or shift_labels [B, T] and attention_mask [B, T].
             Masks of other shapes are ignored.
     """
-    labels, mask, shifted = kwargs.get("labels"), kwargs.get("attention_mask"), kwargs.get("shift_labels")
+    labels = kwargs.get("labels")
+    mask = kwargs.get("attention_mask")
+    shifted = kwargs.get("shift_labels")
     if shifted is None and labels is not None:
         shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
     if shifted is None or not isinstance(mask, Tensor) or mask.shape != shifted.shape:

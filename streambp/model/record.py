@@ -12,7 +12,10 @@ from types import MappingProxyType
 from streambp.offload.costs import GRAPH, Chosen
 from streambp.prefixes.calls import Shared
 
-STREAMED, KEPT_GRAPH, UNPATCHED, WHOLE = "streamed", "kept its graph", "ran unpatched", "ran whole"
+STREAMED = "streamed"
+KEPT_GRAPH = "kept its graph"
+UNPATCHED = "ran unpatched"
+WHOLE = "ran whole"
 NOT_TRIED = "not tried yet"
 UNITS = MappingProxyType({"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
 GIB = UNITS["GiB"]

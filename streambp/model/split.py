@@ -36,7 +36,8 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
         UnsupportedModelError: two libraries split the batch, or information that streamed layers
             need is missing.
     """
-    ulysses, context = find_ulysses(own_implementation(config)), find_context_parallel()
+    ulysses = find_ulysses(own_implementation(config))
+    context = find_context_parallel()
     if ulysses is None or (ulysses.disable_in_eval and not training):
         return context
     if context is not None:
@@ -89,7 +90,8 @@ def shards_of(
     found = find_split(config, training)
     if found is None or tokens is None:
         return None
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    positions = kwargs.get("position_ids")
+    mask = kwargs.get("attention_mask")
     agreed = sum(keeps(site.config, "kv") + MANY * keeps(site.config, "attn_out") for site in sites)
     if found.balanced is None:  # Ulysses
         return gather_shards(Shards, found.group, tokens, positions, mask, agreed)

@@ -110,7 +110,9 @@ class Steps:
     def __setstate__(self, state: Any) -> None:
         offloader, sites, tell, name = state
         Steps.__init__(self, offloader)
-        self.sites, self.tell, self.name = sites, tell, name
+        self.sites = sites
+        self.tell = tell
+        self.name = name
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
@@ -132,7 +134,8 @@ class Steps:
             unpatched: True if the forward ran unpatched.
         """
         shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
-        shapes, number = {backbone: shape}, 1
+        shapes = {backbone: shape}
+        number = 1
         last = self.last
         if last is not None:
             number = last.number + 1
@@ -206,7 +209,8 @@ class Steps:
         if self.tell is None or not logger.isEnabledFor(logging.INFO):
             return
         chunks = {report.plan.size for report in step.reports if report.plan is not None and len(report.plan) > 1}
-        saves, whole = getattr(step.choice, "layers", ()), frozenset(report.because for report in step.reports)
+        saves = getattr(step.choice, "layers", ())
+        whole = frozenset(report.because for report in step.reports)
         # Log each way in which steps run once, whatever their size.
         how = step.unpatched, max(chunks, default=None), frozenset(saves), step.let_go, whole, step.shared is None
         if how in self._said:
@@ -228,14 +232,17 @@ class _Ending:
     """
 
     def __init__(self, steps: Steps, step: Step) -> None:
-        self.steps, self.step, self.ended = steps, step, False
+        self.steps = steps
+        self.step = step
+        self.ended = False
 
     def __call__(self) -> None:
         self.ended = True
         self.steps.settle()
 
     def __del__(self) -> None:
-        sites, step = self.steps.sites, self.step
+        sites = self.steps.sites
+        step = self.step
         if self.ended or any(site.advised for site in sites):
             return
         if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):

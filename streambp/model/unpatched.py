@@ -88,7 +88,9 @@ class UnpatchedRuns:
     """
 
     def __init__(self, config: StreamConfig, chooser: SavesPolicy, steps: Steps) -> None:
-        self.config, self.chooser, self.steps = config, chooser, steps
+        self.config = config
+        self.chooser = chooser
+        self.steps = steps
         self.most = math.inf
         self.factor = 1.0
         self.within = False  # an unpatched forward is running
@@ -122,14 +124,17 @@ class UnpatchedRuns:
         found = self.predicted(tokens, given.shape[1], given.device, config)
         if found is None or found.bytes > SHARE * found.room or packs():
             return None
-        random, before = RandomState.capture(given.device), self.chooser.free(given.device)
-        self.within, allocators = True, True
+        random = RandomState.capture(given.device)
+        before = self.chooser.free(given.device)
+        self.within = True
+        allocators = True
         try:
             result = run()
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-            result, allocators = None, isinstance(error, torch.OutOfMemoryError)
+            result = None
+            allocators = isinstance(error, torch.OutOfMemoryError)
         except ComputedAgainError:
             random.restore()
             self.most = 0
@@ -142,7 +147,8 @@ class UnpatchedRuns:
         if before is not None and took > found.bytes + SLACK * before:
             self.factor *= took / found.bytes
         if result is None or took > 2 * SHARE * found.room:
-            result, self.most = None, tokens // 2
+            result = None
+            self.most = tokens // 2
             make_room(given.device, allocators)
             random.restore()
             return None
@@ -166,7 +172,8 @@ class UnpatchedRuns:
         """
         if len(set(map(INDEX, self.steps.sites))) < len(self.steps.sites):
             return None
-        heads, vocabulary = list(map(HEADS, self.steps.sites)), getattr(config, "vocab_size", 0)
+        heads = list(map(HEADS, self.steps.sites))
+        vocabulary = getattr(config, "vocab_size", 0)
         return kept_unpatched(self.chooser, tokens, length, device, heads, vocabulary, self.factor)
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:

@@ -121,7 +121,8 @@ class LayerForward(InstanceForward):
         """Return the layer's output, streamed if the call may stream."""
         if self.retired:
             return self.original(*args, **kwargs)
-        unpatched, running = self.state.unpatched, self.state.running
+        unpatched = self.state.unpatched
+        running = self.state.running
         if running.bypass and unpatched is not None and unpatched.within:  # the call owns the model
             unpatched.enter_layer()
             return self.original(*args, **kwargs)
@@ -162,7 +163,8 @@ class LayerForward(InstanceForward):
             output = stream_shard(self.site, args, kwargs, running.shards)
         if tree is not None:
             check_streamed(self.site)
-        norm, request = self.final_norm, running.defer_norm
+        norm = self.final_norm
+        request = running.defer_norm
         if norm is not None and request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm):
             # Only after the last layer: some models normalise the embeddings with the same module.
             running.deferring = DeferredForward(norm, request, is_norm=True)
@@ -204,12 +206,15 @@ class BackboneForward(InstanceForward):
             return self._call(kwargs)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
-        state, running = self.state, self.state.running
+        state = self.state
+        running = self.state.running
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if state.weights is not None:
             state.weights.begin(given)
         before = running.bypass, running.shards, running.packed_rows
-        running.bypass, running.shards, running.packed_rows = not self._streams(kwargs), None, None
+        running.bypass = not self._streams(kwargs)
+        running.shards = None
+        running.packed_rows = None
         try:
             if running.bypass:
                 if self.prefixes is not None:
@@ -271,7 +276,8 @@ class BackboneForward(InstanceForward):
         state = self.state
         offloader = state.offloader
         if offloader is not None and state.root is not None and not offloader.host_bytes:
-            offloader.set_aside, weights = engine_host_use(state.root).to_come, state.weights
+            offloader.set_aside = engine_host_use(state.root).to_come
+            weights = state.weights
             offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
@@ -308,18 +314,24 @@ class BackboneForward(InstanceForward):
             raise UnsharedError(f"{type(self.module).__name__} runs inside another model that packs rows")
 
         def over(kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None) -> Any:
-            trial, packed_rows = failed is not None, running.packed_rows
-            running.defer_norm, running.tree, running.failed = None if trial else deferred, tree, failed
+            trial = failed is not None
+            packed_rows = running.packed_rows
+            running.defer_norm = None if trial else deferred
+            running.tree = tree
+            running.failed = failed
             running.packed_rows = packed_rows if tree is None and not trial else None
             try:
                 return self.original(**kwargs)
             finally:
-                running.tree, running.packed_rows, running.failed = None, packed_rows, None
+                running.tree = None
+                running.packed_rows = packed_rows
+                running.failed = None
 
         try:
             if self.prefixes is None or running.shards is not None or running.again:
                 return self.original(**kwargs)
-            documents, again = running.packed_rows is not None, None
+            documents = running.packed_rows is not None
+            again = None
             if deferred is not None:
                 rows = functools.partial(self._again, dict(kwargs), deferred)
                 again = Again(rows, deferred.handed_out)
@@ -341,7 +353,8 @@ class BackboneForward(InstanceForward):
         """
         running = self.state.running
         before = running.defer_norm, running.again
-        running.defer_norm, running.again = request, True
+        running.defer_norm = request
+        running.again = True
         try:
             return self.call(**kwargs)
         finally:

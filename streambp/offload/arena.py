@@ -62,10 +62,12 @@ class BufferStack:
         while self._segment < len(self.segments):
             segment = self.segments[self._segment]
             if self._top + wanted <= segment.numel():
-                start, self._top = self._top, self._top + wanted
+                start = self._top
+                self._top += wanted
                 self.used += wanted
                 return segment[start : start + size]
-            self._segment, self._top = self._segment + 1, 0
+            self._segment += 1
+            self._top = 0
         return None
 
 
@@ -171,7 +173,8 @@ def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], .
     ):
         deepest = root / path.lstrip("/")
         for group in (deepest, *deepest.parents):
-            limit, used = group / most, group / current
+            limit = group / most
+            used = group / current
             if group.is_relative_to(root) and limit.exists() and used.exists():
                 found.append((limit, used, group / "memory.stat", cached))
     return tuple(found)

@@ -364,7 +364,8 @@ class Shortage:
         one.
         """
         if before is not None:
-            self.margin, self.back = before.margin, before.back
+            self.margin = before.margin
+            self.back = before.back
         if self.missing > 0:
             self.margin = self.margin + self.room - self.planned + self.missing
             self.back = TRIED if self.failed else self.back

@@ -71,8 +71,11 @@ class DecodedLinear:
         """True if the module's own forward multiplies x [..., in] in the dtype of its decoded
         weight.
         """
-        module, kind = self.module, x.device.type
-        dtype, bias, state = module.compute_dtype, module.bias, getattr(module.weight, QUANT_STATE, None)
+        module = self.module
+        kind = x.device.type
+        dtype = module.compute_dtype
+        bias = module.bias
+        state = getattr(module.weight, QUANT_STATE, None)
         plain = bias is None or (bias.dtype == dtype and not bias.requires_grad)
         decodes = (
             module.compute_type_is_set and state is not None and dtype == state.dtype and x.shape[-1] == state.shape[1]

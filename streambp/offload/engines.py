@@ -45,7 +45,9 @@ from torch import Tensor
 
 from streambp.device import counted_bytes, forget_error, is_accelerator, memory_limit, tells_memory
 
-COMPUTE, OUT, BACK = "compute", "out", "back"
+COMPUTE = "compute"
+OUT = "out"
+BACK = "back"
 HOST = "host"  # the calling thread, which can wait like a queue
 STALL = "stall_"  # prefix of a queue's name: time for which compute waited
 SPENT = (OUT, BACK, STALL + OUT, STALL + BACK)
@@ -150,7 +152,8 @@ class Engine:
         """
         if not tells_memory(self.device):
             return None
-        allocated, peak = counted_bytes(self.device, "allocated"), counted_bytes(self.device, "peak")
+        allocated = counted_bytes(self.device, "allocated")
+        peak = counted_bytes(self.device, "peak")
         return DeviceMemory(allocated, peak, memory_limit(self.device))
 
 
@@ -173,7 +176,8 @@ class AcceleratorEngine(Engine):
 
     def __init__(self, device: torch.device, beside: AcceleratorEngine | None = None) -> None:
         super().__init__(device)
-        self.pinned, self._first = True, beside
+        self.pinned = True
+        self._first = beside
         self._streams = {OUT: torch.Stream(device), BACK: torch.Stream(device)}
         self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
 
@@ -188,7 +192,9 @@ class AcceleratorEngine(Engine):
         """Allocate `size` bytes [size], uint8, pinned for all devices; warn at the first failure to
         pin.
         """
-        host, on_cuda, error = self._first or self, self.device.type == "cuda", ""
+        host = self._first or self
+        on_cuda = self.device.type == "cuda"
+        error = ""
         if host.pinned and not on_cuda:
             try:
                 return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -27,7 +27,8 @@ class LinkBudget:
     """
 
     def __init__(self, manager: OffloadManager, on_device: bool) -> None:
-        self.manager, self.on_device = manager, on_device
+        self.manager = manager
+        self.on_device = on_device
         self.measured: dict[int, Measured] = {}
         self._sent = 0.0, 0.0  # at the forward's start: bytes moved to the host, seconds
         self._memory: dict[Engine, DeviceMemory] = {}  # at the first layer of each device
@@ -41,7 +42,8 @@ class LinkBudget:
         to be measured.
         """
         transfers = self.manager.transfers
-        self._sent, self._memory = (transfers.bytes[OUT], transfers.spent()[OUT]), {}
+        self._sent = (transfers.bytes[OUT], transfers.spent()[OUT])
+        self._memory = {}
         return self.measured.get(length.bit_length())
 
     def watch(self, seen: LayerSeen) -> LayerSeen:
@@ -62,12 +64,16 @@ class LinkBudget:
         """
         if not seen or not all(layer.engine is not None and layer.learnt() for layer in seen):
             return
-        transfers, arena = self.manager.transfers, self.manager.arena
-        moved, took = transfers.bytes[OUT] - self._sent[0], transfers.spent()[OUT] - self._sent[1]
+        transfers = self.manager.transfers
+        arena = self.manager.arena
+        moved = transfers.bytes[OUT] - self._sent[0]
+        took = transfers.spent()[OUT] - self._sent[1]
         warm = seen[1:] or seen  # the first layer may include compilation
         seconds = sum(sum(layer.times()) for layer in warm) * len(seen) / len(warm)
-        link, rate = moved / took if moved and took else 1.0, attention_rate(warm)
-        tokens, length = seen[0].tokens, seen[0].length
+        link = moved / took if moved and took else 1.0
+        rate = attention_rate(warm)
+        tokens = seen[0].tokens
+        length = seen[0].length
         host_room = math.inf if arena is None else arena.limit
         self.measured[length.bit_length()] = Measured(tokens, length, seconds, link, rate, host_room)
         # Memory that was added since the start is the optimizer's states, allocated after the peak.

@@ -150,12 +150,15 @@ class OffloadManager:
         Raises:
             HostMemoryError: the tensor does not fit, and `on_host_full` is "raise".
         """
-        arena, stack, size = holding.arena, holding.stack, tensor.nbytes
+        arena = holding.arena
+        stack = holding.stack
+        size = tensor.nbytes
         host = stack.push(size)
         if host is None:
             wanted = padded(size)
             if len(holding.stores) > 1:  # estimate later layers by earlier ones
-                done, staying = len(holding.stores) - 1, 0
+                done = len(holding.stores) - 1
+                staying = 0
                 if self.gpu_memory is not None:
                     staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
                 wanted = max(wanted, stack.used // done * max(0, self.layers - done - staying))
@@ -190,7 +193,9 @@ class OffloadManager:
         """Return bytes moved, seconds of waiting and GB/s for each direction, host bytes, and
         tensors that did not fit.
         """
-        moved, spent, found = self.transfers.bytes, self.transfers.spent(), dict[str, float]()
+        moved = self.transfers.bytes
+        spent = self.transfers.spent()
+        found = dict[str, float]()
         for queue in (OUT, BACK):
             found[f"bytes_{queue}"], found[STALL + queue] = moved[queue], spent[STALL + queue]
             found[f"gb_per_s_{queue}"] = moved[queue] / spent[queue] / 1e9 if spent[queue] else 0.0
@@ -239,8 +244,10 @@ class HostTensors:
     copies = True  # the tensors put in may be changed or freed afterwards
 
     def __init__(self, manager: OffloadManager, holding: Holding, engine: Engine, stays: bool = False) -> None:
-        self._manager, self._transfers = manager, manager.transfers
-        self._holding, self._engine = holding, engine
+        self._manager = manager
+        self._transfers = manager.transfers
+        self._holding = holding
+        self._engine = engine
         self._entries: dict[Access, Entry] = {}
         self._before = holding.stores[-1] if holding.stores else None
         holding.stores.append(weakref.ref(self))
@@ -289,7 +296,8 @@ class HostTensors:
         """Start the tensor's copy back to the device, unless it is on the device or the copy has
         started.
         """
-        entry, holding = self._entry(name, chunk), self._holding
+        entry = self._entry(name, chunk)
+        holding = self._holding
         if entry.source is not None or entry in holding.arriving:
             return
         assert entry.host is not None
@@ -330,7 +338,8 @@ class HostTensors:
 
     def borrow(self, name: str, chunk: int) -> Tensor:
         """Return the tensor [...] on the device, to be changed and put in again."""
-        tensor, entry = self.peek(name, chunk), self._entries[name, chunk]
+        tensor = self.peek(name, chunk)
+        entry = self._entries[name, chunk]
         if tensor is entry.source:
             entry.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
         entry.engine.access(COMPUTE, tensor, write=True)
@@ -352,7 +361,8 @@ class HostTensors:
             order: lists of tensors; backward reads each list at once.
             workspace: further device bytes that backward needs.
         """
-        self._order, self._position = order, 0
+        self._order = order
+        self._position = 0
         self._ahead = max(map(len, order), default=0)
         self._manager.workspace = max(self._manager.workspace, workspace)
 

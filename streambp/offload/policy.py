@@ -88,10 +88,15 @@ class SavesPolicy:
         saves: bool,
         link: LinkBudget | None = None,
     ) -> None:
-        self.layers, self.free, self.states = layers, free, states
-        self.sizes, self.keeps, self.link = sizes, saves, link
+        self.layers = layers
+        self.free = free
+        self.states = states
+        self.sizes = sizes
+        self.keeps = saves
+        self.link = link
         self.latest: Choice | None = None
-        self.known, self.present = Figures(), 0.0
+        self.known = Figures()
+        self.present = 0.0
         self._begun = self._others_are_seen = False
         self._chunks: dict[tuple[int, int], int] = {}
         self._seen: dict[int, LayerSeen] = {}
@@ -155,7 +160,9 @@ class SavesPolicy:
         free = None if known.need is None or known.seconds is None else self.free(device)
         if free is None:
             return plan_chunks(length, batch_size, "auto").size
-        size, best, tokens = 1, math.inf, batch_size * length
+        size = 1
+        best = math.inf
+        tokens = batch_size * length
         for wanted in CHUNK_TOKENS:
             positions = max(1, wanted // batch_size)
             positions = length if positions >= length else in_one_pass(positions)
@@ -163,7 +170,8 @@ class SavesPolicy:
                 size = positions  # if no size fits, the last one remains
             fits, _, seconds = self.predicted(free, tokens, batch_size * positions, device, length)
             if fits and seconds < best * (1 - CLOSE):
-                size, best = positions, seconds
+                size = positions
+                best = seconds
         return size
 
     def predicted(
@@ -172,7 +180,9 @@ class SavesPolicy:
         """Return three predictions for a step in chunks of `chunk` tokens: if it fits, the saves of
         each layer, and its seconds.
         """
-        rooms, plan, seconds = self._rooms(free, tokens, chunk), {}, math.inf
+        rooms = self._rooms(free, tokens, chunk)
+        plan = {}
+        seconds = math.inf
         fits = min(room for _, room in rooms) >= 0
         if fits and self.keeps and self.link is None:
             plan = self._fill(rooms, range(self.layers), device, tokens, length, chunk == tokens)
@@ -202,7 +212,9 @@ class SavesPolicy:
             True if the layer's graph is saved instead.
             The object that records the cost of the layer's chunks; None: the cost is known.
         """
-        index, length, unread = kept.site.index, kept.plan.length, kept.site.unread
+        index = kept.site.index
+        length = kept.plan.length
+        unread = kept.site.unread
         tokens = rows * length
         if index <= self._last:
             self._begin(kept, rows)
@@ -220,8 +232,10 @@ class SavesPolicy:
                 elif planned:
                     rooms = [[math.inf, planned - short]]
                     self._plan |= self._fill(rooms, later, self._device, tokens, length, len(kept.plan) == 1)
-        self._last, watch = index, None
-        cost, chosen = self.known.costs.get(index), self._plan.get(index, [])
+        self._last = index
+        watch = None
+        cost = self.known.costs.get(index)
+        chosen = self._plan.get(index, [])
         if self.link is not None:
             if self.latest is None:
                 watch = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
@@ -236,7 +250,8 @@ class SavesPolicy:
             if watch is None:
                 self._by_name.add(index)
             rooms = [[math.inf, sum(candidate.bytes for candidate in chosen)]]
-            graph, chosen = False, self._fill(rooms, [index], None, tokens, length, True, (GRAPH,))[index]
+            graph = False
+            chosen = self._fill(rooms, [index], None, tokens, length, True, (GRAPH,))[index]
             self._plan[index] = chosen
         elif index in self._by_name and can_keep_graph():
             self._by_name.discard(index)
@@ -251,19 +266,26 @@ class SavesPolicy:
         """
         if not self.sizes:
             self.begins(kept.device, with_layers=True)
-        lack, self._shortage = self._shortage, None
+        lack = self._shortage
+        self._shortage = None
         if lack is not None:  # leave free what the previous one lacked
             retries = getattr(self.free, "retries", lambda _: 0)(self._device)
             if retries > self._retries:  # the allocator freed its cache
                 lack.missing = max(lack.missing, self._slack)
             lack.learn(self.margins.pop(lack.key, None))
             self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: lack}
-        self._seen, self._plan, self.latest, self._at_work = {}, {}, None, -math.inf
-        length, chunk = kept.plan.length, rows * min(kept.plan.size, kept.plan.length)
+        self._seen = {}
+        self._plan = {}
+        self.latest = None
+        self._at_work = -math.inf
+        length = kept.plan.length
+        chunk = rows * min(kept.plan.size, kept.plan.length)
         if self.link is not None:
             self._begin_on_host(self.link, length, chunk)
             return
-        free, need, tokens = self.free(kept.device), self.known.need, rows * length
+        free = self.free(kept.device)
+        need = self.known.need
+        tokens = rows * length
         self._others_are_seen = getattr(self.free, "sees_others", lambda _: False)(kept.device)
         if free is None or need is None or not self.known.costs:
             return
@@ -283,7 +305,8 @@ class SavesPolicy:
         """Choose the saves that leave the device, or have the forward measured.
         [Note: saves on the host]
         """
-        measured, costs = link.begin(length), self.known.costs
+        measured = link.begin(length)
+        costs = self.known.costs
         if measured is None:
             return
         whole = functools.reduce(operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values()))
@@ -304,7 +327,9 @@ class SavesPolicy:
         """Return the seconds that offload="cpu" would have spared in the last step, by the device's
         rates; 0: unknown.
         """
-        chosen, known, costs = self.latest, self.known, self.known.costs
+        chosen = self.latest
+        known = self.known
+        costs = self.known.costs
         if not isinstance(chosen, Chosen) or self.link is not None or known.seconds is None:
             return 0.0
         if GRAPH in chosen.layers or chosen.layers.get("attn_out", 0) == len(costs):
@@ -346,9 +371,12 @@ class SavesPolicy:
                     graphs[index] = Candidate(index, GRAPH, size, sum(one.bytes * one.worth for one in named) / size)
         ordered = sorted(found, key=lambda one: (-one.worth, -one.index))
         for candidate in (*ordered, *sorted(graphs.values(), key=lambda one: -one.index)):
-            index, size, graph = candidate.index, candidate.bytes, graphs.get(candidate.index)
+            index = candidate.index
+            size = candidate.bytes
+            graph = graphs.get(candidate.index)
             if graph is not None and graph.bytes <= taken[index] + size:  # all named saves are in the graph
-                candidate, size = graph, graph.bytes - taken[index]
+                candidate = graph
+                size = graph.bytes - taken[index]
             if graph not in plan[index] and all(size <= room for upto, room in rooms if index <= upto):
                 for entry in rooms:
                     entry[1] -= size if index <= entry[0] else 0.0
@@ -406,7 +434,9 @@ class SavesPolicy:
 
         None if either is unknown, or a layer is on another device.
         """
-        costs, free, need = self.learn(), self.free(device), self.known.need
+        costs = self.learn()
+        free = self.free(device)
+        need = self.known.need
         if len(costs) < self.layers or free is None or need is None:
             return None
         taken = 0.0

@@ -88,7 +88,8 @@ class HostRanges:
     """
 
     def __init__(self, root: nn.Module, host_memory: int | None) -> None:
-        self.root, self.host_memory = root, host_memory
+        self.root = root
+        self.host_memory = host_memory
         self.sites: dict[int, Any] = {}
         self.layers: dict[int, LayerRange] = {}
         self.staying: frozenset[int] = frozenset()
@@ -134,7 +135,8 @@ class HostRanges:
         """
         sizes = {index: self.bytes_of(index) for index in self.sites}
         most = room if sum(sizes.values()) <= room else room - slots * max(sizes.values())
-        staying, taken = {index for index, size in sizes.items() if not size}, 0
+        staying = {index for index, size in sizes.items() if not size}
+        taken = 0
         for index in sorted(sizes.keys() - staying, reverse=True):
             taken += sizes[index]
             if taken > most or (self.layers and index not in self.staying):
@@ -163,7 +165,8 @@ class HostRanges:
             for module in self.root.modules():
                 for tensor in tensors_of(module) if id(module) not in inside else ():
                     self._holders.setdefault(id(tensor), (tensor, set()))[1].add(ALL_OTHERS)
-        known, stay = self.layers.get(index), set[int]()
+        known = self.layers.get(index)
+        stay = set[int]()
         if known is not None:  # adapters that are disabled temporarily
             stay = set(map(id, known.tensors)).difference(id(piece.tensor) for piece in known.pieces)
         own = {key: tensor for key, tensor in tensors.items() if self._holders[key][1] == {index} and key not in stay}
@@ -207,7 +210,8 @@ class HostRanges:
             HostMemoryError: the host has no room for the weights.
         """
         engine.settle()
-        streamed, known = self.streamed(index), self.layers.get(index)
+        streamed = self.streamed(index)
+        known = self.layers.get(index)
         tensors = self.sites[index].of(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
@@ -240,7 +244,8 @@ class HostRanges:
             if piece.home.data_ptr() != piece.tensor.data_ptr():
                 piece.home.copy_(piece.tensor.data)
                 piece.tensor.data = piece.home
-        wanting, trains = bytes(map(WANTS_GRADIENT, tensors)), any(map(WANTS_GRADIENT, streamed.values()))
+        wanting = bytes(map(WANTS_GRADIENT, tensors))
+        trains = any(map(WANTS_GRADIENT, streamed.values()))
         self.layers[index] = LayerRange(memory, pieces, tensors, wanting, trains)
         return self.layers[index]
 
@@ -260,7 +265,8 @@ class HostRanges:
             self._arena = Arena(self.host_memory or NO_LIMIT, engine.host_buffer)
         others = self.bytes + self.beside - instead
         self._arena.allocated = others
-        stack, available = BufferStack("weights"), host_limit(None) if self.host_memory is None else NO_LIMIT
+        stack = BufferStack("weights")
+        available = host_limit(None) if self.host_memory is None else NO_LIMIT
         if size > available or not self._arena.grow(stack, size):
             found = f"{available / 2**30:.2f} GiB are available" if size > available else self._arena.refused
             raise HostMemoryError(
@@ -296,7 +302,8 @@ def tensors_inside(layer: nn.Module) -> list[Tensor]:
 
 def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
     """Return the offset of each tensor [...] in a layer's range, and the bytes of the range."""
-    places, size = list[tuple[Tensor, int]](), ALIGNMENT
+    places = list[tuple[Tensor, int]]()
+    size = ALIGNMENT
     for tensor in tensors:
         places.append((tensor, size))
         size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

@@ -156,7 +156,8 @@ class HostWeights:
                 "weights='cpu' works in one process, and this one belongs to a process group of several: each rank would "
                 "pin a copy of all weights. Start a single process, or leave weights out."
             )
-        device, shape = getattr(given, "device", given) or CPU, tuple(getattr(given, "shape", ())[:2])
+        device = getattr(given, "device", given) or CPU
+        shape = tuple(getattr(given, "shape", ())[:2])
         self._let_go()
         for slot in self._slots:
             slot.index = -1
@@ -191,17 +192,21 @@ class HostWeights:
             self._last_forward = index
         self._start(device)
         assert self._engine is not None
-        engine, weights, access = self._engine, self._current(index), (direction, index)
+        engine = self._engine
+        weights = self._current(index)
+        access = (direction, index)
         slot = self._loaded(index, direction)
         engine.wait(COMPUTE, slot.filled)  # 8
         engine.access(COMPUTE, slot.memory, write=False)
         self._clock += 1
-        slot.used, slot.inside = self._clock, True
+        slot.used = self._clock
+        slot.inside = True
         self._inside.add(index)
         if self._before is not None:
             self._next[self._before] = access
         self._before = access
-        cached, linears = torch.is_autocast_cache_enabled(), list[nn.Module]()
+        cached = torch.is_autocast_cache_enabled()
+        linears = list[nn.Module]()
         try:
             for piece in weights.pieces:
                 piece.tensor.data = piece.within(slot.memory)
@@ -223,7 +228,8 @@ class HostWeights:
                 piece.tensor.data = piece.home
             self._inside.discard(index)
             engine.access(COMPUTE, slot.memory, write=False)
-            slot.left, slot.inside = engine.record(COMPUTE), False
+            slot.left = engine.record(COMPUTE)
+            slot.inside = False
 
     def _loaded(self, index: int, direction: str) -> Slot:
         """Return the slot that contains a layer's weights, after starting the copy if necessary."""
@@ -280,7 +286,9 @@ class HostWeights:
             HostMemoryError: the host has no room for the gradients.
         """
         assert self._engine is not None
-        engine, ranges, layer = self._engine, self.ranges, self.ranges.layers[index]
+        engine = self._engine
+        ranges = self.ranges
+        layer = self.ranges.layers[index]
         pieces = {id(piece.tensor): piece for piece in layer.pieces}
         pairs = zip(weights, gradients, strict=True)
         going = {id(w): (pieces[id(w)], g) for w, g in pairs if g is not None and id(w) in pieces}
@@ -332,7 +340,8 @@ class HostWeights:
             )
         if device != self._engines_device:
             self.close()
-            self._engine, self._engines_device = self._given_engine or make_engine(device), device
+            self._engine = self._given_engine or make_engine(device)
+            self._engines_device = device
             if device.type == "cpu":
                 warnings.warn(
                     "Move the model to an accelerator, or leave weights='cpu' out: the layers are computed on the host, "
