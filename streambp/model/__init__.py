@@ -1,1 +1,1 @@
-"""What `patch` puts in place of a model's forwards, and takes off again."""
+"""Replace a model's forwards with `patch`, and restore them with `unpatch`."""

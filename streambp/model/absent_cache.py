@@ -1,8 +1,9 @@
-"""What a streamed training step hands out in the place of a cache that the unpatched model would have made.
+"""Provide the placeholder for a cache in the output of a streamed training step.
 
-transformers' configs ask for a cache, in training as well, and nearly no program reads it. A streamed step makes none. A
-program that goes on from it (truncated backpropagation, a prefix that several calls share) would begin anew, without a
-word, if it found None there.
+transformers' configs request a cache in training too, and hardly any program reads that cache. A
+streamed step makes no cache. A program that continues from the cache (truncated backpropagation, a
+prefix shared by several calls) would silently start anew if the output contained None. The
+placeholder raises instead.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class NoCacheError(StreamBPError, AttributeError):
 
 
 class AbsentCache:
-    """Stands where an output has its cache. Whatever is asked of it raises `NoCacheError`."""
+    """Placeholder for an output's cache. Every access raises `NoCacheError`."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own questions, as of `copy` and `pickle`
+        if name.startswith("__"):  # special methods, used by `copy` and `pickle`
             raise AttributeError(name)
         refuse()
 
@@ -42,7 +43,7 @@ class AbsentCache:
 
 
 def refuse() -> NoReturn:
-    """Raises NoCacheError."""
+    """Raise NoCacheError."""
     raise NoCacheError(
         "The cache of a streamed training step was used. Such a step makes none, unless its caller asks for it: the "
         "config's use_cache alone does not. Pass use_cache=True to the call whose cache you go on from; it runs unpatched "
@@ -51,7 +52,9 @@ def refuse() -> NoReturn:
 
 
 def with_absent_cache(output: Any) -> Any:
-    """A model's output whose cache, if it has a field for one and none in it, raises when it is used."""
+    """Return a model's output with an `AbsentCache` in its cache field, if this field exists and is
+    empty.
+    """
     kind: Any = type(output)
     name = _cache_field(kind)
     if name and getattr(output, name, None) is None:
@@ -61,7 +64,7 @@ def with_absent_cache(output: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _cache_field(kind: type[Any]) -> str:
-    """The field of an output's class that takes a cache; empty if it has none."""
+    """Return the name of the cache field of an output's class; empty if the class has none."""
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     names = vars(sys.modules[kind.__module__])
     return next((field.name for field in fields if names_a_cache(field.type, names)), "")

@@ -1,4 +1,4 @@
-"""What `describe` tells of the adapters inside streamed layers. [Note: adapters]"""
+"""Report the adapters inside streamed layers, for `describe`. [Note: adapters]"""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from streambp.layer.site import LayerSite
 
 
 def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
-    """How many Linears with adapters are computed as one operation, and why others are peft's.
+    """Return how many adapted Linears are computed as one operation, and why other Linears use
+    peft's code.
 
-    Of layers that were not called yet nothing is said.
+    Layers that were not called yet are left out.
     """
-    one, others = 0, collections.Counter[str]()
+    one = 0
+    others = collections.Counter[str]()
     for site in sites:
         known = {} if site.fingerprint.last is None else site.adapters
         for name, reading in known.items():

@@ -1,10 +1,10 @@
-"""What a caller will do with the logits of a call with labels, where only the caller itself can tell.
+"""Detect callers that read the logits of a call with labels.
 
-Most read the loss alone, and test whether there are logits, as they have to with other libraries'
-fused losses. Three do not test. peft's CPT computes a loss of its own from them. So does a method
-`compute_loss` that a program writes for HF Trainer. HF Trainer hands them to `compute_metrics` or
-returns them from `predict`. None says so in what it passes, so the functions that are running are
-asked, and all get logits.
+Most callers read the loss alone and test if logits exist, as other libraries' fused losses require.
+Three callers do not test. peft's CPT computes a loss of its own from the logits, and so does a
+method `compute_loss` that a program writes for HF Trainer. HF Trainer passes logits to
+`compute_metrics` or returns them from `predict`. The arguments of a call do not show which caller
+it has. The running Python frames are therefore inspected, and all three callers get logits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from types import FrameType
 
 from streambp.known_names import CPT_FORWARD, PREDICTION, TRAINERS_LOSS
 
-LIBRARIES = ("transformers", "trl", "streambp")  # whose own trainers read the loss alone, or ask for more
-NEAR = 24  # frames between a model's forward and the function that called it: torch's, accelerate's, ours
+LIBRARIES = ("transformers", "trl", "streambp")  # their own trainers read the loss alone, or request logits
+NEAR = 24  # maximal number of frames between a model's forward and its caller
 
 
 def computes_its_own_loss() -> bool:
-    """Whether peft's CPT is calling the model, or a method `compute_loss` that overrides a Trainer's."""
+    """True if the caller is peft's CPT, or a method `compute_loss` that overrides a Trainer's."""
     return any(map(_is_cpts, _near())) or any(map(_overrides, _near()))
 
 
@@ -35,7 +35,9 @@ def _is_cpts(frame: FrameType) -> bool:
 
 
 def _overrides(frame: FrameType) -> bool:
-    """Whether a function that is running is a method of a Trainer's heir, none of a library's own trainer."""
+    """True if a running function is a `compute_loss` method of a Trainer's subclass outside of the
+    known libraries.
+    """
     method, kind = TRAINERS_LOSS
     if frame.f_code.co_name != method:
         return False
@@ -46,12 +48,12 @@ def _overrides(frame: FrameType) -> bool:
 
 
 def wants_predictions() -> bool:
-    """Whether a Trainer takes the logits of this evaluation, for metrics or as predictions."""
+    """True if a Trainer collects the logits of this evaluation, for metrics or as predictions."""
     return any(frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False for frame in _running())
 
 
 def _running() -> Iterator[FrameType]:
-    """The functions that are running, innermost first."""
+    """Yield the running frames, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

@@ -1,4 +1,4 @@
-"""What `patch` puts in place of a causal language model's forward, and of its output projection during it."""
+"""Replace a causal language model's forward, and its output projection during that forward."""
 
 from __future__ import annotations
 
@@ -42,18 +42,21 @@ WITH_LOGITS = "builds the logits: the call had a cache"
 
 
 class CausalLMForward(InstanceForward):
-    """A causal language model whose loss is computed without logits when labels are given (DESIGN.md section 8).
+    """A causal language model whose loss is computed without logits when labels are given
+    (DESIGN.md section 8).
 
     Args:
-        norms: the final norms of its decoder; the head's blocks may compute them.
+        norms: the final norms of the model's decoder; the blocks of the head may compute them.
 
-    What became of the head in its calls so far, for `describe`:
-
-    last: how the last call computed its loss, the last one in training if there was one.
-    lazy: of that call, if its logits are computed where they are used, what became of them.
-    trained: so many calls in training. unlabelled: so many of these came without labels, and had real logits.
-    predicted: evaluations built their logits, because a Trainer takes them.
-    left_out: fields of the last streamed call's output in training that hold no tensor; None: there was none, or a tuple.
+    Attributes:
+        last: text on the last call's loss; after a call in training, on the last such call.
+        lazy: request of that call if its logits are lazy, with the operations that were computed
+            from them.
+        trained: number of calls in training.
+        unlabelled: number of calls in training that had no labels, and built logits.
+        predicted: True if evaluations built their logits because a Trainer collects them.
+        left_out: output fields without a tensor in the last streamed training call; None before the
+            first such call, and after a call that returned a tuple.
     """
 
     def __init__(self, module: PreTrainedModel, state: PatchState, norms: tuple[nn.Module, ...]) -> None:
@@ -68,8 +71,11 @@ class CausalLMForward(InstanceForward):
         self.empty_batches = EmptyBatchWarning()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that `patch` found; within, the state has the call's position_ids and labels for a backbone that gets
-        none."""
+        """Call the forward that `patch` replaced.
+
+        Meanwhile the state holds the call's position_ids and labels, for a backbone that does not
+        receive them.
+        """
         running = self.state.running
         before = running.position_ids, running.labels, running.names_cache
         running.position_ids = kwargs.get("position_ids")
@@ -79,17 +85,19 @@ class CausalLMForward(InstanceForward):
         try:
             trls = None if self.previous is None else trls_head(getattr(self.previous, "__func__", None))
             if trls is not None and not kwargs.get(ASKS_TRLS_HEAD) and isinstance(trls[TRLS_FORWARD], MethodType):
-                # Of this model: what TRL's head holds is bound to the one that it was given to, which a copy is not.
+                # The method in TRL's head is bound to the original model; a copy must bind the
+                # function to itself.
                 return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
             return super().original(*args, **kwargs)
         finally:
             running.position_ids, running.labels, running.names_cache = before
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, with its loss computed without logits where labels are given.
+        """Return the model's output; with labels, the loss is computed without logits.
 
         Raises:
-            StreamBPError: per-token values are asked for where there are none.
+            StreamBPError: output_log_probs=True without labels, with a cache, or with another
+                library's forward.
         """
         if self.retired:
             return self.original(*args, **kwargs)
@@ -100,7 +108,7 @@ class CausalLMForward(InstanceForward):
             labels = kwargs.get("labels")
             if not self.state.warned_of_padding and kwargs.get("attention_mask") is not None:
                 attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
-                if attention == "eager" or self._biased:  # it averages where nothing may be read
+                if attention == "eager" or self._biased:  # an empty row of the mask gives the mean
                     self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
             if labels is None and want_log_probs:
                 raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
@@ -130,15 +138,20 @@ class CausalLMForward(InstanceForward):
             return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
 
     def _note(self, training: bool, how: str | None, labelled: bool = True, lazy: HeadRequest | None = None) -> None:
-        """Count a call and remember how it computed its loss; evaluations only until a call in training."""
+        """Count a call and store how its loss was computed. After the first training call,
+        evaluations are not stored.
+        """
         self.trained += training
         self.unlabelled += training and not labelled
         if training or not self.trained:
-            self.last, self.lazy = how, lazy
+            self.last = how
+            self.lazy = lazy
 
     @property
     def foreign(self) -> str | None:
-        """The function of another library that computes this model's loss. [Note: foreign forwards]"""
+        """Return the name of another library's function that computes this model's loss, or None.
+        [Note: foreign forwards]
+        """
         kind: Any = type(self.module)
         if self.previous is not None:
             return foreign_forward(kind, self.previous)
@@ -147,7 +160,9 @@ class CausalLMForward(InstanceForward):
         )
 
     def refuse_foreign(self) -> None:
-        """Raises StreamBPError where per-token values cannot be had."""
+        """Raise StreamBPError if another library computes the loss, because per-token values are
+        then unavailable.
+        """
         if self.foreign is not None:
             raise StreamBPError(
                 f"Per-token values were asked for, but {self.foreign} stands in place of the forward of "
@@ -157,20 +172,22 @@ class CausalLMForward(InstanceForward):
     def score(
         self, kwargs: dict[str, Any], wanted: tuple[str, ...], temperature: float = 1.0, in_float32: bool = False
     ) -> tuple[Any, TokenLogProbs, HeadRequest]:
-        """The model's output without logits, and per-token values of its labels [B, T - 1] (with shift_labels [B, T]).
+        """Return the output without logits, and per-token values of the labels [B, T - 1] (with
+        shift_labels [B, T]).
 
         Args:
-            kwargs: of the model's forward, with labels.
-            wanted: fields of `TokenLogProbs`, beside log_probs.
-            temperature: the logits are divided by it, for the loss as well.
+            kwargs: arguments of the model's forward, with labels.
+            wanted: fields of `TokenLogProbs` to compute in addition to log_probs.
+            temperature: divisor of the logits, also in the loss.
             in_float32: compute the head's products in float32.
 
         Returns:
-            The output; the values; and the request, whose hidden_states give [B, T - 1, h], what the head computed them
-            from, before its `norm` if there is one.
+            The output, the values, and the request. The request's hidden_states return [B, T - 1,
+                h], the input of the head, before the request's `norm` if that is set.
 
         Raises:
-            StreamBPError: the loss takes the logits elsewhere than to cross_entropy, or another library computes it.
+            StreamBPError: the loss uses the logits outside of cross_entropy, or another library
+                computes the loss.
         """
         self.refuse_foreign()
         request = HeadRequest(self.state.pending, wanted, temperature, in_float32)
@@ -186,7 +203,7 @@ class CausalLMForward(InstanceForward):
         shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
         flat = request.hidden_states
         assert flat is not None
-        # Without shift_labels the last position of a row has no label.
+        # If shift_labels is missing, the last position of a row has no label.
         kept = slice(None) if shift_labels is not None else slice(-1)
         request.hidden_states = lambda: flat().view(*shape, -1)[:, kept]
         return output, request.values.each(lambda values: values.view(shape)[:, kept]), request
@@ -216,8 +233,11 @@ class CausalLMForward(InstanceForward):
         return output
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
-        """The model's own loss as unpatched; None where the loss is to be computed without logits.
-        [Note: micro-batches as unpatched]"""
+        """Run the model's own loss unpatched; return None if the loss is to be computed without
+        logits.
+
+        [Note: micro-batches as unpatched]
+        """
         named = kwargs.get("return_dict")
         named = getattr(self.module.config, "return_dict", True) if named is None else named
         trains = self._trains
@@ -225,7 +245,8 @@ class CausalLMForward(InstanceForward):
             return None
         if has_backward_hooks(self.module.get_output_embeddings()):  # type: ignore[operator]
             return None
-        config, left_out = self._leave_cache(kwargs), self.left_out
+        config = self._leave_cache(kwargs)
+        left_out = self.left_out
 
         def run() -> Any:
             output = self.original(**kwargs)
@@ -242,9 +263,12 @@ class CausalLMForward(InstanceForward):
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the logits of this call are computed where they are used, as config or caller ask for. Not where
-        a cache is returned, as by the model's config in eval mode; nor in an FSDP unit, which looks at outputs when its
-        weights are gone."""
+        """True if this call returns lazy logits, as the config or the caller requires.
+
+        Lazy logits are not used if a cache is returned, for example in eval mode by the model's
+        config. An FSDP unit does not use them either: its hooks read outputs after its weights are
+        freed.
+        """
         config = self.state.config
         if not config.head:
             return False
@@ -263,7 +287,11 @@ class CausalLMForward(InstanceForward):
 
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
-        """One with modules inside (PEFT's) may be another one when logits are used: adapters are switched for a while."""
+        """Return the final norms without submodules.
+
+        A norm with submodules (PEFT's wrapper) may compute something else by the time the logits
+        are used, because adapters can be switched in between.
+        """
         return tuple(norm for norm in self.norms if not any(norm.children()))
 
     @functools.cached_property
@@ -275,7 +303,11 @@ class CausalLMForward(InstanceForward):
         return self.module.training and torch.is_grad_enabled()
 
     def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
-        """Split over ranks, a shard's last token has its label on the next rank, where shifting here cannot find it."""
+        """Raise if labels are unshifted while sequences are split over ranks.
+
+        The label of a shard's last token is on the next rank, so a shift inside the shard loses the
+        label.
+        """
         if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None or not is_initialized():
             return
         config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -287,7 +319,7 @@ class CausalLMForward(InstanceForward):
             )
 
     def _leave_cache(self, kwargs: dict[str, Any]) -> PreTrainedConfig:
-        """The call makes none from here on. Returned is the text model's config."""
+        """Set use_cache=False for the call, and return the text model's config."""
         config: PreTrainedConfig = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
         self.state.check_cache(config, kwargs)
         kwargs["use_cache"] = False
@@ -300,10 +332,10 @@ class CausalLMForward(InstanceForward):
         if has_backward_hooks(output_embeddings):
             request.built_for = "backward hooks"
             return self.original(**kwargs)
-        # Under ZeRO-3, and in an FSDP unit (accelerate makes one of norm and head), a module's weights are here only while
-        # it runs: the norm runs as ever.
+        # ZeRO-3 and FSDP units gather weights only while their module runs, so the norm is not
+        # deferred. In accelerate, norm and head form one unit.
         gathered = held(output_embeddings).weights
-        if gathered and type(output_embeddings).forward is not nn.Linear.forward:  # peft's does more than its weight
+        if gathered and type(output_embeddings).forward is not nn.Linear.forward:  # peft's forward adds adapters
             request.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
         own = output_embeddings
@@ -320,7 +352,11 @@ class CausalLMForward(InstanceForward):
             head.remove()
 
     def _finish(self, output: Any) -> Any:
-        """The output without deferred logits, or with real ones where they are to be seen; hidden states are real."""
+        """Return the output without deferred logits, or with built logits where the caller reads
+        them.
+
+        Deferred hidden states are always built.
+        """
         evaluates = not self.module.training
         logits_wanted = self.state.config.eval_logits and evaluates
         if evaluates and not logits_wanted and not torch.is_grad_enabled() and wants_predictions():
@@ -347,16 +383,20 @@ class CausalLMForward(InstanceForward):
 
 @functools.cache
 def _with_log_probs(kind: Any) -> Any:
-    """A kind of output that has log_probs among its fields: FSDP2 and DDP look for gradients in declared ones alone."""
+    """Return a subclass of an output class with the declared field log_probs.
+
+    FSDP2 and DDP search declared fields alone for tensors with gradients.
+    """
     field = ("log_probs", Tensor | None, None)
     return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__})
 
 
 def _without_nan(output: Any, labelled: Tensor) -> Any:
-    """Return the output of a call with labels, with a loss of 0 in place of NaN where no token has a label.
+    """Return the output of a call with labels, with a loss of 0 in place of NaN where no token has
+    a label.
 
     Args:
-        labelled: a scalar bool, of `any_label`.
+        labelled: scalar bool, the result of `any_label`.
     """
     loss = output[0]
     if not isinstance(loss, Tensor) or loss.dim():
@@ -368,9 +408,11 @@ def _without_nan(output: Any, labelled: Tensor) -> Any:
 
 
 def _hand_out(output: Any, request: HeadRequest) -> Any:
-    """A model's output with logits that are computed where they are used; a single position's are real.
+    """Return a model's output with lazy logits; the logits of a single position are built.
 
-    request: of that use; what the model's own loss did with deferred ones is in another.
+    Args:
+        request: records the use of the lazy logits. The model's own loss has a request of its own
+            for deferred logits.
     """
 
     def real_or_lazy(value: Any) -> Any:

@@ -1,17 +1,20 @@
-"""What `StreamConfig.kernels` puts on a model's modules.
+"""Set the kernels that `StreamConfig.kernels` names on a model's modules.
 
-[Note: chosen kernels] "auto" is Liger's kernels where tensors are on an accelerator, and the modules as they are elsewhere.
-A model is often patched on the host and moved then, so that each call asks where its tensors are: on a CPU it computes bit
-for bit what "own" does. Nothing is looked for in a process without an accelerator.
+[Note: chosen kernels] "auto" uses Liger's kernels for tensors on an accelerator, and the modules'
+own code elsewhere. A model is often patched on the host and moved afterwards, so each call checks
+the device of its tensors. The result on a CPU equals "own" bit for bit. A process without an
+accelerator does not search for kernels.
 
-Liger's norms and MLPs take one tensor. Its experts take routing as well, and stay the model's: adapters of peft's may stand
-around them, and they were tried on no device.
+Only Liger's norms and MLPs, which take one tensor, are used. Experts also take routing, and retain
+the model's own code: peft's adapters may wrap experts, and Liger's version was tested on no device.
 
-"auto" refuses nothing that "own" takes. Modules that somebody else has given a forward (accelerate's hooks, hub kernels)
-or compiled keep theirs. Where Liger is not installed, does not know the model or computes otherwise, all modules stay
-their own, and `describe` says why; so too where Triton has no driver for the accelerator. The rotation is bound to the
-attention modules of this model: their forward is the class's, with Liger's rotation among its globals. It writes over
-queries and keys, which may be products that `saves` names; then the rotation stays the model's.
+"auto" accepts everything that "own" accepts. Modules with another library's forward (accelerate's
+hooks, hub kernels) and compiled modules are unchanged. All modules retain their own code if Liger
+is not installed, does not support the model or computes something else. The same holds if Triton
+has no driver for the accelerator. `describe` then reports the reason. The rotation is bound to this
+model's attention modules: their forward is the class's, with Liger's rotation among its globals.
+Liger's rotation overwrites queries and keys, which may be products that `saves` names; the model's
+own rotation remains in that case.
 """
 
 from __future__ import annotations
@@ -46,17 +49,17 @@ from streambp.model.fused_layers import (
 )
 from streambp.source import with_globals
 
-HALF = 4  # features of a head, of which the other half is turned with these, in the comparison of rotations
+HALF = 4  # half of a head's features in the comparison of rotations
 
 
 def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
-    """Put on what `config.kernels` names. [Note: chosen kernels]
+    """Set the kernels that `config.kernels` names. [Note: chosen kernels]
 
     Args:
-        model: a transformers model, or a module that holds one; changed in place.
+        model: a transformers model, or a module that contains one; changed in place.
 
     Raises:
-        ConfigError: "liger" was asked for, and cannot be.
+        ConfigError: kernels="liger" cannot be applied.
     """
     if config.kernels == "liger":
         return put_on(model)
@@ -75,7 +78,7 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
         return Fused(why_own=f"{error.found}.")
     except MissingLibraryError as error:
         return Fused(why_own=str(error))
-    except Exception as error:  # of its import: a driver that is not there, whatever Triton makes of it
+    except Exception as error:  # Triton's import raises various errors without a driver
         return Fused(why_own=f"Liger cannot be imported ({type(error).__name__}: {error}).")
     if (found := without_driver(device.type)) is not None:
         fused.take_off()
@@ -85,7 +88,7 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
     bound: list[Replaced] = []
     alike: dict[Callable[..., Any], bool] = {}
     for module, rotation in rotations.items():
-        # All names are their own again, to which Liger's rotation is compared.
+        # All names are restored here, so the comparison uses the model's own rotation.
         space = globals_that_turn(module)
         if space is None:
             continue
@@ -101,29 +104,31 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
 
 
 def accelerator() -> torch.device | None:
-    """This process's; None: it has a CPU alone."""
+    """Return this process's accelerator; None: the process has a CPU alone."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def without_driver(kind: str) -> str | None:
-    """Why Triton launches no kernel on devices of this type; None: it does."""
+    """Return the reason why Triton launches no kernel on devices of this type; None: Triton
+    launches kernels.
+    """
     try:
         driver = importlib.import_module("triton.runtime").driver.active
         found = driver.get_active_torch_device().type
-    except Exception as error:  # there is none, or the compiler that it needs is missing
+    except Exception as error:  # no driver, or no compiler for the driver
         return f"Triton has no driver here ({type(error).__name__}: {error})."
     return None if found == kind else f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
 
 
 def by_device(kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes) -> set[nn.Module]:
-    """Has modules that Liger changes choose by device; called while all names are Liger's.
+    """Make the modules that Liger changes choose by device; called while all names are Liger's.
 
     Args:
-        kind: the type of the device that Liger's kernels run on.
-        rotations: gets Liger's for each attention module that turns.
+        kind: the type of device on which Liger's kernels run.
+        rotations: filled with Liger's rotation for each attention module that rotates.
 
     Returns:
-        The modules that keep their own forward, or another's.
+        The modules to restore to their previous forward.
     """
     theirs = {m for m in before if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)}
     for module in before:
@@ -142,8 +147,11 @@ def by_device(kind: str, rotations: dict[nn.Module, Callable[..., Any]], before:
 
 
 def turns_halves(rotation: Callable[..., Any]) -> bool:
-    """Whether a modeling file's function turns as Liger's kernel does: a head's first half of the features with the second.
-    Some turn neighbours, or a part of the features."""
+    """True if a modeling file's function rotates the same features as Liger's kernel.
+
+    Liger's kernel pairs the first half of a head's features with the second half. Some models pair
+    neighbours, or rotate a part of the features.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 2 * HALF, generator=generator, device="cpu") for heads in (2, 1))  # [B, H, T, D]
     angles = torch.randn(1, 3, HALF, generator=generator, device="cpu").repeat(1, 1, 2)  # [B, T, D]
@@ -155,5 +163,5 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
     try:
         found = rotation(q.clone(), k.clone(), cos, sin)
         return all(torch.allclose(ours, turned(x), rtol=1e-5, atol=1e-6) for ours, x in zip(found, (q, k), strict=True))
-    except Exception:  # it takes other arguments
+    except Exception:  # the function needs other arguments
         return False

@@ -1,17 +1,22 @@
-"""`kernels="compiled"`: parts of a model's layers that torch compiles, put on by instance as Liger's kernels are.
+"""Compile parts of a model's layers with torch, for `kernels="compiled"`; the forwards are set on
+module instances.
 
-[Note: compiled regions] A region is code of a layer that treats tokens alike and holds no Linear: a norm, the activation
-and the product of a gated MLP, the rotation of queries and keys. Linears stay outside: a streamed layer gives them another
-forward in each pass, saves their products and adds up their weights' gradients. A region computes the class's own code.
-That a norm treats tokens alike, and that an MLP is down(act(gate) * up), is tried by value before they are put on, in plain
-torch; a module for which it does not hold (dropout between, groups of features) keeps its own forward. The trials of a
-layer run regions as they were written, like all that is compiled (`admission/rehearsal.py`).
+[Note: compiled regions] A region is code of a layer that treats all tokens alike and contains no
+Linear. Examples are a norm, the activation and product of a gated MLP, and the rotation. Linears
+stay outside, because a streamed layer replaces their forward in each pass, saves their outputs and
+accumulates their weight gradients. A region computes the class's own code.
 
-A region is compiled for tokens [n, h], with n dynamic: chunks, rows and sequences of any length share one graph. Torch
-makes others for a row's first chunk, whose offset is 0, in a layer's first norm, for a row alone in the rotation, and for a
-single token, which the class's own code computes therefore. Each pass has its graphs: forward, the refill, whose weights
-are a chunk's, recomputation. A region's code is a copy for this model alone: torch counts the graphs of a code, and after
-the eighth runs it eagerly without a word.
+Before a region is set, plain torch checks two properties by value: a norm treats tokens alike, and
+an MLP is down(act(gate) * up). A module that fails the check (dropout in between, groups of
+features) retains its own forward. Trial runs of a layer use the uncompiled code of a region, like
+all compiled code (`admission/rehearsal.py`).
+
+A region is compiled for tokens [n, h] with dynamic n, so chunks, rows and sequences of any length
+share one graph. Torch compiles further graphs for a row's first chunk (offset 0) in a layer's first
+norm, and for a single row in the rotation. A single token would need another graph too; the class's
+own code computes it instead. Each pass has its own graphs: forward, the refill (whose weights
+belong to one chunk) and recomputation. A region's code object is a copy for this model alone. Torch
+counts graphs for each code object, and silently runs the code eagerly after the eighth.
 """
 
 from __future__ import annotations
@@ -45,18 +50,21 @@ from streambp.model.fused_layers import (
 from streambp.source import with_globals
 
 BACKEND = "inductor"
-COMPILERS = ("cc", "gcc", "clang", "g++", "clang++", "cl")  # one of which what inductor makes needs
-GRAPHS = 64  # of a region, before torch runs it eagerly: eight without this, where torch can be told
-NORMS = "Norm"  # what names of classes have in them
-NUMBER = re.compile(r"\.\d+")  # of an expert: all have one role
+COMPILERS = ("cc", "gcc", "clang", "g++", "clang++", "cl")  # inductor's code needs one of these
+GRAPHS = 64  # limit for a region before torch runs it eagerly; torch's default is 8
+NORMS = "Norm"  # part of the class names of norms
+NUMBER = re.compile(r"\.\d+")  # index of an expert: all experts share one role
 PLAIN = (Tensor, nn.Parameter)
 PARAMETERS, _, MODULES = MODULE_TABLES
 
 
 class Compiler:
-    """Compiles the regions of a model, and counts.
+    """Compiles the regions of a model, and counts graphs and seconds.
 
-    graphs: that torch was given for a role in layers, without those of backward. seconds: that compiling them took.
+    Attributes:
+        graphs: number of graphs compiled for each role in layers, without graphs of backward.
+        seconds: time that compilation took.
+        made: compiled functions by (function, role).
     """
 
     def __init__(self) -> None:
@@ -65,17 +73,18 @@ class Compiler:
         self.made: dict[Any, Callable[..., Any]] = {}
 
     def __reduce__(self) -> Any:
-        return Compiler, ()  # what is compiled stays in its process, whose copies of the model share it
+        return Compiler, ()  # compiled code stays in its process, shared by all copies of the model
 
     def __deepcopy__(self, memo: Any) -> Compiler:
         return self
 
     def compiled(self, function: Any, role: str) -> Callable[..., Any]:
-        """The function compiled for one role in layers, once. [Note: compiled regions]"""
+        """Return the function compiled for one role in layers, cached. [Note: compiled regions]"""
         if (function, role) not in self.made:
             code = function.__code__.replace(co_name=function.__name__)
             own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+            own.__defaults__ = function.__defaults__
+            own.__kwdefaults__ = function.__kwdefaults__
             more: dict[str, Any] = {}
             if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in 2.11
                 more["recompile_limit"] = GRAPHS
@@ -92,26 +101,30 @@ class Compiler:
 
 
 class Region:
-    """A forward of which compiled code computes a part; of a call that it is not made for, the class's.
+    """A forward with a compiled part; unsupported calls run the class's forward.
 
     Args:
-        run: `of_norm` or `of_mlp`. compiled: what computes the part, of (module, tokens [n, h], ...).
+        run: `of_norm` or `of_mlp`.
+        compiled: the compiled part, called with (module, tokens [n, h], ...) or with (activation,
+            products [n, m], ...).
     """
 
-    __name__ = "forward"  # a bound method is pickled as what the module has by this name
+    __name__ = "forward"  # pickle stores a bound method as the module's attribute of this name
 
     def __init__(self, run: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         self.run = run
         self._streambp_region = self.compiled = compiled
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """As the class's forward."""
+        """Compute the same as the class's forward."""
         found = NotImplemented if kwargs else self.run(self.compiled, module, *args)
         return type(module).forward(module, *args, **kwargs) if found is NotImplemented else found
 
 
 def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
-    """A norm of x [..., h], and of gates [..., h] with it; NotImplemented for other arguments."""
+    """Compute a norm of x [..., h], optionally with gates [..., h]; return NotImplemented for other
+    arguments.
+    """
     alike = bool(tensors) and all(runs(x) and x.shape == tensors[0].shape for x in tensors)
     if not alike or not _several(tensors[0]):
         return NotImplemented
@@ -119,7 +132,10 @@ def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -
 
 
 def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
-    """An MLP of x [..., h] whose Linears give gate and up [..., m], or both in one [..., 2 m]; NotImplemented else."""
+    """Compute a gated MLP of x [..., h]; return NotImplemented for other arguments.
+
+    The Linears return gate and up [..., m], or both in one [..., 2 m].
+    """
     if len(args) != 1 or not runs(args[0]) or not _several(args[0]):
         return NotImplemented
     (x,) = args
@@ -129,42 +145,50 @@ def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> An
 
 
 def gated(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
-    """gate, up [n, m], or gate before up in one [n, 2 m] -> [n, m]."""
+    """Return act(gate) * up [n, m] from gate and up [n, m], or from one tensor [n, 2 m] with gate
+    before up.
+    """
     gate, up = products if len(products) > 1 else products[0].chunk(2, -1)
     return act(gate) * up
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
-    """Of its Linears and its activation; () if it is no gated MLP."""
+    """Return the attribute names of a gated MLP's Linears and activation; () for other modules."""
     return next((names for names in (GATED_MLP, FUSED_MLP) if all(hasattr(module, name) for name in names)), ())
 
 
 class WithCompiledRotation(WithRotation):
-    """The globals of an attention's forward in which the rotation is compiled."""
+    """Globals of an attention's forward in which the rotation is compiled."""
 
     home = REGION
 
     def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """q [B, H, T, D] and k [B, H_kv, T, D], turned by the modeling file's function, compiled if it is still that."""
-        now, four = self.around[ROTARY], (q, k, cos, sin)
+        """Return q [B, H, T, D] and k [B, H_kv, T, D] rotated.
+
+        The compiled code runs only while the modeling file's function is still the compiled one.
+        """
+        now = self.around[ROTARY]
+        four = (q, k, cos, sin)
         if now is not self.own or args or kwargs or not all(map(runs, four)) or q.shape[-2] == 1:
             return now(*four, *args, **kwargs)
-        own = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))  # parts of a row
+        own = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))  # slices of a row
         return self.fused(*(_any_length(x, 0, x.dim() - 2) for x in (q, k, *own)))
 
 
 def runs(x: Any) -> bool:
-    """Whether compiled code is to compute with x [...]: a plain tensor with values, which no program compiles around us."""
+    """True if compiled code can compute x [...]: a plain tensor with data, outside of a surrounding
+    torch.compile.
+    """
     return type(x) in PLAIN and has_data(x) and not torch.compiler.is_compiling()
 
 
 def by_token(x: Tensor) -> Tensor:
-    """x [..., h] as [n, h], for a compiler that is to make one graph for all n."""
+    """Return x [..., h] as [n, h] with n marked dynamic, so that all n share one graph."""
     return _any_length(x.reshape(-1, x.shape[-1]), 0)
 
 
 def _several(x: Tensor) -> bool:
-    """Whether x [n, h] or [B, T, ..., h] has several tokens, of a row."""
+    """True if x [n, h] or [B, T, ..., h] has more than one token in each row."""
     return x.dim() > 1 and x.shape[min(1, x.dim() - 2)] > 1
 
 
@@ -175,10 +199,10 @@ def _any_length(x: Tensor, *dims: int) -> Tensor:
 
 
 def compile_regions(model: nn.Module) -> Fused:
-    """Put compiled regions on the modules of a model's layers. [Note: compiled regions]
+    """Set compiled regions on the modules of a model's layers. [Note: compiled regions]
 
     Args:
-        model: a transformers model, or a module that holds one; changed in place.
+        model: a transformers model, or a module that contains one; changed in place.
     """
     device = next((p.device.type for p in model.parameters() if p.device.type != "cpu"), "cpu")
     if (why := no_compiler(device)) is not None:
@@ -189,8 +213,10 @@ def compile_regions(model: nn.Module) -> Fused:
     alike: dict[Any, bool] = {}
     for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
         for name, module in layer.named_modules():
-            what, own, kind = _what(module), module.__dict__, type(module)
-            others = ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)  # somebody else's forward, or code
+            what = _what(module)
+            own = module.__dict__
+            kind = type(module)
+            others = ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)  # not the model's own code
             if what is None or module is layer or others or compiled_inside(module):
                 continue
             key = (kind, type(getattr(module, "act_fn", None)))
@@ -219,7 +245,9 @@ def compile_regions(model: nn.Module) -> Fused:
 
 
 def no_compiler(device: str) -> str | None:
-    """Why torch cannot compile for this kind of device; None: it can, as far as one can tell."""
+    """Return the reason why torch cannot compile for this type of device; None if nothing speaks
+    against it.
+    """
     if not any(map(shutil.which, COMPILERS)):
         return "torch.compile needs a C compiler, and there is none on this machine"
     if device != "cpu" and not has_triton():
@@ -228,7 +256,7 @@ def no_compiler(device: str) -> str | None:
 
 
 def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
-    """What in it can be a region, by what it looks like."""
+    """Return the kind of region that a module can become, by its structure and its names."""
     if names_of(module):
         return "MLP"
     kind = type(module)
@@ -240,7 +268,7 @@ def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
 
 
 def treats_tokens_alike(module: nn.Module) -> bool:
-    """Whether a norm or an MLP computes what its region does, on random numbers on the host."""
+    """True if a norm or an MLP computes the same as its region, on random numbers on the host."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -261,7 +289,7 @@ def treats_tokens_alike(module: nn.Module) -> bool:
             if names:
                 x = some(2, 3, TRIED)  # [B, T, h]
                 parts = [some(2, 3, TRIED) for _ in names[:-2]]  # [B, T, m], of one product 2 m
-                entries = {name: nn.Identity() for name in names[:-2]}  # in the place of Linears
+                entries = {name: nn.Identity() for name in names[:-2]}  # replace the Linears
                 known.update(zip(entries.values(), parts, strict=True))
                 for entry in known:
                     entry.register_forward_hook(note)
@@ -275,5 +303,5 @@ def treats_tokens_alike(module: nn.Module) -> bool:
             whole = type(module).forward(twin, *tensors)
             one = type(module).forward(twin, *(x[:, 1] for x in tensors))
             return whole.shape == tensors[0].shape and torch.equal(whole[:, 1], one)
-    except Exception:  # it takes other arguments, or other sizes
+    except Exception:  # the forward needs other arguments or sizes
         return False

@@ -1,12 +1,14 @@
-"""What stands in for the final norm and the output projection during one forward: they are computed with the loss.
+"""Replace the final norm and the output projection during one forward, so that the loss computes
+both.
 
-[Note: a head that is held] Under ZeRO-3, and in an FSDP unit, the output projection's weights [V, h] are on this rank while
-its module runs, and to call it is a collective. So it is called once in each forward, where the model calls it, and hands
-out a copy of its weights; the loss, and all that a program makes of logits, is computed from the copy. Then no rank waits
-for what another one computes: labels or none, lazy logits that one rank alone looks at. The copy lives until the head's
-backward, or as long as somebody keeps logits; it is not there while layers run. In backward the module's own hooks run
-around the node that takes the gradients, once. No `weight` is read elsewhere: ZeRO-3 takes that for a wish to have it for
-the whole step.
+[Note: a head that is held] ZeRO-3 and FSDP units gather the output projection's weights [V, h] only
+while its module runs. A call of the module is a collective. The module is therefore called once in
+each forward, where the model calls it, and returns a copy of its weights. The loss and everything
+that a program computes from logits use the copy. Then no rank waits for another rank's computation:
+one rank may have labels and another none, or read lazy logits alone. The copy lives until the
+head's backward, or as long as other code references the logits; it does not exist while layers run.
+The module's own hooks run once in backward, around the node that receives the gradients. No other
+code reads `weight`, because ZeRO-3 would then gather the weight for the entire step.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fs
 from streambp.known_names import ENGINES, FORWARD_HOOKS
 from streambp.lazy.deferred import Deferred
 
-TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)  # of torch's modules; the last is inside of peft's wrappers
+TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)  # allowed classes of torch; peft's wrappers contain the last
 
 
 def can_be_deferred(norm: nn.Module) -> bool:
-    """Whether a final norm may be called with some tokens [n, h] at a time, and once more in backward, for its parameters'
-    gradients alone. What others wrote may mix tokens, count, draw, or train a tensor that is none of its parameters."""
-    # For backward hooks, and around an FSDP unit, torch puts an autograd.Function, which needs real tensors.
+    """True if a final norm may be called on blocks of tokens [n, h], and again in backward for its
+    parameters' gradients.
+
+    Third-party code may mix tokens, count calls, draw random numbers, or train a tensor that is no
+    parameter.
+    """
+    # Backward hooks and FSDP units add an autograd.Function, which needs real tensors.
     if has_backward_hooks(norm) or is_fsdp_unit(norm):
         return False
     if foreign_parts(norm, norm.__dict__.get("forward")) or any(True for _ in norm.buffers()):
@@ -42,15 +48,21 @@ def can_be_deferred(norm: nn.Module) -> bool:
 
 
 class DeferredForward(InstanceForward):
-    """The final norm for one forward, which returns a `Deferred` that remembers the norm and its input; or the output
-    projection, which makes its input `Deferred` where the final norm could not."""
+    """A replacement, for one forward, of the final norm or of the output projection.
+
+    As the norm it returns a `Deferred` that references the norm and its input. As the output
+    projection it makes its input `Deferred` if the norm was not deferred.
+    """
 
     def __init__(self, module: nn.Module, request: HeadRequest, is_norm: bool = False) -> None:
         super().__init__(module)
-        self.request, self.is_norm = request, is_norm
+        self.request = request
+        self.is_norm = is_norm
 
     def call(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., h] -> what stands for the norm of them, [..., h], or for their logits, [..., V]."""
+        """Return the deferred norm [..., h] of hidden_states [..., h], or their deferred logits
+        [..., V].
+        """
         if self.is_norm:
             self.remove()  # `Deferred` calls the module itself, block by block
             return Deferred.make(hidden_states, Recipe(self.request, norm=self.module))
@@ -69,13 +81,17 @@ class DeferredForward(InstanceForward):
 
     @property
     def _engines(self) -> bool:
-        """True if an engine's function stands in the place of torch's `F.linear`, and the module's forward calls no other.
-        DeepSpeed leaves one there for good, once a process has made a ZeRO-3 engine: it computes the same."""
+        """True if an engine has replaced torch's `F.linear`, and the module's forward is
+        `nn.Linear`'s.
+
+        DeepSpeed's replacement remains once a process has created a ZeRO-3 engine; it computes the
+        same.
+        """
         plain = type(self.module).forward is nn.Linear.forward and self.previous is None
         return plain and package_of(nn.functional.linear) in ENGINES
 
     def _projected(self, hidden_states: Deferred) -> Tensor:
-        """Return the logits [..., V] that stand for hidden_states [..., h], by the module's weights."""
+        """Return deferred logits [..., V] of hidden_states [..., h], from the module's weights."""
         result: Any = NotImplemented
         if hidden_states.follows_rules():
             result = Deferred.rules["linear"](hidden_states, self.module.weight, self.module.bias)
@@ -83,29 +99,35 @@ class DeferredForward(InstanceForward):
 
 
 class HeldHead(nn.Module):
-    """In the place, for one forward, of an output projection whose weights an engine holds. [Note: a head that is held]"""
+    """A replacement, for one forward, of an output projection whose weights an engine shards.
+    [Note: a head that is held]
+    """
 
     def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
         super().__init__()
-        self._model, self._head = [model], [head]  # in lists, so as not to become submodules
+        self._model, self._head = [model], [head]  # lists prevent registration as submodules
         self._name = next(name for name, child in model.named_children() if child is head)
         self.request = request
 
     def install(self) -> None:
-        """Take the output projection's place in the model."""
+        """Replace the output projection in the model."""
         self._model[0]._modules[self._name] = self
 
     def remove(self) -> None:
-        """Give the output projection its place back."""
+        """Restore the output projection in the model."""
         self._model[0]._modules[self._name] = self._head[0]
 
     @property
     def weight(self) -> Any:
-        """The output projection's own weight [V, h], for models that ask for its dtype or device."""
+        """Return the output projection's own weight [V, h], for models that read its dtype or
+        device.
+        """
         return self._head[0].weight
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [..., h] -> deferred logits [..., V], of copies of the projection's weights."""
+        """Return deferred logits [..., V] of hidden_states [..., h], from copies of the
+        projection's weights.
+        """
         head: Any = self._head[0]
         lent = Lent()
 
@@ -130,10 +152,13 @@ class HeldHead(nn.Module):
 
 @dataclasses.dataclass
 class Lent:
-    """Copies of an output projection's weights in one forward, and their gradients. [Note: a head that is held]
+    """Copies of an output projection's weights in one forward, and their gradients.
+    [Note: a head that is held]
 
-    copies: [V, h] and perhaps [V]. trained: whether each wants a gradient. grads: of each, while backward is between the
-        two nodes.
+    Attributes:
+        copies: the weight [V, h], and the bias [V] if the projection has a bias.
+        trained: for each copy, True if its weight requires a gradient.
+        grads: the gradient of each copy, set between the backwards of the two nodes.
     """
 
     copies: list[Tensor] = dataclasses.field(default_factory=list)
@@ -142,30 +167,40 @@ class Lent:
 
 
 class Lending(torch.autograd.Function):
-    """hidden_states [..., h], inside of the output projection -> the same: its only output, as in any other call, since
-    engines count those that a gradient comes to. What `Borrowed` left goes on to the weights [V, h], [V]."""
+    """Identity on hidden_states [..., h] inside the output projection, which passes gradients on to
+    its weights.
+
+    hidden_states is the only output, because engines count the outputs that receive a gradient.
+    Backward returns the gradients that `Borrowed` stored as gradients of the weights [V, h], [V].
+    """
 
     @staticmethod
     def forward(ctx: Any, lent: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
-        """hidden_states [..., h], in its own memory."""
+        """Return a view of hidden_states [..., h]."""
         ctx.lent = lent
         ctx.set_materialize_grads(False)
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients as they came: of hidden_states [..., h] and of each weight."""
-        grads, ctx.lent.grads = ctx.lent.grads, ()
+        """Return the gradients of hidden_states [..., h] and of each weight, unchanged."""
+        grads = ctx.lent.grads
+        ctx.lent.grads = ()
         return None, grad, *(grads or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class Borrowed(torch.autograd.Function):
-    """hidden_states [..., h], behind the output projection -> the same, and the copies of its weights [V, h], [V]."""
+    """Identity on hidden_states [..., h] behind the output projection; also outputs the copies of
+    its weights [V, h], [V].
+    """
 
     @staticmethod
     def forward(ctx: Any, lent: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """hidden_states [..., h] in its own memory, and copies that want a gradient where the weights do."""
-        ctx.lent, copies = lent, lent.copies
+        """Return a view of hidden_states [..., h], and the copies; a copy is differentiable if its
+        weight requires a gradient.
+        """
+        ctx.lent = lent
+        copies = lent.copies
         lent.copies = []
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x, trained in zip(copies, lent.trained, strict=True) if not trained))
@@ -173,6 +208,8 @@ class Borrowed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[None, Tensor | None]:
-        """The gradient of hidden_states [..., h]; those of the weights are left for `Lending`."""
+        """Return the gradient of hidden_states [..., h], and store the weights' gradients for
+        `Lending`.
+        """
         ctx.lent.grads = grads
         return None, grad

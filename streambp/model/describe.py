@@ -1,4 +1,4 @@
-"""`describe`: what a patched model does."""
+"""Describe how a patched model runs, with `describe`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ BLOCKS = MappingProxyType(
     }
 )
 CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
-LIGERS, REGIONS = "Liger's kernels", "compiled regions"
-FASTER = 0.1  # seconds a step that offload="cpu" has to save before it is told of
+LIGERS = "Liger's kernels"
+REGIONS = "compiled regions"
+FASTER = 0.1  # seconds a step that offload="cpu" must save before a note proposes it
 LOST = "could not be told"
 APART = "not noted: another module than their backbone called the layers, which trained as below"
 TAKEN_OUT = "it was taken out of the model after streambp.patch"
@@ -50,9 +51,11 @@ TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 @dataclasses.dataclass(frozen=True)
 class LayerDescription:
-    """One decoder layer: where it is, what it is, how its forward runs and why.
+    """One decoder layer: its name and class, how its forward runs, and the reason.
 
-    path: "streams", "checkpoints", "unpatched" (it came into the model after `patch`) or "removed" (it is not in it now).
+    Attributes:
+        path: "streams", "checkpoints", "unpatched" (the layer was added after `patch`) or "removed"
+            (the layer is no longer in the model).
     """
 
     name: str
@@ -63,10 +66,12 @@ class LayerDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a patched model does; `str()` is a table.
+    """Summary of how a patched model runs; `str()` is a table.
 
-    last_step: None before the first micro-batch with gradients. apart: layers were trained that another module than their
-    backbone called, of which no record tells.
+    Attributes:
+        last_step: record of the last step; None before the first micro-batch with gradients.
+        apart: True if another module than their backbone called the layers in training; such steps
+            have no record.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -80,7 +85,8 @@ class Description:
     apart: bool = False
 
     def __str__(self) -> str:
-        step, margin = self.last_step, "\n" + " " * 12
+        step = self.last_step
+        margin = "\n" + " " * 12
         groups: dict[tuple[str, str, str], list[str]] = {}
         for layer in self.layers:
             groups.setdefault((layer.path, layer.kind, layer.reason), []).append(layer.name)
@@ -88,9 +94,11 @@ class Description:
         for (path, kind, reason), names in groups.items():
             span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             if path == "streams" and reason.startswith(NOT_TRIED):
-                path, reason = NOT_TRIED, reason.removeprefix(NOT_TRIED).removeprefix("; ")
+                path = NOT_TRIED
+                reason = reason.removeprefix(NOT_TRIED).removeprefix("; ")
             elif path == "streams" and step is not None and step.way == UNPATCHED:
-                path, reason = UNPATCHED, "; ".join(filter(None, ("longer steps stream", reason)))
+                path = UNPATCHED
+                reason = "; ".join(filter(None, ("longer steps stream", reason)))
             lines.append(f"{path}: {len(names)} x {kind} ({span})" + (f", {reason}" if reason else ""))
         peak = None if step is None else step.peak
         saves = (margin if step is not None and any(" " in name for name in self.saves) else ", ").join(self.saves)
@@ -114,19 +122,28 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """What the last step of a patched model did, and how the model runs: which layers stream, how large the chunks are,
-    what is saved, and what costs memory. A part that cannot be told says why. [Note: reports]
+    """Return how a patched model runs, and the record of its last step.
+
+    The description covers the layers that stream, the chunk size, the saved tensors, and everything
+    that costs memory. An entry that fails contains the reason. [Note: reports]
 
     Args:
-        model: what was given to `patch`, what holds it, or what it holds, if all that streams is in there.
+        model: the module that was passed to `patch`, or a module around it. A module inside is
+            accepted if all streaming layers are in it.
 
     Raises:
-        StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
+        StreamBPError: the model is not patched, or is a part of a patched model with streaming
+            parts elsewhere.
     """
     found: PatchState = patch_of(model)
     lost: list[str] = []
 
-    one, several = (lambda why: f"{LOST} ({why})"), (lambda why: (f"{LOST} ({why})",))
+    def one(why: str) -> str:
+        return f"{LOST} ({why})"
+
+    def several(why: str) -> tuple[str, ...]:
+        return (one(why),)
+
     record: StepRecord | str | None = told(record_of, found, otherwise=one)
     if isinstance(record, str):
         lost.append(f"the last step {record}")
@@ -150,7 +167,7 @@ def describe(model: nn.Module) -> Description:
 
 
 def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
-    """As configured, whether or not the last step had chunks; of "auto" the size in the last step, and the rule."""
+    """Return the configured chunk size; for "auto" the size in the last step, and the rule."""
     if found.config.chunk_size != "auto":
         no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
         return f"{found.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
@@ -162,13 +179,15 @@ def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
 
 
 def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]:
-    """Those that are in the model now, in its order, then those of `patch` that no longer are."""
+    """Return the layers that are in the model now, in the model's order, and then the patched
+    layers that were removed.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     places = {module: place for place, module in enumerate(names)}
     wrappers = [w for w in found.wrappers if isinstance(w, LayerForward)]
     here = [w for w in wrappers if id(w.module) in names]
     described = [(id(w.module), _streamed(names[id(w.module)], w)) for w in here]
-    try:  # what `patch` would stream now
+    try:  # the stacks that `patch` would stream now
         stacks = () if found.root is None else find_stacks(found.root).stacks
     except UnsupportedModelError:
         stacks = ()
@@ -180,7 +199,7 @@ def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]
         if not others:
             unpatched = LayerDescription(names[id(layer)], type(layer).__name__, "unpatched", CAME_LATER)
             described.append((id(layer), unpatched))
-        elif others[0].module is layer:  # a copy of a streamed layer; others stand around one that is described
+        elif others[0].module is layer:  # a copy of a streamed layer; an outer one is described
             described.append((id(layer), _streamed(names[id(layer)], others[0])))
     if later:
         described.sort(key=lambda pair: places[pair[0]])
@@ -190,9 +209,13 @@ def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]
 
 
 def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
-    """With the reason why a layer does not stream, or what its streaming costs."""
-    site, kind = wrapper.site, type(wrapper.module).__name__
-    last, costs = site.last, site.kind.attention.costs
+    """Return a layer's description, with the reason against streaming, or with what its streaming
+    costs.
+    """
+    site = wrapper.site
+    kind = type(wrapper.module).__name__
+    last = site.last
+    costs = site.kind.attention.costs
     if last.because:
         return LayerDescription(name, kind, "checkpoints", last.because)
     tried = last.plan is not None or any(found.judged for found in site.findings.values())
@@ -216,8 +239,9 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
 
 
 def _saves(found: PatchState, record: StepRecord | None) -> tuple[str, ...]:
-    """As configured, or as chosen for the last step."""
-    config, choice = found.config, _offload_choice(found)
+    """Return the saves of the configuration, or the saves chosen for the last step."""
+    config = found.config
+    choice = _offload_choice(found)
     if config.saves != "auto":
         return config.named_saves
     if found.offloader is not None:
@@ -234,9 +258,9 @@ def _offload_choice(found: PatchState) -> Chosen | None:
 
 
 def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
-    """As configured, what "auto" does without, and which kernels attended in each layer's last streamed call.
+    """Return the configured attention, and the kernels of each layer's last streamed call.
 
-    Plain products are named with the blocks that they attended: other kernels are faster.
+    Blocks computed by plain matrix products are named, because other kernels are faster.
     """
     parts: list[str] = [found.config.attention]
     if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():
@@ -259,7 +283,8 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
 
 
 def _describe_offload(found: PatchState) -> str:
-    manager, config = found.offloader, found.config
+    manager = found.offloader
+    config = found.config
     if manager is None:
         return "nothing leaves the device" if found.weights is None else "no saved tensor leaves the device"
     limit = config.host_memory
@@ -272,7 +297,7 @@ def _describe_offload(found: PatchState) -> str:
     moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
     use = HostUse() if found.root is None else engine_host_use(found.root)
-    sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}  # of an engine's own offloading
+    sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}  # an engine's own offloading
     beside = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
     if beside:
         coming = f", and {sized(use.to_come)} are set aside for its gradients and states" if use.to_come else ""
@@ -294,7 +319,8 @@ def _describe_offload(found: PatchState) -> str:
 
 
 def _weights(weights: HostWeights) -> str:
-    layers, staying = weights.ranges.layers, len(weights.ranges.staying)
+    layers = weights.ranges.layers
+    staying = len(weights.ranges.staying)
     if not layers and not staying:
         return f"weights of layers go to the host in the first forward ({NOT_TRIED})"
     if not layers:
@@ -310,13 +336,17 @@ def _weights(weights: HostWeights) -> str:
 
 
 def _fused_layers(found: PatchState) -> list[str]:
-    """A line for each set of modules that another library's kernels compute, whoever has put it there."""
+    """Return a line for each set of modules that another library's kernels compute, whether or not
+    `patch` set them.
+    """
     layers: dict[tuple[str, tuple[str, ...]], int] = {}
     for wrapper in found.wrappers:
         if isinstance(wrapper, LayerForward):
             for home, names in fused_modules(wrapper.module).items():
                 layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
-    who, fused, choice = {LIGER: LIGERS, REGION: REGIONS}, found.fused, found.config.kernels
+    who = {LIGER: LIGERS, REGION: REGIONS}
+    fused = found.fused
+    choice = found.config.kernels
     notes = [
         f"{who.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
         for (home, names), number in layers.items()

@@ -1,9 +1,10 @@
-"""TRL's fused head, computed by ours.
+"""Compute TRL's fused head with the streamed head.
 
-TRL 1.16 gives its models a second way to be called: `model(..., labels=..., fused_lm_head=True)` returns per-token
-values instead of logits, and every loss and metric of its trainers is made of these. Its own head keeps dhidden in
-float32 for all tokens and the final norm outside of its blocks (16 KB a token each at h = 4096); ours does not, and takes
-the model's logits as the model's own forward computes them, whatever its scale or softcap.
+TRL 1.16 adds a second way to call its models: `model(..., labels=..., fused_lm_head=True)` returns
+per-token values instead of logits. Every loss and metric of its trainers uses these values. TRL's
+own head stores dhidden in float32 for all tokens, and computes the final norm outside of its blocks
+(16 KB for each token at h = 4096). The streamed head stores neither, and uses the logits of the
+model's own forward with any scale or softcap.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class FusedHead(InstanceForward):
-    """A causal language model's forward that answers `fused_lm_head=True` with a `FusedCausalLMOutput`.
+    """A causal language model's forward that returns a `FusedCausalLMOutput` for
+    `fused_lm_head=True`.
 
     Args:
-        causal: the model's streamed forward; other calls go there.
-        temperature: the logits are divided by it.
+        causal: the model's streamed forward, which runs all other calls.
+        temperature: divisor of the logits.
         in_float32: compute the head's products in float32.
-        outputs: which per-token fields to fill in.
+        outputs: names of the per-token fields to compute.
     """
 
     def __init__(self, causal: CausalLMForward, temperature: float, in_float32: bool, outputs: tuple[str, ...]) -> None:
@@ -41,13 +43,15 @@ class FusedHead(InstanceForward):
         self.wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
 
     def install(self) -> None:
-        """Also for `unpatch` to take off."""
+        """Install the forward, and add it to the wrappers that `unpatch` removes."""
         super().install()
         self.order = 1 + max(wrapper.order for wrapper in self.state.wrappers)
         self.state.enter(self)
 
     def call(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """A `FusedCausalLMOutput` where it is asked for; the model's output otherwise."""
+        """Return a `FusedCausalLMOutput` for `fused_lm_head=True`, and the model's output
+        otherwise.
+        """
         if self.retired or not fused_lm_head:
             return self.original(*args, **kwargs)
         if args:
@@ -60,7 +64,9 @@ class FusedHead(InstanceForward):
     def output(
         self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest
     ) -> FusedCausalLMOutput:
-        """What TRL's trainers expect, of what `score` gave for `kwargs`."""
+        """Return the output that TRL's trainers expect, from the results of `score` for
+        `kwargs`.
+        """
         from trl.trainer.utils import FusedCausalLMOutput
 
         shift_labels = kwargs.get("shift_labels")
@@ -83,14 +89,17 @@ def add_head(
     outputs: tuple[str, ...] = ("log_probs",),
     head_class: type[FusedHead] = FusedHead,
 ) -> None:
-    """Give a patched model a fused head; called like TRL's `add_fused_lm_head`, in its place.
+    """Add a fused head to a patched model; called like TRL's `add_fused_lm_head`, in its place.
 
-    TRL's own stays where the model's forward was written by another library: it calls the backbone, not that forward.
+    TRL's own head is used if another library replaced the model's forward, because it calls the
+    backbone instead of that forward.
 
     Args:
         causal: the model's streamed forward.
-        temperature, cast_lm_head_to_fp32, outputs: as TRL names them.
-        head_class: what stands in for TRL's head.
+        temperature: TRL's argument of this name.
+        cast_lm_head_to_fp32: TRL's argument of this name.
+        outputs: TRL's argument of this name.
+        head_class: the class that replaces TRL's head.
     """
     from trl.trainer.utils import add_fused_lm_head as add_trls_head
 
@@ -102,7 +111,7 @@ def add_head(
 
 
 def head_again(causal: CausalLMForward, before: FusedHead | None) -> FusedHead | None:
-    """A head like the one that a model had when it was patched: of ours, or of TRL's `add_fused_lm_head`."""
+    """Return a new fused head with the settings of a model's previous one, streamed or TRL's."""
     if before is not None:
         return type(before)(causal, before.temperature, before.in_float32, before.outputs)
     settings = next((s for f in wrapped_functions(causal.previous) if (s := trls_head(f)) is not None), None)

@@ -1,14 +1,17 @@
-"""Liger's kernels for a model's norms and MLPs, put on and taken off with the patch.
+"""Set Liger's kernels on a model's norms and MLPs, and restore the modules when the patch is
+removed.
 
-[Note: fused layers] Liger binds its forwards to norms and MLPs of a model that is there already. Beside that it replaces
-names in transformers' modeling modules, which every model of the process reads: the classes of later models, and the
-rotation of queries and keys. So all names of modules and classes are put back, and what stays are attributes of this
-model's modules, which are written down. The rotation is put on by `chosen_kernels.py` alone, by module.
+[Note: fused layers] Liger binds its forwards to norms and MLPs of an existing model. Liger also
+replaces names in transformers' modeling modules, which every model of the process reads. The names
+are classes of later models, and the rotation of queries and keys. All names of modules and classes
+are therefore restored. Only attributes of this model's modules remain, and these are recorded. The
+rotation is set by `chosen_kernels.py` alone, module by module.
 
-Liger's tables decide by family what a norm adds to its weight, where it rounds, and which activation a gate has. A norm
-that rounds elsewhere (DeepSeek V4's multiplies by its weight in float32) and an activation that a config has changed would
-silently be another model. So both are compared with the module's own, in plain torch on a few random numbers, and modules
-that differ keep their own forward. The model's dtypes stay as they are.
+Liger's tables decide by model family which offset a norm adds to its weight, how a norm rounds, and
+which activation a gate has. A norm that rounds elsewhere (DeepSeek V4's multiplies by its weight in
+float32) would silently change the model. An activation changed in the config would do the same.
+Both are therefore compared with the module's own code, in plain torch on a few random numbers.
+Modules that differ retain their own forward. The model's dtypes are unchanged.
 """
 
 from __future__ import annotations
@@ -47,11 +50,11 @@ from streambp.libraries import required
 from streambp.source import written, written_forward
 
 ABSENT = object()
-COMPILERS_MARKS = "_dynamo_"  # what their names begin with
+COMPILERS_MARKS = "_dynamo_"  # prefix of attribute names
 LEAVE_OUT = "Leave kernels out"
-TRIED = 64  # rows of as many features that a norm is tried on
-BY_CHANCE = 0.02  # of their bfloat16 values, that another order of addition may round otherwise
-# By the last part of the name of the module that Liger's forward stands in.
+TRIED = 64  # rows, and features in each row, of a norm's test input
+BY_CHANCE = 0.02  # fraction of bfloat16 results that may differ because sums have another order
+# Keyed by the last part of the module name of Liger's forward.
 ACTIVATION_OF: dict[str, Callable[..., Any]] = {
     "swiglu": nn.functional.silu,
     "geglu": functools.partial(nn.functional.gelu, approximate="tanh"),
@@ -59,7 +62,11 @@ ACTIVATION_OF: dict[str, Callable[..., Any]] = {
 
 
 class NoKernelsError(ConfigError):
-    """Liger's kernels cannot be put on. found: why."""
+    """Liger's kernels cannot be applied.
+
+    Attributes:
+        found: the reason.
+    """
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}. {remedy}.")
@@ -68,7 +75,11 @@ class NoKernelsError(ConfigError):
 
 @dataclasses.dataclass
 class Replaced:
-    """An attribute of a module's own, as it was before and as it was set; was_there: it had a value."""
+    """An attribute of one module's `__dict__`, before and after a change.
+
+    Attributes:
+        was_there: True if the attribute existed before the change.
+    """
 
     module: nn.Module
     name: str
@@ -79,13 +90,16 @@ class Replaced:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """What `put_on` has set.
+    """The changes that `put_on` made.
 
     Args:
-        left: classes of modules that keep their own forward because Liger's computes otherwise.
-        why_own: why kernels="auto" or "compiled" leaves all modules of a model as they are.
-        compiler: what compiles the modules' forwards; None: they are Liger's. [Note: compiled regions]
-        marks: what torch's compiler had noted on the tensors of these modules before, by their names.
+        left: classes of modules that retain their own forward because Liger's computes something
+            else.
+        why_own: the reason why kernels="auto" or "compiled" changes no module of a model.
+        compiler: the compiler of the modules' forwards; None: the forwards are Liger's.
+            [Note: compiled regions]
+        marks: attributes that torch's compiler had set on these modules' parameters before, by
+            parameter name.
     """
 
     replaced: tuple[Replaced, ...] = ()
@@ -95,7 +109,7 @@ class Fused:
     marks: tuple[tuple[nn.Module, dict[str, frozenset[str]]], ...] = ()
 
     def take_off(self) -> None:
-        """Put back what was set, unless somebody has set it again since."""
+        """Restore the changed attributes, except attributes that other code has replaced since."""
         for change in reversed(self.replaced):
             own = change.module.__dict__
             if own.get(change.name, ABSENT) is not change.after:
@@ -111,28 +125,29 @@ class Fused:
 
 
 def compilers_marks(module: nn.Module) -> dict[str, frozenset[str]]:
-    """What torch's compiler has noted on a module's parameters, as attributes of theirs."""
+    """Return the names of the attributes that torch's compiler set on a module's parameters."""
     return {
         name: frozenset(key for key in vars(parameter) if key.startswith(COMPILERS_MARKS))
         for name, parameter in module.named_parameters()
     }
 
 
-Attributes = dict[nn.Module, dict[str, Any]]  # of each module, its own
+Attributes = dict[nn.Module, dict[str, Any]]  # the `__dict__` of each module
 Adjust = Callable[[Attributes], AbstractSet[nn.Module]]
 
 
 def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
-    """Liger's kernels on norms and MLPs of the model. [Note: fused layers]
+    """Apply Liger's kernels to the model's norms and MLPs. [Note: fused layers]
 
     Args:
-        model: a transformers model, or a module that holds one; changed in place.
-        adjust: is called while all names are Liger's, its rotation's too, with the attributes of each module before; may
-            change what modules have, and gives those that are to have theirs again.
+        model: a transformers model, or a module that contains one; changed in place.
+        adjust: called with each module's previous attributes while all names are Liger's, including
+            its rotation. The function may change attributes of modules, and returns the modules to
+            restore.
 
     Raises:
-        ConfigError: Liger is not installed, does not know the model, or computes none of its modules as they do. The model
-            is left as it was.
+        ConfigError: Liger is not installed, does not support the model, or computes something else
+            for each module. The model is unchanged then.
     """
     causal = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     apply = _function_for(causal)
@@ -177,11 +192,14 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
 
 
 def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
-    """Whether the forward that Liger has given a module rounds elsewhere than its own, has another activation, or is meant
-    for the module inside of this one, as with peft's adapters of experts.
+    """True if the forward that Liger bound to a module computes something else than the module's
+    own forward.
+
+    The forward differs by its rounding or its activation, or is meant for an inner module, as with
+    peft's adapters of experts.
 
     Args:
-        own: the module's attributes before.
+        own: the module's attributes before the change.
     """
     forward: Any = module.__dict__.get("forward")
     if forward is own.get("forward") or home_of(type(module).forward).partition(".")[0] == LIGER:
@@ -193,11 +211,11 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
         activation = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
         if expected is None:
             return False
-        if activation is None:  # a gated MLP has one; a block of experts, under a dense model's type, has none
+        if activation is None:  # a block of experts under a dense model's type; a gated MLP has one
             return True
         x = torch.linspace(-4.0, 4.0, TRIED, device="cpu")
         return not torch.allclose(activation(x), expected(x), rtol=1e-5, atol=1e-6)
-    # Of bfloat16 values another place of rounding changes a fourth.
+    # Rounding at another point changes a fourth of the bfloat16 values.
     eps, offset, rounding = (getattr(module, name) for name in LIGERS_NORM)
     generator = torch.Generator().manual_seed(0)
     x, weights = (torch.randn(TRIED, TRIED, generator=generator, device="cpu").bfloat16() for _ in range(2))
@@ -217,14 +235,17 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class OnDevice:
-    """A forward that Liger has given a module: Liger's for tensors of one kind of device, the class's for all others, and
-    in float64. The model may move, be cast, or be called on meta tensors after it was patched.
+    """A forward that runs Liger's code on one type of device, and otherwise the class's.
+
+    The model may move, be cast, or run on meta tensors after `patch`. float64 also uses the class's
+    forward.
 
     Args:
-        fused: Liger's, of (module, x [..., h]). kind: the device's type.
+        fused: Liger's forward of (module, x [..., h]).
+        kind: the device type.
     """
 
-    __name__ = "forward"  # a bound method is pickled as what the module has by this name
+    __name__ = "forward"  # pickle stores a bound method as the module's attribute of this name
 
     fused: Callable[..., Any]
     kind: str
@@ -235,11 +256,14 @@ class OnDevice:
 
 
 class WithRotation(dict[str, Any]):
-    """The globals of an attention's forward in which the rotation is Liger's. All other names are looked up in the modeling
-    file's globals as they are then.
+    """Globals of an attention's forward in which the rotation is Liger's.
+
+    All other names are looked up in the modeling file's current globals.
 
     Args:
-        around: these. fused: Liger's, of q [B, H, T, D], k [B, H_kv, T, D], cos and sin [B, T, D]. kind: of device.
+        around: the modeling file's globals.
+        fused: Liger's rotation of q [B, H, T, D], k [B, H_kv, T, D], cos and sin [B, T, D].
+        kind: the device type.
     """
 
     home = LIGER
@@ -255,15 +279,20 @@ class WithRotation(dict[str, Any]):
         return self.around[name]
 
     def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """q [B, H, T, D] and k [B, H_kv, T, D], turned. By the modeling file's function where that is no longer the one
-        that was compared, or the call is unlike those that Liger's takes."""
+        """Return q [B, H, T, D] and k [B, H_kv, T, D] rotated.
+
+        The modeling file's function is used if it was replaced after the comparison, or if Liger's
+        does not support the call.
+        """
         now = self.around[ROTARY]
         plain = now is self.own and not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
         return (self.fused if plain and takes(q, self.kind) else now)(q, k, cos, sin, *args, **kwargs)
 
 
 def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
-    """Those of a class's forward that calls the rotation by its usual name; None for other modules."""
+    """Return the globals of a class's forward that calls the rotation by its usual name; None for
+    other modules.
+    """
     forward = written_forward(module)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return None
@@ -271,14 +300,17 @@ def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
 
 
 def takes(x: Tensor, kind: str) -> bool:
-    """Whether kernels of that kind of device compute with x [..., h]."""
+    """True if kernels of that device type can compute with x [..., h]."""
     return x.device.type == kind and x.dtype != torch.float64
 
 
 def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
-    """Names of the modules inside a layer that forwards of another library compute, by the library, whoever has put them
-    there: Liger's, on the class or the instance, and any other's on the instance, as hub kernels are. Liger's rotation,
-    which is every model's of a family if others have put it on, is named with them. `REGION`: what `patch` compiles."""
+    """Return the names of a layer's modules whose forward belongs to another library, by library.
+
+    Liger's forwards count on the class and on the instance; forwards of other libraries count on
+    the instance alone, like hub kernels. Liger's rotation is included, even if other code set it
+    for all models of a family. `REGION` stands for the regions that `patch` compiles.
+    """
     found: dict[str, list[str]] = {}
     turning: set[str] = set()
     for name, module in layer.named_modules():
@@ -302,7 +334,7 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
 
 
 def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
-    """What applies Liger's kernels to such a model."""
+    """Return Liger's function that applies its kernels to this type of model."""
     try:
         with required(LIGER):
             table = getattr(importlib.import_module(f"{LIGER}.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE)
@@ -323,7 +355,9 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _names_put_back(causal: PreTrainedModel) -> Iterator[None]:
-    """Within, names of transformers' modeling modules and of the model's classes may change; afterwards they have not."""
+    """Context manager that restores the names of transformers' modeling modules and of the model's
+    classes afterwards.
+    """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.models.")]
     classes = {base for module in causal.modules() for base in type(module).__mro__ if base is not object}
     owners: list[Any] = [*modules, *classes]

@@ -1,4 +1,4 @@
-"""`last_step`: the record of what a patched model's last micro-batch with gradients did."""
+"""Build the record of a patched model's last micro-batch with gradients, with `last_step`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from streambp.offload.engines import BACK, OUT
 
 
 def last_step(model: nn.Module) -> StepRecord | None:
-    """What the last micro-batch with gradients of a patched model did: as data, and as a sentence by `str()`.
+    """Return the record of the last micro-batch with gradients of a patched model; `str()` of it is
+    a sentence.
+
+    The call waits for the device if saves are offloaded, so call it between steps.
 
     Returns:
-        None before the first one. With offloading, asking waits for the device: ask between steps.
+        The record; None before the first micro-batch with gradients.
 
     Raises:
         StreamBPError: the model is not patched.
@@ -33,10 +36,12 @@ def last_step(model: nn.Module) -> StepRecord | None:
 
 
 def patch_of(model: nn.Module) -> PatchState:
-    """The `PatchState` of a patched model, whichever module inside or around the model was given to `patch`.
+    """Return the `PatchState` of a patched model, whichever module inside or around the model was
+    passed to `patch`.
 
     Raises:
-        StreamBPError: the model is not patched, or is a part of one of which other parts stream as well.
+        StreamBPError: the model is not patched, or is a part of a patched model with streaming
+            parts elsewhere.
     """
     found = patching.patch_of(model)
     if found is None:
@@ -45,18 +50,20 @@ def patch_of(model: nn.Module) -> PatchState:
 
 
 def record_of(state: PatchState) -> StepRecord | None:
-    """As `last_step`."""
-    steps, step = state.steps, state.steps.known()
+    """Return the record for `last_step`."""
+    steps = state.steps
+    step = state.steps.known()
     if step is None:
         return None
     plans = [report.plan for report in step.reports if report.plan is not None]
     longest = max(plans, key=len, default=None)
-    choice, chosen = step.choice, step.choice if isinstance(step.choice, Chosen) else None
+    choice = step.choice
+    chosen = step.choice if isinstance(step.choice, Chosen) else None
     room = None if choice is None or state.offloader is not None else choice.room
     saved: tuple[Saved, ...] = ()
     if chosen is not None and state.config.saves == "auto" and not step.unpatched:
         saved = tuple(Saved(name, chosen.layers[name], size) for name, size in chosen.bytes.items())
-    elif not step.unpatched:  # what the user named, layer by layer
+    elif not step.unpatched:  # saves that the user named, by layer
         cut = [site for site, report in zip(steps.sites, step.reports, strict=True) if report.because is None]
         names = Counter(name for site in cut for name in site.config.named_saves)
         saved = tuple(Saved(name, layers) for name, layers in names.items())
@@ -72,7 +79,8 @@ def record_of(state: PatchState) -> StepRecord | None:
     device = next((p.device for p in steps.sites[0].layer.parameters()), None) if steps.sites else None
     host = None
     if state.offloader is not None:
-        stats, moved = state.offloader.stats(), step.moved
+        stats = state.offloader.stats()
+        moved = step.moved
         stalls = stats["stall_out"] + stats["stall_back"]
         host = HostTraffic(moved.get(OUT, 0.0), moved.get(BACK, 0.0), stats["host_bytes"], stalls, int(stats["left"]))
     return StepRecord(
@@ -100,12 +108,14 @@ def record_of(state: PatchState) -> StepRecord | None:
 
 
 def head_of(state: PatchState) -> str:
-    """What became of the head in the last step; before the first, what it will do."""
+    """Return a text about the head in the last step; before the first step, about the head's
+    plan.
+    """
     heads = [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
         models = [] if state.root is None else [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
         others = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
-        # One that gives logits otherwise than by one weight (a ModuleList of several).
+        # A head that computes logits without a single weight (a ModuleList of heads).
         other = next((type(head).__name__ for head in others if not hasattr(head, "weight")), None)
         return f"builds the logits: the head is a {other}, costs memory" if other else "none (no language-model head)"
     told = [_what_became_of(head) for head in heads]
@@ -115,10 +125,12 @@ def head_of(state: PatchState) -> str:
 
 
 def _what_became_of(head: CausalLMForward) -> str:
-    """What a head did in the last step; before the first, what it will do."""
-    if all(forward is not head for forward in forwards(head.module)):  # no call of the module comes to it
+    """Return a text about one head in the last step; before the first step, about the head's
+    plan.
+    """
+    if all(forward is not head for forward in forwards(head.module)):  # calls of the module bypass the head
         forward = head.module.__dict__.get(head.slot)
-        who = foreign_forward(type(head.module), forward) or "something"  # which tells by where it was written
+        who = foreign_forward(type(head.module), forward) or "something"  # by its module
         if any(trls_head(function) is not None for function in wrapped_functions(forward)):
             who = "TRL's fused head"
         return f"as another library computes it: {who} replaced the model's forward after streambp.patch"
@@ -126,7 +138,8 @@ def _what_became_of(head: CausalLMForward) -> str:
         return f"as another library computes it: {head.foreign}"
     if not head.state.config.head:
         return "builds the logits (head=False)"
-    told, lazy = head.last, head.lazy
+    told = head.last
+    lazy = head.lazy
     if lazy is not None:
         before = "" if told is None else f"{told}; besides, "
         if lazy.built_for is not None:

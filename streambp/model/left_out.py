@@ -1,8 +1,9 @@
-"""Outputs of a call with labels, in which there are no logits: they tell a program that asks for them what to do.
+"""Warn a program that reads the logits of a call with labels, which has none.
 
-Programs test `logits is None`, as they have to with other libraries' fused losses, so it is None.
-A program that goes on with it fails at its next line, with an error of Python's that names nothing.
-So whoever asks for logits by their name hears it before, once a place, and libraries do not.
+Programs test `logits is None`, as other libraries' fused losses require, so the field is None. A
+program that continues with None fails at its next line with an uninformative Python error. Reading
+the field by name therefore warns first, once for each place in the code; reads by libraries do not
+warn.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ REMEDY = (
 
 
 class NoLogitsError(StreamBPError, KeyError):
-    """An output was asked for its logits by a key that it does not have."""
+    """The key `logits` was read from an output without this key."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class LeftOut:
-    """Mixed into a model's output: its field `logits` is None because labels were given."""
+    """Mixin for a model's output whose field `logits` is None because labels were passed."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -40,7 +41,7 @@ class LeftOut:
         return value
 
     def get(self, name: Any, default: Any = None) -> Any:
-        """As a dict's."""
+        """Return the value of a key, like dict.get."""
         if name in self:  # type: ignore[attr-defined, operator]
             return self[name]
         if name == LOGITS:
@@ -58,7 +59,9 @@ class LeftOut:
 
 
 def _tell() -> None:
-    """Warn of logits that are None, at the line that asks for them, if no library does."""
+    """Warn about logits that are None, at the line of the caller, unless the caller is a
+    library.
+    """
     home = str(sys._getframe(2).f_globals.get("__name__"))
     if home.partition(".")[0] not in TEST_FOR_NONE:
         warnings.warn(f"logits is None: {REMEDY}", stacklevel=3)
@@ -66,5 +69,5 @@ def _tell() -> None:
 
 @functools.cache
 def left_out(kind: type[Any]) -> type[Any]:
-    """A kind of output that tells so, by the same name."""
+    """Return a subclass of an output class that warns, with the same name."""
     return type(kind.__name__, (LeftOut, kind), {"__module__": kind.__module__})

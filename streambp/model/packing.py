@@ -1,5 +1,6 @@
-"""What is said where position_ids make documents of a row that the unpatched model takes for one, and where hooks have seen
-trials."""
+"""Warn if position_ids split a row that the unpatched model treats as one document, and if hooks
+ran in trials.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ from streambp.layer.site import LayerSite
 
 
 def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None, cached: bool) -> bool:
-    """Whether streamed layers may take a row for several documents that the unpatched model takes for one.
+    """True if streamed layers may split a row into documents and the unpatched model would not.
 
     Args:
-        kwargs: of a model's call. implementation: of its attention. cached: unpatched it makes a cache, with which
-            transformers does not look at position_ids.
+        kwargs: arguments of a model's call.
+        implementation: the model's attention implementation.
+        cached: True if the unpatched call makes a cache; transformers then ignores position_ids.
     """
     if FLASH in str(implementation):
         return False
-    positions, ends = kwargs.get("position_ids"), kwargs.get(DOCUMENT_ENDS)
+    positions = kwargs.get("position_ids")
+    ends = kwargs.get(DOCUMENT_ENDS)
     read = kwargs.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2
     if not (read and has_data(positions)):  # type: ignore[arg-type]
         return ends is not None
@@ -35,13 +38,17 @@ def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None,
 
 
 def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> bool:
-    """Warn that streamed layers took rows for several documents that the unpatched model would take for one; whether.
+    """Warn that streamed layers split rows into documents and the unpatched model would not; True
+    if a warning was issued.
 
     Args:
-        unseen: its attention would read documents off a mask, which knows none where there is a cache, as in this call.
-        states: its recurrences and convolutions would go on from one to the next.
+        unseen: True if the unpatched attention reads documents from a mask, which omits documents
+            in a call with a cache.
+        states: True if the unpatched recurrences and convolutions continue from one document to the
+            next.
     """
-    unpatched, cure = [], ""
+    unpatched = []
+    cure = ""
     if unseen and any(site.last.documents is not None and site.last.documents[0] == "position_ids" for site in sites):
         unpatched.append(
             "attend across them, because its config makes a cache for this call, with which transformers does not look for "
@@ -62,7 +69,9 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
 
 
 def warn_of_trials(sites: list[LayerSite]) -> bool:
-    """Warn of others' hooks inside layers that were tried, and say whether there are any. [Note: who sees the rows]"""
+    """Warn about user hooks inside layers that ran in trials; True if a warning was issued.
+    [Note: who sees the rows]
+    """
     shown: dict[str, list[str]] = {}
     for site in sites:
         for hook, paths in site.shown.items():

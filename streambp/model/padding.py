@@ -1,5 +1,7 @@
-"""Who sees values at padding, and labels that padding on the left predicts: the one thing that streamed and eager attention
-do not agree on."""
+"""Determine who reads values at padding, and warn about labels that left padding predicts.
+
+Streamed and eager attention differ only in the output at padding.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ from streambp.model.state import PatchState
 
 
 def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any], handed_out: bool = False) -> bool:
-    """Whether a call of a language model whose logits are lazy or left out hands out nothing else that padding is given:
-    hidden states, router logits, an evaluation's logits, and to no code of others between its backbone and its loss.
+    """True if no value at padding leaves a call of a language model, apart from lazy or omitted
+    logits.
+
+    Such values are hidden states, router logits, an evaluation's logits, and inputs of third-party
+    code between backbone and loss.
 
     Args:
-        handed_out: its lazy logits go to the caller. Then padding has to be there if it is read: from a head that
-            reads what comes before the final norm, and without other ranks. [Note: padding that is read]
+        handed_out: True if the caller gets lazy logits. Padding must then be computable when it is
+            read: the head must read the final norm's input, and no other rank may be involved.
+            [Note: padding that is read]
     """
     if handed_out and (state.running.defer_norm is None or must_agree(model)):
         return False
@@ -39,19 +45,24 @@ def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any]
 
 
 def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
-    """Warn of a label that is predicted by a token that may read nothing ([Note: empty queries]), for a model whose own
-    attention averages there; whether there is one.
+    """Warn about a label predicted by a token without visible keys ([Note: empty queries]); True if
+    a warning was issued.
+
+    The warning applies to models whose own attention averages over all tokens there.
 
     Args:
-        kwargs: of a forward, with labels or shift_labels [B, T], attention_mask [B, T]. Other masks are not looked at.
+        kwargs: arguments of a forward with labels or shift_labels [B, T] and attention_mask [B, T].
+            Masks of other shapes are ignored.
     """
-    labels, mask, shifted = kwargs.get("labels"), kwargs.get("attention_mask"), kwargs.get("shift_labels")
+    labels = kwargs.get("labels")
+    mask = kwargs.get("attention_mask")
+    shifted = kwargs.get("shift_labels")
     if shifted is None and labels is not None:
         shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
     if shifted is None or not isinstance(mask, Tensor) or mask.shape != shifted.shape:
         return False
     nothing_yet = mask.cumsum(1) == 0
-    if not ((shifted != -100) & nothing_yet.to(shifted.device)).any():  # waits for the device
+    if not ((shifted != -100) & nothing_yet.to(shifted.device)).any():  # synchronizes with the device
         return False
     warnings.warn(
         "Set the label of the first token after left padding to -100. Its gradient differs from the unpatched model's; the "

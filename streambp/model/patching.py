@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`; `describe` is in `describe.py`."""
+"""Patch and unpatch models; `describe` is in `describe.py`."""
 
 from __future__ import annotations
 
@@ -31,46 +31,50 @@ OURS = (BackboneForward, LayerForward, CausalLMForward)
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
-    """Make `model` stream: its decoder layers in chunks of the sequence, its loss in blocks of the logits.
+    """Make `model` stream: its decoder layers in chunks of the sequence, its loss in blocks of the
+    logits.
+
+    After an error the model is as before: unpatched, or with its previous patch.
+
+    Layers that mix tokens outside of their attention (convolutions, recurrences) run under gradient
+    checkpointing. The first call of each kind detects them, and `describe` names them.
 
     Args:
-        model: a transformers model, or a module that holds one (a PeftModel, say). Changed in place.
-        config: how; `StreamConfig()` if None. A patched model is patched anew with it.
+        model: a transformers model, or a module that contains one (a PeftModel, for example).
+            Changed in place.
+        config: settings; `StreamConfig()` if None. A patched model is patched again with these
+            settings.
 
     Returns:
-        The same object.
+        The same object as `model`.
 
     Raises:
-        UnsupportedModelError: it has no decoder layers that can be streamed exactly.
-        StreamBPError: it is part of a model that is patched already.
-        ConfigError: `config` names what the model does not have, or Liger's kernels where there are none for it.
-
-    After an error the model is what it was: unpatched, or patched as before.
-
-    Layers that turn out to mix tokens elsewhere than in their attention (convolutions, recurrences) run under gradient
-    checkpointing; their first call of each kind finds out, and `describe` names them.
+        UnsupportedModelError: the model has no decoder layers that can stream exactly.
+        StreamBPError: the model is part of a patched model.
+        ConfigError: `config` names something that the model does not have, or Liger does not
+            support the model.
     """
     config = StreamConfig() if config is None else config
     if not isinstance(config, StreamConfig):
         raise StreamBPError(f"config is {type(config).__name__}; pass a streambp.StreamConfig, or leave it out.")
     found = find_stacks(model)
     everyone = (forward for module in model.modules() for forward in forwards(module))
-    heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}  # trainers call these
+    heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}  # trainers call them
     with undone_on_error(model):
         _put_on(model, config, found, heads)
     return model
 
 
 def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn.Module, FusedHead]) -> None:
-    """Take the patch off that the model has, and put another on.
+    """Remove the model's existing patch, and install a new one.
 
     Args:
-        heads: that models had when the patch was called.
+        heads: the streaming heads that the model's modules had when `patch` was called.
     """
     if any(hasattr(module, PATCH) for module in model.modules()) or _left_of_another(model):
         unpatch(model)
     _check_products(found, config)
-    if is_patched(model):  # two patches on the same layers would leave it open whose settings count
+    if is_patched(model):  # two patches would have two sets of settings for the same layers
         raise StreamBPError(
             f"This {type(model).__name__} is part of a model that is patched already. Patch that model again to change its "
             "settings, or call streambp.unpatch on it first."
@@ -106,9 +110,9 @@ def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn
 def _make_wrappers(
     state: PatchState, model: nn.Module, stacks: tuple[Stack, ...], layers: list[nn.Module]
 ) -> list[InstanceForward]:
-    """Of backbones, layers and language models, in the order in which they are installed."""
+    """Return wrappers of backbones, layers and language models, in the order of installation."""
     wrappers: list[InstanceForward] = []
-    norms: dict[int, nn.Module] = {}  # the final one of each backbone
+    norms: dict[int, nn.Module] = {}  # final norm of each backbone
     for stack in stacks:
         backbone = stack.backbone
         wrappers.append(BackboneForward(backbone, state, stack.layers))
@@ -135,7 +139,9 @@ def _make_wrappers(
 
 
 def streamed_head(model: nn.Module) -> CausalLMForward | None:
-    """What computes a patched model's loss, whichever module around or inside the model was given to `patch`."""
+    """Return the forward that computes a patched model's loss, whichever module around or inside
+    was passed to `patch`.
+    """
     return next((f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None)
 
 
@@ -147,13 +153,17 @@ def _left_of_another(model: nn.Module) -> bool:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether a model streams: it, a part of it, or a model that it is a part of was given to `patch`."""
+    """True if a model streams: `patch` was called on the model, on a part, or on a module around
+    the model.
+    """
     ours = (f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward))
     return any(not wrapper.retired for wrapper in ours)
 
 
 def _check_products(found: Found, config: StreamConfig) -> None:
-    """Every glob among `saves` must name a Linear of some layer, and no more of the last layers than there are."""
+    """Raise unless every glob in `saves` names a Linear of some layer, and asks for no more layers
+    than the model has.
+    """
     layers = [layer for stack in found.stacks for layer in stack.layers]
     most = max(len(stack.layers) for stack in found.stacks)
     for name in config.named_saves:
@@ -181,16 +191,17 @@ def _check_products(found: Found, config: StreamConfig) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Take off everything `patch` put on; the model is exactly what it was. Nothing happens to an unpatched model.
+    """Remove everything that `patch` installed, and restore the model exactly. An unpatched model
+    is unchanged.
 
     Raises:
-        StreamBPError: it is a part of a patched model, and other parts stream as well.
+        StreamBPError: the module is a part of a patched model, and other parts stream as well.
     """
     found = patch_of(model)
     while found is not None:
         module, state = found
         root = state.root or module
-        for own in dict.fromkeys((module, root)):  # they differ in what `copy.copy` has made
+        for own in dict.fromkeys((module, root)):  # two modules after `copy.copy`
             own.__dict__.pop(PATCH, None)
             for wrapper in reversed(own.__dict__.pop(WRAPPERS, ())) if own is not root else ():
                 wrapper.leave(own.__dict__)
@@ -206,11 +217,14 @@ def unpatch(model: Model) -> Model:
 
 
 def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
-    """The module that was given to `patch`, and what was put on: the model itself, a part of it, or what wraps it (DDP, an
-    engine), if all that streams there is in the model. None: it is not patched.
+    """Return the module that was passed to `patch`, and the installed state; None if the model is
+    not patched.
+
+    The module is the model itself, a part, or a wrapper around the model (DDP, an engine). A
+    wrapper counts only if everything that streams in it belongs to the model.
 
     Raises:
-        StreamBPError: more streams there.
+        StreamBPError: other parts of the patched model stream as well.
     """
     for module in model.modules():
         if PATCH in module.__dict__:

@@ -1,6 +1,7 @@
-"""What one step of a patched model did: the data, and all sentences that tell it.
+"""Hold what one step of a patched model did, and format the sentences that report it.
 
-`describe`, the log line and a Trainer's logs say the same, because each of them is made of a `StepRecord`, here.
+`describe`, the log line and a Trainer's logs agree, because all three are built from one
+`StepRecord`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from types import MappingProxyType
 from streambp.offload.costs import GRAPH, Chosen
 from streambp.prefixes.calls import Shared
 
-STREAMED, KEPT_GRAPH, UNPATCHED, WHOLE = "streamed", "kept its graph", "ran unpatched", "ran whole"
+STREAMED = "streamed"
+KEPT_GRAPH = "kept its graph"
+UNPATCHED = "ran unpatched"
+WHOLE = "ran whole"
 NOT_TRIED = "not tried yet"
 UNITS = MappingProxyType({"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
 GIB = UNITS["GiB"]
 
 
 def sized(size: float) -> str:
-    """Bytes in the unit that fits, such as "7.8 GiB"."""
+    """Return a number of bytes in the unit that fits, such as "7.8 GiB"."""
     for unit, scale in UNITS.items():
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
@@ -26,7 +30,11 @@ def sized(size: float) -> str:
 
 
 def out_of(part: float, whole: float) -> str:
-    """Some bytes of others, in one unit where both can be read in it: "0.03 of 7.8 GiB", "1.2 KiB of 7.8 GiB"."""
+    """Return a part and a total in bytes as text, such as "0.03 of 7.8 GiB" or "1.2 KiB of 7.8
+    GiB".
+
+    One unit is used if both numbers are readable in that unit.
+    """
     scale = next((scale for scale in UNITS.values() if whole >= scale), 1)
     if scale == 1 or part < scale / 100:
         return f"{sized(part)} of {sized(whole)}"
@@ -35,9 +43,13 @@ def out_of(part: float, whole: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """Tensors that layers kept for backward: `name` as in `StreamConfig.saves`, or "everything" for a layer's graph.
+    """Tensors that layers saved for backward.
 
-    bytes: of all these layers; None where nothing counts them (saves that a user named, saves on the host).
+    Attributes:
+        name: the name in `StreamConfig.saves`, or "everything" for a layer's graph.
+        layers: number of layers that saved the tensors.
+        bytes: total over these layers; None if the bytes are not counted (saves that the user
+            named, saves on the host).
     """
 
     name: str
@@ -52,9 +64,14 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class HostTraffic:
-    """Bytes that a step moved to the host and back; bytes of host memory allocated; tensors that found no room there.
+    """Memory traffic between device and host in one step.
 
-    stalls: seconds that compute has waited for copies, in all steps since `patch`.
+    Attributes:
+        out: bytes moved to the host.
+        back: bytes moved back to the device.
+        allocated: bytes of allocated host memory.
+        stalls: seconds that compute has waited for copies, over all steps since `patch`.
+        left: number of tensors for which the host had no room.
     """
 
     out: float
@@ -66,24 +83,32 @@ class HostTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """What the last micro-batch with gradients did; `str()` is one sentence.
+    """Record of the last micro-batch with gradients; `str()` is one sentence.
 
     Args:
-        number: of the micro-batch since `patch`, from 1. unpatched_steps, short_steps: how many of them ran as unpatched,
-            and let go of saved tensors for want of memory.
-        tokens: over all rows. rows: of the batch.
-        way: "streamed", "kept its graph" (one chunk, nothing was recomputed), "ran unpatched" or "ran whole" (no layer can
-            be cut; gradient checkpointing).
-        chunk_size: tokens of each row in one chunk. chunks: how many there were.
-        saved: what layers kept for backward beside their inputs.
-        needed: bytes that a step as unpatched keeps, predicted. free: bytes that a step without saves leaves free, as the
-            step began. least_free: the fewest bytes that were free when the device was asked. peak: bytes, the largest
-            that torch's allocator has counted on the first layer's device since its peak was last reset. None: not known.
-        let_go: why saved tensors were let go of and recomputed; None: they were not.
-        host: None where nothing is offloaded. shared: rows whose common beginnings were computed once; None: none were.
-        head: what became of the output projection and the loss.
-        whole: name of each layer that ran whole, and why.
-        split_by: what splits sequences over ranks; None: nothing does.
+        number: number of the micro-batch since `patch`, from 1.
+        tokens: tokens over all rows.
+        rows: rows of the batch.
+        way: "streamed", "kept its graph" (one chunk, no recomputation), "ran unpatched" or "ran
+            whole" (no layer can be chunked; gradient checkpointing).
+        chunk_size: tokens of each row in one chunk.
+        chunks: number of chunks.
+        layers: number of the model's layers.
+        head: text about the output projection and the loss.
+        saved: tensors that layers saved for backward in addition to their inputs.
+        needed: predicted bytes that a step keeps unpatched; None: unknown.
+        free: bytes that a step without saves leaves free, as of the start of the step; None:
+            unknown.
+        least_free: the fewest free bytes that the device reported; None: unknown.
+        peak: peak bytes of torch's allocator on the first layer's device since the last reset;
+            None: unknown.
+        let_go: the reason why saved tensors were freed and recomputed; None: no saved tensor was.
+        host: None without offloading.
+        shared: rows whose common prefixes were computed once; None: no prefix was shared.
+        whole: name of each layer that ran whole, and the reason.
+        split_by: the library that splits sequences over ranks; None: sequences are not split.
+        unpatched_steps: number of steps that ran unpatched.
+        short_steps: number of steps that freed saved tensors because memory was short.
     """
 
     number: int
@@ -109,7 +134,7 @@ class StepRecord:
 
     @property
     def saved_bytes(self) -> float | None:
-        """Bytes of all that was saved; None where they are not counted."""
+        """Return the bytes of all saved tensors; None if the bytes are not counted."""
         sizes = [saved.bytes for saved in self.saved]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -148,12 +173,14 @@ class StepRecord:
 
     @property
     def line(self) -> str:
-        """The sentence with its number, what was saved and what became of the head, for a log."""
+        """Return the sentence with the step's number, the saved tensors and the text about the
+        head, for a log.
+        """
         names = f" ({', '.join(saved.name for saved in self.saved)})" if self.saved_bytes and self.way == STREAMED else ""
         return f"step {self.number}: {self}{names}; head: {self.head}"
 
     def numbers(self) -> dict[str, float]:
-        """What a Trainer's logs get; without what is not known."""
+        """Return the values for a Trainer's logs, without unknown values."""
         host = self.host
         kept = self.needed if self.way == UNPATCHED else self.saved_bytes if self.let_go is None else 0.0
         kept = kept if host is None else None
@@ -171,7 +198,9 @@ class StepRecord:
         return {name: value for name, value in found.items() if value is not None}
 
     def saves(self) -> tuple[str, ...]:
-        """Of saves="auto" without offloading, a line each: what was saved, then why no more."""
+        """Return lines about saves="auto" without offloading: the saved tensors, and then the limit
+        on further saves.
+        """
         if self.way == UNPATCHED:
             return ("all activations and the logits, as the unpatched model does (auto)",)
         if self.split_by is not None:
@@ -191,7 +220,9 @@ class StepRecord:
 
 
 def offloaded(choice: Chosen) -> str:
-    """What was chosen to leave the device by what was measured, and why no more."""
+    """Return a sentence about the saves that were chosen for the host, with the measurements and
+    the rejected saves.
+    """
     m = choice.measured
     assert m is not None
     leaves = choice.inputs + sum(choice.bytes.values())

@@ -1,4 +1,4 @@
-"""Whether a batch is split over ranks, and by whom."""
+"""Determine if a batch is split over ranks, and by which library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streambp.sharded.call import keeps
 from streambp.sharded.gathered import GatheredShards, room_for_keys
 from streambp.sharded.shards import Shards, gather_shards
 
-MANY = 2**16  # more than layers
+MANY = 2**16  # more than the number of layers
 BOTH = (
     "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks; streamed layers know one of them "
     "at a time."
@@ -26,12 +26,18 @@ BOTH = (
 
 
 def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
-    """Who splits the sequences of a model with this config now, if anybody does; training: the model's mode.
+    """Return the library that splits the sequences of a model with this config now; None: sequences
+    are not split.
+
+    Args:
+        training: the model's mode.
 
     Raises:
-        UnsupportedModelError: both do, or what streamed layers need to know of it is not where it is expected.
+        UnsupportedModelError: two libraries split the batch, or information that streamed layers
+            need is missing.
     """
-    ulysses, context = find_ulysses(own_implementation(config)), find_context_parallel()
+    ulysses = find_ulysses(own_implementation(config))
+    context = find_context_parallel()
     if ulysses is None or (ulysses.disable_in_eval and not training):
         return context
     if context is not None:
@@ -40,7 +46,8 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
 
 
 def refuse_lone_layer(site: LayerSite) -> None:
-    """Of a layer that no backbone's call has told how the batch is split.
+    """Check a layer that is called outside of its backbone's forward, and has no information about
+    a split batch.
 
     Raises:
         UnsupportedModelError: sequences are split over ranks now.
@@ -55,10 +62,11 @@ def refuse_lone_layer(site: LayerSite) -> None:
 
 
 def refuse_replicas() -> NoReturn:
-    """What nn.DataParallel calls to copy a module to another device.
+    """Raise when nn.DataParallel copies a module to another device.
 
     Raises:
-        StreamBPError: always. A replica's forward is the original's, wrapper and all, which has its weights elsewhere.
+        StreamBPError: always. A replica would have the original's forward and wrapper, whose
+            weights are on another device.
     """
     raise StreamBPError(
         "nn.DataParallel would run replicas of a streamed model, which this does not support. HF Trainer uses it where a "
@@ -70,19 +78,22 @@ def refuse_replicas() -> NoReturn:
 def shards_of(
     kwargs: Mapping[str, Any], tokens: Any, config: PreTrainedConfig, training: bool, sites: list[LayerSite]
 ) -> Shards | None:
-    """How the batch of a backbone's call is split over ranks; collectives if it is, None if not.
+    """Return how the batch of a backbone's call is split over ranks; None if it is not split.
+
+    A split batch needs collectives.
 
     Args:
         tokens: input_ids [B, T] of `kwargs`, or inputs_embeds [B, T, h].
-        sites: the layers. In how many of them keys or attention's results are saved has to be the same on all ranks,
-            since it changes what they exchange.
+        sites: sites of the layers. The number of layers that save keys or attention outputs must be
+            the same on all ranks, because it changes the exchanged tensors.
     """
     found = find_split(config, training)
     if found is None or tokens is None:
         return None
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    positions = kwargs.get("position_ids")
+    mask = kwargs.get("attention_mask")
     agreed = sum(keeps(site.config, "kv") + MANY * keeps(site.config, "attn_out") for site in sites)
-    if found.balanced is None:  # by Ulysses
+    if found.balanced is None:  # Ulysses
         return gather_shards(Shards, found.group, tokens, positions, mask, agreed)
     kind = functools.partial(GatheredShards, balanced=found.balanced)
     agreed += MANY * MANY * found.balanced

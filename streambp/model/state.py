@@ -1,4 +1,4 @@
-"""What the wrappers of one patched model share."""
+"""Hold the state that the wrappers of one patched model share."""
 
 from __future__ import annotations
 
@@ -42,20 +42,30 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class ForwardContext:
-    """What the wrappers of one patched model share during a forward.
+    """State that the wrappers of one patched model share during one forward.
 
-    bypass: it is to be as unpatched (a cache or attention weights were asked for).
-    defer_norm: its head wants the final norm to be left to it. deferring: what stands in for that norm meanwhile.
-    shards: how its sequences are split over ranks, if they are.
-    packed_rows: its documents, if layers with states are to find them in position_ids.
-    position_ids: of a causal language model's call; Mamba's hands them to nobody.
-    labels: of that call, as `known_names.LABELS` has them.
-    padding_unseen: of that call, whether nothing that padding is given goes to the caller (hidden states, logits).
-    tree: its rows, if it computes them as a packed row. [Note: tree of rows]
-    failed: of a running trial of that, what layers raised; None: none is running.
-    asked_cache: it is to have a cache unpatched, by its arguments or the model's config.
-    names_cache: its caller passed `use_cache=True`, of a call in training; None: no language model around is running.
-    again: its rows are computed after a packed row, for who reads padding. [Note: padding that is read]
+    Attributes:
+        bypass: True if the forward runs unpatched, because a cache or attention weights are
+            returned.
+        defer_norm: request of the head if the final norm is to be deferred to the head; None
+            otherwise.
+        deferring: the replacement of that norm while installed.
+        shards: the split of the sequences over ranks; None: sequences are not split.
+        packed_rows: the documents of the rows, if layers with states must read documents from
+            position_ids.
+        position_ids: argument of the causal language model's call; Mamba does not pass it on.
+        labels: labels and shift_labels of that call.
+        padding_unseen: returns True if no value at padding (hidden states, logits) reaches the
+            caller.
+        tree: the rows, if they are computed as a packed row. [Note: tree of rows]
+        failed: exceptions that layers raised in a running trial of a packed row; None: no trial is
+            running.
+        asked_cache: True if the forward would return a cache unpatched, by its arguments or the
+            model's config.
+        names_cache: True if the caller of a training call passes `use_cache=True`; None: no
+            surrounding language model runs.
+        again: True if rows are computed after a packed row, for code that reads padding.
+            [Note: padding that is read]
     """
 
     bypass: bool = False
@@ -75,26 +85,34 @@ class ForwardContext:
 
 @dataclasses.dataclass
 class PatchState:
-    """What the wrappers of one patched model share.
+    """State that the wrappers of one patched model share for the lifetime of the patch.
 
-    owner: who is computing with the model. [Note: owner of a step]
-    witnesses: compare backward passes with forwards. [Note: witness]
-    home: what was given to `patch`, and has this.
-    left_alone: parts of it that do not stream, and why. fused: kernels of others on its modules.
-    running: what is known of the running forward alone.
-    steps: notes on its steps. [Note: notes on a step]
-    policy: what decides chunk_size="auto", whose rule its str() says, saves="auto" and offload="auto".
-    weights: where those of the layers live; None: on the device.
-    unpatched: decides which micro-batches run as unpatched, where saves="auto" decides. [Note: micro-batches as unpatched]
-    wrappers: all that `unpatch` takes off, in the order in which they were put on.
-    warned_of_padding: that a label's gradient differs from eager attention's.
-    split: how sequences were split over ranks, the last time that they were.
-    warned_of_documents: that the unpatched model would not take a row for several documents.
-    warned_of_trials: that hooks saw the trials of layers.
-    unasked_cache: a call with gradients ran as unpatched, because by its config the model was to return a cache.
-    given_cache: a call in training was given a cache, and ran as unpatched. named_cache: one was asked for a cache by
-        `use_cache=True`, and ran as unpatched.
-    shares_through_cache: without a cache the unpatched model would compute something else.
+    Attributes:
+        owner: lock of the model, and its current use. [Note: owner of a step]
+        witnesses: comparisons of backward passes with forwards. [Note: witness]
+        home: weak reference to the module that was passed to `patch` and holds this state.
+        left_alone: parts of the model that do not stream, with reasons.
+        fused: other libraries' kernels on the model's modules.
+        running: state of the running forward.
+        pending: gradients of the head's last forward, until backward.
+        steps: notes on the model's steps. [Note: notes on a step]
+        policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the rule
+            for chunks.
+        weights: manager of the layers' weights on the host; None: the weights are on the device.
+        unpatched: decides which micro-batches run unpatched; None unless saves="auto".
+            [Note: micro-batches as unpatched]
+        wrappers: all objects that `unpatch` removes, in the order of their installation.
+        split: the most recent split of sequences over ranks.
+        warned_of_padding: True after the warning that a label's gradient differs from eager
+            attention's.
+        warned_of_documents: True after the warning that the unpatched model would treat a row as
+            one document.
+        warned_of_trials: True after the warning that hooks ran in the trials of layers.
+        unasked_cache: True if a call with gradients ran unpatched because the model's config
+            returns a cache.
+        given_cache: True if a training call received a cache, and ran unpatched.
+        named_cache: True if a training call passed `use_cache=True`, and ran unpatched.
+        shares_through_cache: True if the unpatched model computes something else without a cache.
     """
 
     config: StreamConfig
@@ -136,10 +154,10 @@ class PatchState:
                 self.weights.ranges.sites[site.index] = site
 
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
-        """Asked of a call before it is made without a cache.
+        """Check a call that is to run without a cache.
 
         Raises:
-            UnsupportedModelError: unpatched it has one, and needs it.
+            UnsupportedModelError: the call has a cache unpatched, and the model needs the cache.
         """
         wanted = wants_cache(config, kwargs)
         if self.shares_through_cache and wanted:
@@ -158,19 +176,23 @@ class PatchState:
         config: PreTrainedConfig,
         padding_unseen: Unseen,
     ) -> T | None:
-        """What `run`, the unpatched model's forward, returns; None where a micro-batch in training is to be streamed.
+        """Return the result of `run`, the unpatched model's forward; None if a training micro-batch
+        is to be streamed.
+
         [Note: micro-batches as unpatched]
 
         Args:
-            kwargs: of the call. config: of the text model. padding_unseen: as `running`'s.
+            kwargs: arguments of the call.
+            config: config of the text model.
+            padding_unseen: see `ForwardContext`.
         """
         if self.unpatched is None:
             return None
         if self.weights is not None and self.weights.ranges.layers:
-            return None  # its graph would hold slots, where other layers' weights come next
+            return None  # graphs would reference reused slots
         if self.unpatched.within:
             return run()
-        # It may be begun again, on this rank alone. [Note: what a rank decides alone]
+        # This rank alone may retry the run. [Note: what a rank decides alone]
         root = self.root if is_initialized() else None
         if root is not None and any(held(root)):
             return None
@@ -180,7 +202,7 @@ class PatchState:
 
         def packs() -> bool:
             for wrapper in self.wrappers:
-                ask = getattr(wrapper, "packs", None)  # of backbones
+                ask = getattr(wrapper, "packs", None)  # backbones have it
                 if ask is not None and ask(kwargs, padding_unseen):
                     return True
             return False
@@ -189,26 +211,32 @@ class PatchState:
 
 
 def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller of a model asks for a cache by `use_cache=True` and gets one unpatched. Under gradient
-    checkpointing transformers makes none in training."""
+    """True if the caller of a model passes `use_cache=True` and gets a cache unpatched.
+
+    Under gradient checkpointing transformers returns no cache in training.
+    """
     if not kwargs.get("use_cache"):
         return False
     return not (model.training and any(getattr(module, CHECKPOINTING[0], False) for module in model.modules()))
 
 
 def fills_in_defaults(model: nn.Module) -> bool:
-    """Whether transformers' decorator around a model's forward passes what the config says for what the caller does not."""
+    """True if transformers' decorator around a model's forward adds the config's values for missing
+    arguments.
+    """
     codes = (getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward))
     return any(FILLED_IN in getattr(code, "co_varnames", ()) for code in codes)
 
 
 def models_around(part: nn.Module, root: nn.Module) -> list[nn.Module]:
-    """The transformers models in `root` that hold a module, and are not it."""
+    """Return the transformers models in `root` that contain `part`, without `part` itself."""
     models = [model for model in root.modules() if isinstance(model, PreTrainedModel) and model is not part]
     return [model for model in models if any(module is part for module in model.modules())]
 
 
 def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call's `use_cache` is on; where it is not given, the model's config decides."""
+    """True if a call's `use_cache` is on; the model's config decides for a call without the
+    argument.
+    """
     use_cache = kwargs.get("use_cache")
     return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)

@@ -1,14 +1,17 @@
-"""Notes on each step of a patched model, and the line that a log gets when a step did something new.
+"""Record each step of a patched model, and log a line when a step ran in a new way.
 
-[Note: notes on a step] A step is a micro-batch with gradients. Notes are made when the forward of its backbone ends, where
-all that is decided before backward is known, and completed when autograd has ended its backward (a callback of the engine).
-They are references to objects that are there anyway: nothing is counted for them and nothing waits. What they mean is
-said when somebody asks (`last_step.py`). Evaluations between steps change no note.
+[Note: notes on a step] A step is a micro-batch with gradients. Its notes are made at the end of the
+backbone's forward, when all decisions before backward are taken. An autograd engine callback
+completes the notes at the end of backward. Notes are references to existing objects, so they need
+no counting and no synchronization. `last_step.py` interprets the notes on request. Evaluations
+between steps change no note.
 
-[Note: bare errors] Backward outside of streamed layers and of the head is torch's: of embeddings, of norms, of sums of
-gradients, and of all that a micro-batch as unpatched does. Nobody is called where it raises, so nobody can add advice to
-its error. But the engine lets go of its callbacks then, uncalled. That is seen, and the advice is a warning beside the
-error, if torch's allocator counts more errors than when backward began.
+[Note: bare errors] Backward outside of streamed layers and of the head is torch's own: embeddings,
+norms, sums of gradients, and every operation of a micro-batch that runs unpatched. No code of this
+package runs when an error is raised there, so the error cannot carry advice. However, the engine
+then frees its callbacks uncalled, and the callback's finalizer detects this. The advice is issued
+as a warning in addition to the error, if torch's allocator counts more out-of-memory errors than at
+the start of backward.
 """
 
 from __future__ import annotations
@@ -42,9 +45,14 @@ Shape = tuple[int, int]
 class Step:
     """Notes on one micro-batch. [Note: notes on a step]
 
-    shapes: of the tokens [B, T] of each backbone. reports: of each layer's call. moved: bytes that copies have moved since
-        the step before. in_backward: its backward has begun; over: it has ended, or the next step has begun. ooms: errors
-        that each device's allocator had raised when backward came to it.
+    Attributes:
+        shapes: shape of the tokens [B, T] of each backbone, by its id.
+        reports: the report of each layer's call.
+        moved: bytes copied in each direction since the previous step.
+        in_backward: True once backward has begun.
+        over: True once backward has ended or the next step has begun.
+        ooms: each device's out-of-memory errors before backward reached the device, as its
+            allocator counts.
     """
 
     number: int
@@ -60,12 +68,12 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Over all rows."""
+        """Return the number of tokens over all rows."""
         return sum(rows * length for rows, length in self.shapes.values())
 
     @property
     def let_go(self) -> str | None:
-        """Why saved tensors were let go of; None: they were not."""
+        """Return the reason why saved tensors were freed early; None: no saved tensor was."""
         return self.choice.let_go if isinstance(self.choice, Chosen) else None
 
 
@@ -73,11 +81,16 @@ class Steps:
     """The steps of one patched model. [Note: notes on a step]
 
     Args:
-        offloader: where its saved tensors go.
+        offloader: moves saved tensors to the host; None without offloading.
 
-    sites: its layers. tell: makes a record of the last step for the log; None: nothing is logged. name: the model's.
-    unpatched, short: how many steps ran as unpatched, and let go of saved tensors.
-    apart: a layer's backward began before there was a step: another module than the backbone calls the layers.
+    Attributes:
+        sites: the sites of the model's layers.
+        tell: builds the record of the last step for the log; None: nothing is logged.
+        name: the model's name in the log.
+        unpatched: number of steps that ran unpatched.
+        short: number of steps that freed saved tensors early.
+        apart: True if a layer's backward began before any step, because another module than the
+            backbone calls the layers.
     """
 
     def __init__(self, offloader: OffloadManager | None = None) -> None:
@@ -92,17 +105,18 @@ class Steps:
         self._said: set[Hashable] = set()
 
     def __getstate__(self) -> Any:
-        """A copied or pickled model has seen nothing."""
+        """Return the state of a copied or pickled model, without notes."""
         return self.offloader, self.tell, self.name
 
     def __setstate__(self, state: Any) -> None:
         offloader, tell, name = state
         Steps.__init__(self, offloader)
-        self.tell, self.name = tell, name
+        self.tell = tell
+        self.name = name
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Within, steps are not the program's: afterwards notes are what they were, and no log has a line of them."""
+        """Context manager that restores the notes afterwards, and logs nothing inside."""
         before = self.last, self.unpatched, self.short, self.tell
         self.tell = None
         try:
@@ -112,19 +126,21 @@ class Steps:
             self.last, self.unpatched, self.short, self.tell = before
 
     def forward_done(self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False) -> None:
-        """The forward of a backbone has ended, with gradients.
+        """Record the end of a backbone's forward with gradients.
 
         Args:
-            backbone: its id; a step has one forward of each. given: its tokens [B, T] or their embeddings [B, T, h].
-            unpatched: it ran so.
+            backbone: id of the backbone; a step has one forward of each backbone.
+            given: tokens [B, T], or their embeddings [B, T, h].
+            unpatched: True if the forward ran unpatched.
         """
         shape = (0, 0) if given is None else (given.shape[0], given.shape[1])
-        shapes, number = {backbone: shape}, 1
+        shapes = {backbone: shape}
+        number = 1
         last = self.last
         if last is not None:
             number = last.number + 1
             if last.unpatched and not last.in_backward:
-                number = last.number  # it did not fit, and streams now
+                number = last.number  # the unpatched run did not fit, and the batch streams now
             elif not last.over and not last.in_backward and backbone not in last.shapes:
                 number, shapes = last.number, {**last.shapes, **shapes}  # another stack of the same forward
             else:
@@ -133,12 +149,18 @@ class Steps:
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def _choice(self) -> Choice | None:
-        """What the newest micro-batch chose to save, or to run as unpatched: no other place reads that."""
+        """Return the newest micro-batch's choice of saves, or of an unpatched run. Only `Steps`
+        reads the choice.
+        """
         chooser = self.sites[0].chooser if self.sites else None
         return None if chooser is None else chooser.latest
 
     def watch(self, output: Any) -> None:
-        """See when the backward of an unpatched forward's output begins: of the loss, where the forward has computed it."""
+        """Register a hook that runs when the backward of an unpatched forward begins.
+
+        The hook is on the loss if the forward computed a loss, and otherwise on the first output
+        that requires a gradient.
+        """
 
         @unserializable_hook
         def begun(grad: Tensor) -> None:
@@ -151,14 +173,14 @@ class Steps:
                 return
 
     def known(self) -> Step | None:
-        """The last step, with what is known of it by now."""
+        """Return the last step with its current choice."""
         step = self.last
-        if step is not None and step.unpatched and not step.over:  # its choice was noted when its forward had ended
+        if step is not None and step.unpatched and not step.over:  # forward may end before the choice
             step.choice = self._choice()
         return step
 
     def in_backward(self, device: torch.device) -> None:
-        """The backward of a layer begins, or of an unpatched forward."""
+        """Record the beginning of a layer's backward, or of an unpatched forward's backward."""
         step = self.last
         if step is None:
             self.apart = True
@@ -173,7 +195,7 @@ class Steps:
             Variable._execution_engine.queue_callback(_Ending(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """The last step is over: count it, and log its line if it did something new."""
+        """Count the last step as ended, and log a line if the step ran in a new way."""
         step = self.last
         if step is None or step.over:
             return
@@ -187,33 +209,40 @@ class Steps:
         if self.tell is None or not logger.isEnabledFor(logging.INFO):
             return
         chunks = {report.plan.size for report in step.reports if report.plan is not None and len(report.plan) > 1}
-        saves, whole = getattr(step.choice, "layers", ()), frozenset(report.because for report in step.reports)
-        # A log is told once of how steps ran, not of how large they were.
+        saves = getattr(step.choice, "layers", ())
+        whole = frozenset(report.because for report in step.reports)
+        # Log each way in which steps run once, whatever their size.
         how = step.unpatched, max(chunks, default=None), frozenset(saves), step.let_go, whole, step.shared is None
         if how in self._said:
             return
         self._said.add(how)
         try:
             record = self.tell()
-        except Exception:  # it only reports, and backward is not over for who called it
+        except Exception:  # a failed report must not end the user's backward
             logger.warning("%s: the step's record could not be made", self.name, exc_info=True)
             return
         logger.info("%s: %s", self.name, "" if record is None else record.line)
 
 
 class _Ending:
-    """Called by autograd's engine when the backward of a step has ended; let go of, uncalled, where it broke off: then it
-    says what to change if memory ran out and nobody has said so. [Note: bare errors]"""
+    """A callback that autograd's engine runs at the end of a step's backward.
+
+    If backward fails, the engine frees the callback uncalled. The finalizer then issues a warning
+    with advice, if memory ran out and no error contained advice. [Note: bare errors]
+    """
 
     def __init__(self, steps: Steps, step: Step) -> None:
-        self.steps, self.step, self.ended = steps, step, False
+        self.steps = steps
+        self.step = step
+        self.ended = False
 
     def __call__(self) -> None:
         self.ended = True
         self.steps.settle()
 
     def __del__(self) -> None:
-        sites, step = self.steps.sites, self.step
+        sites = self.steps.sites
+        step = self.step
         if self.ended or any(site.advised for site in sites):
             return
         if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):

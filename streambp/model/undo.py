@@ -1,8 +1,9 @@
-"""Undoing a `patch` that is refused: the model is what it was, patched as before or unpatched.
+"""Undo a `patch` that raises: the model is restored, with its previous patch or unpatched.
 
-Errors come late: kernels are chosen, and foreign attention is looked for, on modules that the earlier patch has left. So
-the earlier patch comes off first. What `patch` and `unpatch` change stands in attributes of modules, in a few tables among
-these attributes, and in attributes of the earlier patch's own objects. All of them are noted before, and put back.
+Errors come late, because kernels are chosen and foreign attention is detected on modules without
+the previous patch. The previous patch is therefore removed first. `patch` and `unpatch` change
+attributes of modules, a few tables among these attributes, and attributes of the previous patch's
+objects. All of them are copied before, and restored after an error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TABLES = (WRAPPERS, WITH_KWARGS, *MODULE_HOOKS)  # attributes of modules that ar
 
 @contextlib.contextmanager
 def undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager that undoes what happens to a model within, and to its patch, if an error ends it."""
+    """Context manager that restores a model and its patch if the body raises."""
     states = [module.__dict__[PATCH] for module in model.modules() if PATCH in module.__dict__]
     noted = [Noted(own) for own in _attributes(model, states)]
     try:
@@ -34,10 +35,10 @@ def undone_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str, Any]]:
-    """The attributes of all modules, and of all objects of patches that `unpatch` changes."""
+    """Yield the attributes of all modules, and of all patch objects that `unpatch` changes."""
     modules = dict.fromkeys(model.modules())
     for state in states:
-        if state.root is not None:  # a shallow copy of the model has the patch of the original
+        if state.root is not None:  # a shallow copy of the model shares the patch
             modules.update(dict.fromkeys(state.root.modules()))
         for changed in (state, state.weights, getattr(state.weights, "ranges", None), *state.wrappers):
             if changed is not None:
@@ -47,14 +48,14 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
 
 
 class Noted:
-    """An object's attributes, and the contents of those that are tables."""
+    """A copy of an object's attributes, and of the contents of tables among the attributes."""
 
     def __init__(self, own: dict[str, Any]) -> None:
         self.own, self.attributes = own, dict(own)
         self.tables = [(own[name], own[name].copy()) for name in TABLES if name in own]
 
     def put_back(self) -> None:
-        """Make all of them what they were, the same objects in the same order."""
+        """Restore all attributes and tables: the same objects in the same order."""
         self.own.clear()
         self.own.update(self.attributes)
         for table, contents in self.tables:

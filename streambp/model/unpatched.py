@@ -1,28 +1,36 @@
-"""Micro-batches that run as the unpatched model would, because all that this keeps fits many times over.
+"""Run a micro-batch unpatched if the memory that the unpatched model keeps fits several times.
 
-[Note: micro-batches as unpatched] Streaming saves memory, and pays for it with Python: some milliseconds a layer, which a
-long sequence hides and a short one does not. With saves="auto" a micro-batch of one chunk is handed to the unpatched
-model's own forward and to torch's own autograd, if the graphs of all layers and the logits take a quarter at most of what
-a step without saves would leave free. Loss and gradients are those of the unpatched model, bit for bit; hooks, autocast and
-whatever else changes between forward and backward act as they do unpatched.
+[Note: micro-batches as unpatched] Streaming saves memory and costs some milliseconds of Python for
+each layer. A long sequence hides this time and a short sequence does not. If saves="auto", a
+micro-batch of one chunk runs through the unpatched model's own forward and torch's own autograd.
+The condition is: the graphs of all layers and the logits take at most a quarter of the memory that
+a step without saves leaves free. Loss and gradients equal the unpatched model's bit for bit. Hooks,
+autocast and other changes between forward and backward act as unpatched.
 
-The quarter is there because such a graph cannot be let go of. [Note: saves that fit] Where it is not enough:
+The limit is a quarter because such a graph cannot be freed early. [Note: saves that fit] If a
+quarter is not enough:
 
     forward runs out of memory         the micro-batch is streamed instead, from the same random numbers
     a layer is in a checkpoint         the same, and so are all that follow
-    forward keeps twice the quarter    the same (on devices that tell what they have free)
-    backward runs out of memory        the error goes to the caller, a warning says so; from then on only micro-batches of
-                                       half the tokens [Note: bare errors]
-    forward takes more than predicted  the prediction is multiplied by as much (on devices that tell what they have free)
+    forward keeps twice the quarter    the same (on devices that report free memory)
+    backward runs out of memory        the error goes to the caller, with a warning; from then on only
+                                       micro-batches of half the tokens run unpatched
+                                       [Note: bare errors]
+    forward takes more than predicted  the prediction is scaled by the ratio (on devices that report
+                                       free memory)
 
-With StreamConfig(unpatched_runs=False) every micro-batch streams, whose backward can be repeated.
+If StreamConfig(unpatched_runs=False) is set, every micro-batch streams, and a backward can then be
+retried.
 
-Each layer has to be streamed once before: what it takes is seen there, and that it can be streamed at all. Where no fused
-kernel can attend (`AsSdpa`), the scores that torch builds are counted besides; a mask [T, T] always is.
+Each layer must have streamed once before, which measures its memory and proves that the layer can
+stream. If no fused kernel can attend (`AsSdpa`), the attention scores that torch builds are counted
+too; a mask [T, T] is always counted.
 
-A program must not see by the memory how a micro-batch ran. So what streaming computes otherwise than the unpatched model
-is always streamed (softcaps and sinks under sdpa, documents of `cu_seq_lens_q`, a checkpoint's second forward), and what
-it says or leaves out is kept: the warning of documents, a loss of 0 without a valid label, outputs without logits.
+Results must not depend on the free memory, which decides how a micro-batch runs. A call for which
+streaming computes something else than the unpatched model therefore always streams. Examples are
+softcaps and sinks under sdpa, documents of `cu_seq_lens_q`, and a checkpoint's second forward. The
+warnings and outputs of streaming are unchanged: the warning about documents, a loss of 0 without a
+valid label, outputs without logits.
 """
 
 from __future__ import annotations
@@ -51,35 +59,44 @@ from streambp.model.steps import Steps
 from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import SLACK, SavesPolicy
 
-SHARE = 0.25  # of the memory that a step without saves leaves free
-SCORES, MASK = 16, 4  # bytes of a token and a key: of each head, where scores are built and softmaxed; of a mask beside
-LOGITS = 16  # bytes: a logit and its gradient, in the model's dtype and in float32, and one more of these
-# Of all layers, without a generator, each resumption of which is a call.
+SHARE = 0.25  # fraction of the memory that a step without saves leaves free
+SCORES, MASK = 16, 4  # bytes for each query and key: scores of one head with softmax; a mask
+LOGITS = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
+# Used with map over all layers, because each step of a generator is a call.
 INDEX, HEADS, SEEN_WRITING = map(operator.attrgetter, ("index", "sdpa.heads", "seen_writing"))
 T = TypeVar("T")
 
 
 class ComputedAgainError(Exception):
-    """Somebody's checkpoint is around a layer of a model that runs as unpatched, and will call the layer by itself."""
+    """A user's checkpoint surrounds a layer of a model that runs unpatched, and would recompute
+    this layer alone.
+    """
 
 
 class UnpatchedRuns:
-    """Decides for each micro-batch of a patched model whether it runs as unpatched. [Note: micro-batches as unpatched]
+    """Decides for each micro-batch of a patched model if it runs unpatched.
+    [Note: micro-batches as unpatched]
 
     Args:
-        chooser: knows what each layer's graph takes, and what is free. steps: of the model, with all its layers.
+        chooser: predicts the bytes of each layer's graph, and the free bytes.
+        steps: the model's steps, with all its layers.
 
-    most: tokens over all rows, by what once was too much. factor: by which forward took more than predicted.
+    Attributes:
+        most: limit on tokens over all rows, lowered after a run that took too much memory.
+        factor: ratio by which forward took more memory than predicted.
+        within: True while an unpatched forward runs.
     """
 
     def __init__(self, config: StreamConfig, chooser: SavesPolicy, steps: Steps) -> None:
-        self.config, self.chooser, self.steps = config, chooser, steps
+        self.config = config
+        self.chooser = chooser
+        self.steps = steps
         self.most = math.inf
         self.factor = 1.0
-        self.within = False  # such a forward is running
+        self.within = False  # an unpatched forward is running
 
     def __getstate__(self) -> Any:
-        """A copied or pickled model has seen nothing."""
+        """Return the state of a copied or pickled model, which has run no step."""
         return self.config, self.chooser, self.steps
 
     def __setstate__(self, state: Any) -> None:
@@ -88,11 +105,14 @@ class UnpatchedRuns:
     def attempt(
         self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig, packs: Callable[[], bool]
     ) -> T | None:
-        """What `run` returns; None if the micro-batch is to be streamed.
+        """Return the result of `run`; None if the micro-batch is to be streamed.
 
         Args:
-            run: the unpatched model's forward. kwargs: of the call, in training. config: of the text model.
-            packs: whether the call is computed as a packed row else; asked last, since that looks at the batch.
+            run: the unpatched model's forward.
+            kwargs: arguments of the call, in training.
+            config: config of the text model.
+            packs: returns True if the streamed call is computed as a packed row; called last,
+                because the function reads the batch.
         """
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(given, Tensor) or given.dim() < 2:
@@ -104,27 +124,31 @@ class UnpatchedRuns:
         found = self.predicted(tokens, given.shape[1], given.device, config)
         if found is None or found.bytes > SHARE * found.room or packs():
             return None
-        random, before = RandomState.capture(given.device), self.chooser.free(given.device)
-        self.within, allocators = True, True
+        random = RandomState.capture(given.device)
+        before = self.chooser.free(given.device)
+        self.within = True
+        allocators = True
         try:
             result = run()
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-            result, allocators = None, isinstance(error, torch.OutOfMemoryError)
+            result = None
+            allocators = isinstance(error, torch.OutOfMemoryError)
         except ComputedAgainError:
             random.restore()
             self.most = 0
             return None
         finally:
             self.within = False
-        # Not above: the error's frames hold tensors.
+        # Here and not in the except block, because the error's frames reference tensors.
         after = self.chooser.free(given.device) if result is not None and tells_memory(given.device) else None
         took = 0.0 if before is None or after is None else before - after
         if before is not None and took > found.bytes + SLACK * before:
             self.factor *= took / found.bytes
         if result is None or took > 2 * SHARE * found.room:
-            result, self.most = None, tokens // 2
+            result = None
+            self.most = tokens // 2
             make_room(given.device, allocators)
             random.restore()
             return None
@@ -133,24 +157,30 @@ class UnpatchedRuns:
         return result
 
     def enter_layer(self) -> None:
-        """A layer begins, within.
+        """Check a layer's call inside an unpatched forward.
 
         Raises:
-            ComputedAgainError: a checkpoint is around it, whose second call in backward would be a streamed one.
+            ComputedAgainError: a checkpoint surrounds the layer, so the second call in backward
+                would be streamed.
         """
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise ComputedAgainError
 
     def predicted(self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig) -> AsUnpatched | None:
-        """As `kept_unpatched`; None also where several stacks count their layers from 0."""
+        """Return the result of `kept_unpatched`; None also if several stacks number their layers
+        from 0.
+        """
         if len(set(map(INDEX, self.steps.sites))) < len(self.steps.sites):
             return None
-        heads, vocabulary = list(map(HEADS, self.steps.sites)), getattr(config, "vocab_size", 0)
+        heads = list(map(HEADS, self.steps.sites))
+        vocabulary = getattr(config, "vocab_size", 0)
         return kept_unpatched(self.chooser, tokens, length, device, heads, vocabulary, self.factor)
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
-        """Whether the micro-batch is one chunk and the unpatched model computes the same, in memory that grows with T."""
-        if torch._C._current_graph_task_id() != -1:  # a reentrant checkpoint around the model, which was streamed before
+        """True if the micro-batch is one chunk, and unpatched computes the same in memory that is
+        linear in T.
+        """
+        if torch._C._current_graph_task_id() != -1:  # a reentrant checkpoint recomputes the model
             return False
         self._heed_backward()
         batch_size, length = given.shape[:2]
@@ -168,7 +198,7 @@ class UnpatchedRuns:
 
     def _heed_backward(self) -> None:
         last = self.steps.last
-        if last is not None and last.unpatched and last.in_backward and not last.over:  # it raised, perhaps out of memory
+        if last is not None and last.unpatched and last.in_backward and not last.over:  # raised
             self.most = min(self.most, last.tokens // 2)
 
 
@@ -181,10 +211,14 @@ def kept_unpatched(
     vocabulary: int,
     factor: float = 1.0,
 ) -> AsUnpatched | None:
-    """What a micro-batch keeps as unpatched: graphs of all layers and logits [B, T, V]; None where that is not known.
+    """Return the memory of an unpatched micro-batch: graphs of all layers, and logits [B, T, V];
+    None if unknown.
 
     Args:
-        tokens: of all rows. length: of a row. heads: whose scores each layer builds. factor: of all that is kept.
+        tokens: number of tokens over all rows.
+        length: tokens of each row.
+        heads: number of heads with unfused scores, layer by layer.
+        factor: multiplies the total.
     """
     known = chooser.graphs(tokens, device)
     if known is None:
@@ -195,14 +229,16 @@ def kept_unpatched(
 
 
 def is_plain(site: LayerSite) -> bool:
-    """Whether a layer that was streamed does the same unpatched without building its scores by itself, and no engine's
-    hooks are inside it."""
+    """True if a streamed layer computes the same unpatched, without building scores itself.
+
+    A layer with an engine's hooks inside is not plain.
+    """
     if (
         site.last.because is not None
         or site.kind.states.carries
         or site.kind.attention.picks_keys
         or site.of(engine_hooks)
-        or not site.kind.attention.reads_a_mask  # it attends by itself, with all scores
+        or not site.kind.attention.reads_a_mask  # custom attention, with all scores
     ):
         return False
     own = set(map(own_implementation, site.of(attention_configs)))

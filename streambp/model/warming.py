@@ -1,9 +1,11 @@
-"""The first looks at a model, made when the program asks for them: before its hooks are set, before its first step.
+"""Run the first trials of a model at the program's request, before its hooks are set and before its
+first step.
 
-A first step finds out how each layer can be cut, measures what layers save, tries whether rows can share
-prefixes, compiles kernels and sets host memory aside. All of it follows from a step, so a warm-up is one: the program's own
-forward and a backward, of which nothing stays but what was found out. Gradients are asked for by `torch.autograd.grad`: no
-`.grad` is written, and nothing that waits for one (an optimizer inside of backward) runs.
+A first step determines how each layer can be chunked, measures what layers save, and tests if rows
+can share prefixes. The step also compiles kernels and allocates host memory. A warm-up is such a
+step: the program's own forward and a backward, of which only the findings remain.
+`torch.autograd.grad` computes the gradients, so no `.grad` is written and no code that waits for a
+gradient (an optimizer inside backward) runs.
 """
 
 from __future__ import annotations
@@ -26,29 +28,34 @@ from streambp.lazy.tensor import LazyLogits
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.wrappers import BackboneForward, LayerForward
 
-TOLD = ("last", "lazy", "trained", "unlabelled", "predicted")  # of a head's calls
+TOLD = ("last", "lazy", "trained", "unlabelled", "predicted")  # attributes about a head's calls
 
 
 def warm_up(model: nn.Module, **inputs: Any) -> None:
-    """Make all first looks at a patched model now, as a first step with these inputs would, before hooks are set.
+    """Run all first trials of a patched model now, as a first step with these inputs would, before
+    hooks are set.
 
-    A first call of each kind runs layers on a few random tokens and differentiates them; hooks that add something up
-    (statistics for calibration, K-FAC, influence) would keep these. After `warm_up` no trial runs with hooks that are set
-    later and that only look on: they see the batches' tokens and gradients alone. It also takes the time of first looks off
-    the first step: planning, trials, the compilation of kernels, pinned host memory.
+    The first call of each kind runs layers on a few random tokens and differentiates them. Hooks
+    that accumulate values (calibration statistics, K-FAC, influence) would include these tokens.
+    After `warm_up` no trial runs with hooks that are added later and only observe: such hooks
+    receive the batches' tokens and gradients alone. The first step also becomes faster, because
+    planning, trials, compilation of kernels and pinning of host memory are done.
+
+    Afterwards gradients, buffers, Python state of modules and hooks, the record of the last step
+    and random generators are as before. A hook that is added later and changes its inputs, or
+    stores them with their graph, ends its first step with an error. The error names the hook, and
+    the step can be repeated. Set such hooks before `warm_up`.
 
     Args:
-        model: as given to `patch`, or a module around it or inside. Call it as in training: in the mode, under the autocast
-            and, for evaluation, under the `torch.no_grad()` of the calls to come; once for each kind of them.
-        inputs: of the model's forward, such as input_ids [B, T] and labels [B, T], as large as a usual batch's.
-
-    Afterwards gradients, buffers, what modules and hooks keep in Python, the record of the last step and the states of
-    random generators are what they were. A hook that is set later and changes what it is given, or keeps it with its
-    graph, ends its first step with an error that names it; the step can be repeated. Set such hooks before `warm_up`.
+        model: the module that was passed to `patch`, or a module around it or inside. Call
+            `warm_up` in the training mode and under the autocast of the calls to come, and for
+            evaluation under `torch.no_grad()`; once for each kind of call.
+        inputs: arguments of the model's forward, such as input_ids [B, T] and labels [B, T], as
+            large as a usual batch.
 
     Raises:
-        StreamBPError: the model is not patched, or an engine (DDP, DeepSpeed, FSDP) holds its parameters, which waits for
-            gradients that a warm-up does not give: call it before.
+        StreamBPError: the model is not patched, or an engine (DDP, DeepSpeed, FSDP) already holds
+            its parameters and waits for gradients that `warm_up` does not produce.
     """
     wrappers = [f for module in model.modules() for f in forwards(module)]
     layers = [wrapper for wrapper in wrappers if isinstance(wrapper, LayerForward) and not wrapper.retired]
@@ -60,7 +67,7 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             f"{engine} holds the parameters of this {type(model).__name__} and waits for gradients that a warm-up does not "
             "give. Call streambp.warm_up before the engine gets the model."
         )
-    # What is drawn from torch's generators does not count, nor do the notes that `describe` and `last_step` read.
+    # Restore torch's generators afterwards, and the notes that `describe` and `last_step` read.
     before = [RandomState.capture(device) for device in {p.device for p in model.parameters()} or {torch.device("cpu")}]
     heads = [w for w in wrappers if isinstance(w, CausalLMForward)]
     told = [(w, {name: getattr(w, name) for name in TOLD}) for w in heads]
@@ -84,11 +91,13 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
     warm = next((w.site.warm for w in layers if w.site.warm is not None and w.site.warm.on), Warm())
     for wrapper in layers:
         wrapper.site.warm = warm
-        wrapper.site.forget(None)  # what modules set at their first call is not set any more
+        wrapper.site.forget(None)  # attributes that modules set in their first call were reset
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """What a program might differentiate of a model's output: its loss, or something of its logits [B, T, V], a number."""
+    """Return a differentiable scalar of a model's output: its loss, or a value computed from its
+    logits [B, T, V].
+    """
     fields = output if isinstance(output, Mapping) else {"": output}
     found = [x for value in fields.values() for x in (value if isinstance(value, tuple | list) else (value,))]
     wanted = [x for x in found if isinstance(x, Tensor) and x.requires_grad]

@@ -1,4 +1,6 @@
-"""What `patch` puts in place of two kinds of forward, the layer's and the backbone's; the head's is in `causal_lm.py`."""
+"""Replace the forwards of layers and of backbones; `causal_lm.py` replaces the forward of the
+head.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +58,11 @@ from streambp.sharded.layer import stream_shard
 
 
 class LayerForward(InstanceForward):
-    """A decoder layer that streams unless its model's forward said otherwise.
+    """A decoder layer that streams unless the backbone's call is to run unpatched.
 
     Args:
-        final_norm: on a stack's last layer, the norm that comes after it and may be deferred to the head.
+        final_norm: the norm behind the last layer of a stack, which may be deferred to the head;
+            None for other layers.
     """
 
     def __init__(self, module: nn.Module, state: PatchState, index: int = 0, final_norm: nn.Module | None = None) -> None:
@@ -80,25 +83,33 @@ class LayerForward(InstanceForward):
         self.leaf: RemovableHandle | None = None
 
     def install(self) -> None:
-        """Also makes the layer a ZeRO-3 leaf, before or after deepspeed.initialize. [Note: ZeRO-3 leaves]"""
+        """Install the forward, and mark the layer as a ZeRO-3 leaf, before or after
+        deepspeed.initialize. [Note: ZeRO-3 leaves]
+        """
         super().install()
         setattr(self.module, Z3_LEAF, True)
         self.meet_engine()
 
     def meet_engine(self) -> None:
-        """Once DeepSpeed was imported, see to what its hooks are given. Without it a hook would cost every call."""
+        """Register the pre-hook that makes the layer's input require a gradient, if DeepSpeed is
+        imported.
+
+        The hook would only slow calls down if DeepSpeed is absent.
+        """
         if self.leaf is None and ENGINES[0] in sys.modules:
             self.leaf = self.module.register_forward_pre_hook(differentiable_input, with_kwargs=True, prepend=True)
 
     def remove(self) -> None:
-        """Also undoes that the layer is a ZeRO-3 leaf."""
+        """Remove the forward and the mark of a ZeRO-3 leaf."""
         super().remove()
         self.module.__dict__.pop(Z3_LEAF, None)
         if self.leaf is not None:
             self.leaf.remove()
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Also no ZeRO-3 leaf there."""
+        """Remove the forward, the mark of a ZeRO-3 leaf and the pre-hook from a copy's
+        attributes.
+        """
         super().leave(own)
         own.pop(MOVES, None)
         own.pop(Z3_LEAF, None)
@@ -107,19 +118,23 @@ class LayerForward(InstanceForward):
                 own[table] = type(own[table])((key, hook) for key, hook in own[table].items() if key != self.leaf.id)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, streamed where the call may stream."""
+        """Return the layer's output, streamed if the call may stream."""
         if self.retired:
             return self.original(*args, **kwargs)
-        unpatched, running = self.state.unpatched, self.state.running
-        if running.bypass and unpatched is not None and unpatched.within:  # a call that owns the model
+        unpatched = self.state.unpatched
+        running = self.state.running
+        if running.bypass and unpatched is not None and unpatched.within:  # the call owns the model
             unpatched.enter_layer()
             return self.original(*args, **kwargs)
         with self.state.owner.enter():
             return self._call(args, kwargs) if running.failed is None else self._on_trial(running.failed, args, kwargs)
 
     def _on_trial(self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same, but what is raised is kept, and from then on layers hand on what they are given: ranks that wait for
-        their weights wait in each layer. [Note: trial of sharing]"""
+        """Call the layer in a trial of sharing; append an exception to `failed` instead of raising.
+
+        After an exception every layer returns its input. Each rank still enters every layer,
+        because other ranks wait there for gathered weights. [Note: trial of sharing]
+        """
         if not failed:
             try:
                 return self._call(args, kwargs)
@@ -137,7 +152,7 @@ class LayerForward(InstanceForward):
                 return self.original(*args, **kwargs)
         unmasked = kwargs.get("attention_mask") is None and len(args) < 2 and self.site.kind.attention.reads_a_mask
         if unmasked and any(config._attn_implementation == EAGER for config in attention_configs(self.module)):
-            # A model always gives it a mask, and who calls a layer by itself may not.
+            # A model always passes a mask; a direct call of the layer may not.
             with self.site.weights_for_once(args, kwargs, "eager attention without a mask reads later keys"):
                 return self.original(*args, **kwargs)
         if running.shards is None:
@@ -148,9 +163,10 @@ class LayerForward(InstanceForward):
             output = stream_shard(self.site, args, kwargs, running.shards)
         if tree is not None:
             check_streamed(self.site)
-        norm, request = self.final_norm, running.defer_norm
+        norm = self.final_norm
+        request = running.defer_norm
         if norm is not None and request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm):
-            # Not before: some models normalise the embeddings with the same module.
+            # Only after the last layer: some models normalise the embeddings with the same module.
             running.deferring = DeferredForward(norm, request, is_norm=True)
             running.deferring.install()
             running.defer_norm = None
@@ -158,7 +174,9 @@ class LayerForward(InstanceForward):
 
 
 class BackboneForward(InstanceForward):
-    """The model around the layers: decides whether this call streams, and keeps caches and masks out of the way."""
+    """The module around the layers: decides if a call streams, and removes caches and masks from
+    streamed calls.
+    """
 
     def __init__(self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]) -> None:
         super().__init__(module)
@@ -170,12 +188,12 @@ class BackboneForward(InstanceForward):
         self.prefixes = None if state.config.rows == "as_given" else SharedPrefixes(module, state.config.rows)
 
     def install(self) -> None:
-        """Also refuses nn.DataParallel, which asks the module for replicas."""
+        """Install the forward, and refuse the replicas that nn.DataParallel would make."""
         super().install()
         setattr(self.module, REPLICATE, refuse_replicas)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The backbone's output, its layers streamed or as unpatched."""
+        """Return the backbone's output; its layers run streamed or unpatched."""
         if self.retired:
             return self.original(*args, **kwargs)
         if args:
@@ -188,19 +206,23 @@ class BackboneForward(InstanceForward):
             return self._call(kwargs)
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
-        state, running = self.state, self.state.running
+        state = self.state
+        running = self.state.running
         given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if state.weights is not None:
             state.weights.begin(given)
         before = running.bypass, running.shards, running.packed_rows
-        running.bypass, running.shards, running.packed_rows = not self._streams(kwargs), None, None
+        running.bypass = not self._streams(kwargs)
+        running.shards = None
+        running.packed_rows = None
         try:
             if running.bypass:
                 if self.prefixes is not None:
                     self.prefixes.stand_aside(kwargs)
                 return self.original(**kwargs)
             for layer in self.layers:
-                # Trainer switches it on as training starts; up to transformers 5.22 it would recompute the layer again.
+                # Trainer enables checkpointing at the start of training. In transformers up to 5.22
+                # the flag would recompute the layer once more.
                 if layer.__dict__.get(CHECKPOINTING[0]):
                     layer.gradient_checkpointing = False  # type: ignore[assignment]
                     self.checkpointed.append(layer)
@@ -223,7 +245,8 @@ class BackboneForward(InstanceForward):
             running.packed_rows = self._packed_rows(kwargs, given) if self.keeps_states else None
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
-                # gemma4 would run some layers on these positions alone; its head selects them anyway.
+                # gemma4 would run some layers on these positions alone; its head selects the
+                # positions anyway.
                 kwargs.pop("logits_to_keep", None)
             with explaining("in the model around its layers"), routed(self._configs()):
                 output = self._run(kwargs)
@@ -246,16 +269,21 @@ class BackboneForward(InstanceForward):
                 running.deferring = None
 
     def _meet_engines_on_the_host(self) -> None:
-        """Tell the offloader what others take of host memory. Engines are there by the first forward, which is when it
-        looks how much it may take."""
+        """Pass the offloader the host memory that an engine and streamed weights use.
+
+        Engines exist by the first forward, before the offloader determines its budget.
+        """
         state = self.state
         offloader = state.offloader
         if offloader is not None and state.root is not None and not offloader.host_bytes:
-            offloader.set_aside, weights = engine_host_use(state.root).to_come, state.weights
+            offloader.set_aside = engine_host_use(state.root).to_come
+            weights = state.weights
             offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
-        """The model's own forward as unpatched; None where this micro-batch streams. [Note: micro-batches as unpatched]"""
+        """Run the model's own forward unpatched; return None if this micro-batch streams.
+        [Note: micro-batches as unpatched]
+        """
         if not (self.module.training and torch.is_grad_enabled()):
             return None
 
@@ -270,30 +298,40 @@ class BackboneForward(InstanceForward):
         return self.state.as_unpatched(run, kwargs, config, self.state.running.padding_unseen)
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
-        """Whether a call, its own or of the language model around it, is computed as a packed row if it streams."""
+        """True if a streamed call of this backbone, or of the language model around the backbone,
+        is computed as a packed row.
+        """
         labels = self.state.running.labels
         return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, labels, padding_unseen)
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
-        """The model's own forward with streamed layers, over a packed row if that is wanted."""
+        """Run the model's own forward with streamed layers, over a packed row if rows share
+        prefixes.
+        """
         running = self.state.running
         deferred = running.defer_norm
         if running.tree is not None:
             raise UnsharedError(f"{type(self.module).__name__} runs inside another model that packs rows")
 
         def over(kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None) -> Any:
-            trial, packed_rows = failed is not None, running.packed_rows
-            running.defer_norm, running.tree, running.failed = None if trial else deferred, tree, failed
+            trial = failed is not None
+            packed_rows = running.packed_rows
+            running.defer_norm = None if trial else deferred
+            running.tree = tree
+            running.failed = failed
             running.packed_rows = packed_rows if tree is None and not trial else None
             try:
                 return self.original(**kwargs)
             finally:
-                running.tree, running.packed_rows, running.failed = None, packed_rows, None
+                running.tree = None
+                running.packed_rows = packed_rows
+                running.failed = None
 
         try:
             if self.prefixes is None or running.shards is not None or running.again:
                 return self.original(**kwargs)
-            documents, again = running.packed_rows is not None, None
+            documents = running.packed_rows is not None
+            again = None
             if deferred is not None:
                 rows = functools.partial(self._again, dict(kwargs), deferred)
                 again = Again(rows, deferred.handed_out)
@@ -303,28 +341,33 @@ class BackboneForward(InstanceForward):
         except (AttributeError, TypeError) as error:
             if LazyMask.__name__ not in str(error):
                 raise
-            # A layer that is not ours took our mask for a tensor.
+            # A layer that is not streamed used the lazy mask as a tensor.
             raise StreamBPError(
                 f"A layer of {type(self.module).__name__} reads the attention mask of streamed layers, and is none of "
                 f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch again."
             ) from error
 
     def _again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
-        """The output for the call's rows, after they were computed as a packed row. [Note: padding that is read]"""
+        """Return the output for the rows of a call after a packed row was computed.
+        [Note: padding that is read]
+        """
         running = self.state.running
         before = running.defer_norm, running.again
-        running.defer_norm, running.again = request, True
+        running.defer_norm = request
+        running.again = True
         try:
             return self.call(**kwargs)
         finally:
             running.defer_norm, running.again = before
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
-        """Whether this call streams: not with a cache, nor when a cache or attention weights are to be returned.
+        """True if this call streams: no cache is passed, and neither a cache nor attention weights
+        are returned.
 
-        [Note: calls that return a cache] Where `use_cache` is not given, the model's config decides, as it does unpatched.
-        Not in a training step: most programs never read the cache of one, and checkpointing gives none either. One that
-        asks for it by `use_cache=True` gets it.
+        [Note: calls that return a cache] If a call has no `use_cache`, the model's config decides,
+        as unpatched. A training step ignores the config: most programs never read the cache of a
+        step, and gradient checkpointing returns none either. A caller that passes `use_cache=True`
+        gets a cache.
         """
         if has_cache(kwargs):
             self.state.given_cache |= torch.is_grad_enabled() and self.module.training
@@ -342,14 +385,17 @@ class BackboneForward(InstanceForward):
         return not use_cache
 
     def _leaves_a_cache_out(self) -> bool:
-        """Whether the running call, in training, would return a cache unpatched."""
+        """True if the current training call would return a cache unpatched."""
         if not (self.state.running.asked_cache and self.module.training and torch.is_grad_enabled()):
             return False
         return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
 
     def _names_cache(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the caller of a call in training asks for a cache by `use_cache=True`: the caller of the language model
-        around, if one runs. Other models around may hand on their config's `use_cache` as if somebody had asked."""
+        """True if the caller of a training call passes `use_cache=True`.
+
+        If a language model around this backbone runs, the caller of that model counts. Other models
+        around may pass their config's `use_cache` on as if the caller had passed the argument.
+        """
         named = self.state.running.names_cache
         if named is not None or not kwargs.get("use_cache"):
             return bool(named)
@@ -357,17 +403,23 @@ class BackboneForward(InstanceForward):
 
     @functools.cached_property
     def _around_fill_in(self) -> bool:
-        """Whether a model around this one calls it with what its config says, where its caller says nothing."""
+        """True if a model around this backbone passes its config's values for arguments that the
+        caller left out.
+        """
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Also admits nn.DataParallel there."""
+        """Remove the forward from a copy's attributes, and allow replicas of nn.DataParallel
+        there.
+        """
         super().leave(own)
         own.pop(REPLICATE, None)
 
     def remove(self) -> None:
-        """Also admits nn.DataParallel again, and switches checkpointing on in layers where a call switched it off."""
+        """Remove the forward, allow replicas of nn.DataParallel, and restore gradient checkpointing
+        where a call disabled it.
+        """
         super().remove()
         self.module.__dict__.pop(REPLICATE, None)
         for layer in self.checkpointed:
@@ -384,7 +436,10 @@ class BackboneForward(InstanceForward):
             )
 
     def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
-        """The documents that layers with states are to find in position_ids; None: they are told, or there is one a row."""
+        """Return the documents that layers with states must read from position_ids.
+
+        None if other arguments define the documents, or if each row is one document.
+        """
         positions = kwargs.get("position_ids")
         positions = self.state.running.position_ids if positions is None else positions
         if self.state.config.documents != "from_positions" or not isinstance(positions, Tensor):
@@ -392,7 +447,7 @@ class BackboneForward(InstanceForward):
         told = any(kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS))
         if told or not has_data(positions):
             return None
-        if positions.dim() == 3 and positions.shape[0] == 4:  # of text, time, height and width
+        if positions.dim() == 3 and positions.shape[0] == 4:  # text, time, height and width
             positions = positions[0]
         if tokens is None or positions.dim() != 2 or positions.shape[1] != tokens.shape[1]:
             return None
@@ -404,11 +459,12 @@ class BackboneForward(InstanceForward):
         return [w.site for w in self.state.wrappers if isinstance(w, LayerForward) and id(w.module) in inside]
 
     def _configs(self) -> list[PreTrainedConfig]:
-        # As of their last call; a layer that has changed routes its own when it is called.
+        # Configs of each layer's last call. A layer that has changed since then routes its own
+        # config.
         found = {id(self.module.config): self.module.config}
         for site in self._sites:
             if not site.kind.attention.ours:
-                return []  # it attends by itself, with the masks that its own setting builds
+                return []  # custom attention needs the masks of its own setting
             for config in site.of(site.kind.attention.configs):
                 found[id(config)] = config
         return list(found.values())

@@ -1,4 +1,6 @@
-"""Moves what forward saves to host memory behind the compute, and brings it back a chunk ahead of its use."""
+"""Move tensors saved by forward to host memory behind the compute, and back one chunk ahead of
+their use.
+"""
 
 from torch import nn
 
@@ -8,13 +10,14 @@ from streambp.offload.manager import OffloadManager
 
 
 def manager_of(model: nn.Module) -> OffloadManager:
-    """What moves a patched model's tensors: its `stats`, `abort` after an exception, `close`.
+    """Return the manager of a patched model's offloaded tensors, with `stats`, `abort` (after an
+    exception) and `close`.
 
     Args:
-        model: that was patched, what wraps it, or a part of it that streams.
+        model: a patched model, a module around the model, or a streaming part.
 
     Raises:
-        StreamBPError: nothing leaves the device.
+        StreamBPError: no tensor of the model is offloaded.
     """
     for module in model.modules():
         for state in (vars(module).get(PATCH), *(getattr(forward, "state", None) for forward in forwards(module))):

@@ -1,4 +1,6 @@
-"""Host memory: one stack for each micro-batch between its forward and its backward, allocated once and used again."""
+"""Allocate host memory: one stack for each micro-batch between forward and backward, allocated once
+and reused.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,26 @@ from streambp.errors import StreamBPError
 from streambp.reporting import reason
 
 ALIGNMENT = 64
-NO_LIMIT = 2**62  # bytes, where nothing says how much memory a machine has
+NO_LIMIT = 2**62  # bytes, if a machine's memory is unknown
 NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator|(can't|cannot|could not) (allocate|pin|register)|out of memory", re.I)
 
 
 def padded(size: int) -> int:
-    """Bytes that a tensor of `size` bytes takes on a stack."""
+    """Return the bytes that a tensor of `size` bytes occupies on a stack."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclasses.dataclass(eq=False)
 class BufferStack:
-    """Ranges handed out one behind the other, all given back together.
+    """A stack of memory ranges that are allocated in sequence and freed together.
 
-    kind: stacks of one kind serve the same purpose and grow to similar sizes. size: bytes, handed out or not.
-    last_uses: the events after which its contents may be written over, the last copy of each engine and queue.
-        [Note: offload order], wait 5; that a queue waits for another device's copies out matters as well
+    Attributes:
+        kind: purpose of the stack; stacks of one kind grow to similar sizes.
+        segments: the memory.
+        size: bytes of all segments.
+        used: allocated bytes.
+        last_uses: the last copy's event for each engine and queue; the content may be overwritten
+            after these events. Copies of other devices count as well. [Note: offload order], wait 5
     """
 
     kind: str
@@ -45,32 +51,38 @@ class BufferStack:
 
     @property
     def left(self) -> int:
-        """Bytes that can still be handed out."""
+        """Return the bytes that can still be allocated."""
         if self._segment >= len(self.segments):
             return 0
         return sum(segment.numel() for segment in self.segments[self._segment :]) - self._top
 
     def push(self, size: int) -> Tensor | None:
-        """`size` bytes [size]; None if the stack is full."""
+        """Allocate `size` bytes [size]; None if the stack is full."""
         wanted = padded(size)
         while self._segment < len(self.segments):
             segment = self.segments[self._segment]
             if self._top + wanted <= segment.numel():
-                start, self._top = self._top, self._top + wanted
+                start = self._top
+                self._top += wanted
                 self.used += wanted
                 return segment[start : start + size]
-            self._segment, self._top = self._segment + 1, 0
+            self._segment += 1
+            self._top = 0
         return None
 
 
 @dataclasses.dataclass(eq=False)
 class Arena:
-    """Stacks within a budget. A stack that is given back is the next of its kind to be handed out.
+    """Stacks within a budget. A returned stack is reused for the next request of its kind.
 
     Args:
-        limit: bytes. buffer: allocates as many. settle: waits until no copy reads or writes host memory any more.
+        limit: budget in bytes.
+        buffer: allocates a number of bytes.
+        settle: waits until no copy accesses host memory any more.
 
-    refused: what the system said when it gave no memory within the budget.
+    Attributes:
+        allocated: bytes of all stacks.
+        refused: the system's error text if an allocation within the budget failed.
     """
 
     limit: int
@@ -81,7 +93,7 @@ class Arena:
     _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
     def take(self, kind: str = "") -> BufferStack:
-        """The free stack of that kind that was given back last, or a new one, which has no memory yet."""
+        """Return the latest free stack of that kind, or a new stack without memory."""
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)
@@ -89,13 +101,18 @@ class Arena:
         return BufferStack(kind)
 
     def give_back(self, stack: BufferStack) -> None:
-        """Take a stack back: all its ranges are free, and its memory waits for the next of its kind."""
+        """Return a stack to the arena: all ranges are free, and its memory is reused for the same
+        kind.
+        """
         stack.used = stack._segment = stack._top = 0
         self._free.append(stack)
 
     def grow(self, stack: BufferStack, size: int) -> bool:
-        """Add `size` bytes to a stack; False if that would exceed the budget even without the stacks that are free, or if
-        the system does not give as many: then `refused` has its words."""
+        """Add `size` bytes to a stack; return False if the budget or the system refuses.
+
+        Free stacks are released first if the budget is short. `refused` contains the system's error
+        text.
+        """
         self.refused = None
         if self.allocated + size > self.limit and self._free:
             self.settle()
@@ -116,18 +133,18 @@ class Arena:
                 return True
             if not self._free:
                 return False
-            self.settle()  # once more without the stacks that are free
+            self.settle()  # retry without the free stacks
             while self._free:
                 self.allocated -= self._free.pop().size
 
 
 def local_ranks() -> int:
-    """How many ranks share this machine's memory, as the launcher says."""
+    """Return the number of ranks that share this machine's memory, as reported by the launcher."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 def _text(path: Path) -> str:
-    """What is in a file; "" if it is not there, or is gone since."""
+    """Return the content of a file; "" if the file does not exist or has disappeared."""
     try:
         return path.read_text()
     except OSError:
@@ -136,12 +153,16 @@ def _text(path: Path) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], ...]:
-    """Files of this process's control groups and all above them, as a batch system's limit is not at the root: limit, bytes
-    in use, counts, and the name of the count of cache. Of version 2 and of version 1, whose limit of a group without one is
-    beyond any memory. They are looked for once: a training step asks five times a second.
+    """Return the files of this process's control groups and all groups above.
+
+    The files are: limit, bytes in use, and statistics, with the name of the cache statistic.
+    Parents count because a batch system's limit is not at the root. Versions 1 and 2 are covered;
+    an unlimited group of version 1 has a limit beyond any memory. The result is cached, because a
+    training step asks five times a second.
 
     Args:
-        cgroup: where groups are. members: of which this process is one, as /proc/self/cgroup lists them.
+        cgroup: root folder of the groups.
+        members: the groups of this process, as in /proc/self/cgroup.
     """
     own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in members.splitlines() if line.count(":") > 1)}
     first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
@@ -152,7 +173,8 @@ def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], .
     ):
         deepest = root / path.lstrip("/")
         for group in (deepest, *deepest.parents):
-            limit, used = group / most, group / current
+            limit = group / most
+            used = group / current
             if group.is_relative_to(root) and limit.exists() and used.exists():
                 found.append((limit, used, group / "memory.stat", cached))
     return tuple(found)
@@ -165,21 +187,27 @@ def host_limit(
     set_aside: int = 0,
     membership: Path = Path("/proc/self/cgroup"),
 ) -> int:
-    """Bytes of host memory that this rank may use: `wanted`, but no more than its share of what this machine and its
-    control group have free; NO_LIMIT where that is not known.
+    """Return the bytes of host memory that this rank may use.
+
+    The result is `wanted` if given. Otherwise it is nine tenths of this rank's share of the free
+    memory, or NO_LIMIT if the free memory is unknown. Free memory is limited by the machine and by
+    its control groups.
 
     Args:
-        set_aside: bytes that this rank will allocate for other things.
+        wanted: requested bytes; None: no request.
+        set_aside: bytes that this rank will allocate for other purposes.
 
     Raises:
-        StreamBPError: less is available than wanted. The out-of-memory killer would give no exception.
+        StreamBPError: less memory is available than requested. The out-of-memory killer would raise
+            no exception.
     """
     found = re.search(r"^MemAvailable:\s*(\d+)", _text(meminfo), re.MULTILINE)
     limits: list[float] = [] if found is None else [int(found[1]) * 1024]
     for limit, used, stat, cached in _groups(cgroup, _text(membership)):
         most = _text(limit).strip()
         if most.isdigit() and int(most) < NO_LIMIT:
-            # MemAvailable counts such cache as free as well: a checkpoint that was just read fills it.
+            # Cache counts as free, as in MemAvailable: a checkpoint that was just read fills the
+            # cache.
             cache = re.search(rf"^{cached} (\d+)", _text(stat), re.MULTILINE)
             limits.append(int(most) - int(_text(used) or 0) + (0 if cache is None else int(cache[1])))
     ranks = local_ranks()

@@ -1,7 +1,7 @@
-"""What layers may save, what that takes and spares, and the record of what a micro-batch chose.
+"""Describe what layers may save, its cost and benefit, and a micro-batch's choice.
 
-What each layer's tensors take, the planner sees on tensors without data, where it can count; a layer's own forward and
-backward correct it. `offload/policy.py` chooses.
+The planner computes each layer's tensor sizes on tensors without data, if it can. A layer's own
+forward and backward correct the result. `offload/policy.py` chooses.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ import torch
 
 from streambp.offload.engines import Engine
 
-GRAPH = "everything"  # among what is saved: the call's graph. [Note: kept graphs]
-KV_WORTH = 3.4  # seconds spared a byte, of outputs of Linears: norms, rotation and half of the refill come on top
-BACK, TRIED = 0.1, 0.01  # of what was left free for nothing comes back with each good step; less after a failure
-ATTENTION_PACE = 1.12  # seconds of a FLOP of attention, of a product's: an H200's rates (`rates.py`)
+GRAPH = "everything"  # name of a saved graph. [Note: kept graphs]
+KV_WORTH = 3.4  # K/V's worth relative to Linear outputs: norms and rotation are spared too
+BACK, TRIED = 0.1, 0.01  # fraction of an unused margin returned by a good step; after a failure
+ATTENTION_PACE = 1.12  # seconds of an attention FLOP / of a product FLOP, on an H200 (`rates.py`)
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A Linear's output: bytes, and the FLOPs that computing it takes."""
+    """A Linear's output.
+
+    Attributes:
+        bytes: size of the output.
+        flops: FLOPs that compute the output.
+    """
 
     bytes: float
     flops: float
@@ -32,8 +37,16 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Bytes of the layer inputs, of attention outputs with their logsumexps, of keys and values; FLOPs of a forward's
-    attention; products by name. overwritten: names of what cannot be saved, because a layer writes to it."""
+    """Sizes and FLOPs of a layer's saveable tensors.
+
+    Attributes:
+        x: bytes of the layer inputs.
+        attn_out: bytes of attention outputs with their logsumexps.
+        kv: bytes of keys and values.
+        attention_flops: FLOPs of attention in a forward.
+        products: outputs of Linears, by name.
+        overwritten: names that cannot be saved, because a layer overwrites the tensor.
+    """
 
     x: float = 0
     attn_out: float = 0
@@ -59,7 +72,14 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Something that a layer may save: bytes, and the FLOPs of products a byte that backward is spared."""
+    """A tensor that a layer may save.
+
+    Attributes:
+        index: index of the layer.
+        name: name as in `StreamConfig.saves`.
+        bytes: size of the tensor.
+        worth: FLOPs of products that backward is spared, for each byte.
+    """
 
     index: int
     name: str
@@ -68,8 +88,12 @@ class Candidate:
 
 
 class LayerCost(NamedTuple):
-    """A layer's cost, of a call of so many tokens over all rows, and as many in a row. graph: bytes, if all is kept; 0: not
-    known. situations: of the layer's backward, of which it is known what is not read."""
+    """A layer's cost in a call of `tokens` tokens over all rows, `length` in each row.
+
+    Attributes:
+        graph: bytes of the layer's graph; 0: unknown.
+        situations: number of situations of backward for which the unread products are known.
+    """
 
     device: torch.device
     cost: Cost
@@ -79,7 +103,7 @@ class LayerCost(NamedTuple):
     situations: int
 
     def scaled_to(self, tokens: int) -> Cost:
-        """Of a call of so many tokens, in rows as long."""
+        """Return the cost of a call with this number of tokens, in rows of the same length."""
         cost = self.cost
         if tokens == self.tokens:
             return cost
@@ -89,8 +113,14 @@ class LayerCost(NamedTuple):
         return Cost(x, attn_out, kv, flops, products, cost.overwritten)
 
     def candidates(self, index: int, tokens: int, length: int, whole: bool = False) -> Iterator[Candidate]:
-        """What layer `index` may save of a call of `tokens` tokens in rows of `length`. whole: in one chunk, whose backward
-        computes no keys and values ahead. Worth has three digits: layers of one kind are worth the same."""
+        """Yield the tensors that layer `index` may save in a call of `tokens` tokens in rows of
+        `length`.
+
+        Worth is rounded to three digits, so that layers of one kind have equal worth.
+
+        Args:
+            whole: True for a call in one chunk, whose backward computes no keys and values ahead.
+        """
         cost = self.scaled_to(tokens)
         worth = {name: product.flops / product.bytes for name, product in cost.products.items() if product.bytes}
         sizes: dict[str, float] = {name: cost.products[name].bytes for name in worth}
@@ -105,12 +135,15 @@ class LayerCost(NamedTuple):
 
 @dataclasses.dataclass
 class LayerSeen:
-    """What a layer's forward would have saved, chunk by chunk.
+    """The tensors that a layer's forward would have saved, chunk by chunk.
 
     Args:
-        tokens: of all rows. length: of a row. chunks: how many there are. unread: of the layer, filled by its backward:
-            situations in which some products (`recompute`) need not be computed again.
-        engine: whose clock times the chunks; None: nothing is timed.
+        tokens: tokens over all rows.
+        length: tokens of each row.
+        chunks: number of chunks.
+        unread: the layer's situations, filled by its backward; each names products that backward
+            can skip (`recompute`).
+        engine: provides the clock that times the chunks; None: no timing.
     """
 
     device: torch.device
@@ -120,43 +153,50 @@ class LayerSeen:
     unread: dict[Any, Any]
     engine: Engine | None = None
     costs: list[Cost] = dataclasses.field(default_factory=list)
-    graph: float = 0.0  # bytes that the graphs of all chunks save
+    graph: float = 0.0  # bytes saved by the graphs of all chunks
     marks: list[Any] = dataclasses.field(default_factory=list)
 
     def mark(self, cost: Cost | None = None) -> None:
-        """Forward begins, or that of a chunk is over, which costs so much: mark the time in the compute queue."""
+        """Record the time in the compute queue at the beginning of forward, or after a chunk with
+        its cost.
+        """
         if self.engine is not None:
             self.marks.append(self.engine.clock())
         if cost is not None:
             self.costs.append(cost)
 
     def learnt(self) -> LayerCost | None:
-        """Without the products that no backward reads; None before a backward has run."""
+        """Return the cost without products that no backward reads; None before a backward has
+        run.
+        """
         if len(self.costs) < self.chunks or not self.unread:
             return None
         unread = frozenset.intersection(*(found.recompute for found in self.unread.values()))
         total = sum(self.costs, Cost())
         products = {name: product for name, product in total.products.items() if name not in unread}
         cost = dataclasses.replace(total, products=products)
-        graph = self.graph + cost.kv if self.graph else 0.0  # not seen where another forward came before backward
+        graph = self.graph + cost.kv if self.graph else 0.0  # 0 if another forward ran before backward
         return LayerCost(self.device, cost, graph, self.tokens, self.length, len(self.unread))
 
     def times(self) -> list[float]:
-        """Seconds of each chunk; [] if nothing is timed."""
+        """Return the seconds of each chunk; [] without timing."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
         return [] if self.engine is None else [self.engine.seconds(before, after) for before, after in pairs]
 
 
 def attention_rate(layers: Iterable[LayerSeen]) -> float:
-    """FLOP/s of attention, from the slope of the chunks' times: they differ in nothing but how much they attend to.
+    """Return the FLOP/s of attention, estimated by the slope of the chunks' times.
+
+    Chunks differ only in the number of keys that they attend to.
 
     Returns:
-        Infinity if longer spans take no longer.
+        The rate; infinity if longer spans take no longer.
     """
     above = below = 0.0
     for layer in layers:
         chunks = zip(layer.costs, layer.times(), strict=True)
-        # FLOPs of attention and seconds, per byte of hidden states: chunks may differ in length.
+        # Attention FLOPs and seconds for each byte of hidden states, because chunks differ in
+        # length.
         paces = [(cost.attention_flops / (cost.x or 1), seconds / (cost.x or 1)) for cost, seconds in chunks]
         whole = paces[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
         mean_work, mean_time = (sum(values) / len(whole) for values in zip(*whole, strict=True))
@@ -167,8 +207,16 @@ def attention_rate(layers: Iterable[LayerSeen]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One forward over `tokens` tokens, `length` a row: seconds of its layers' compute, bytes/s to the host, attention
-    FLOP/s, and bytes that the host has for it."""
+    """Measurements of one forward.
+
+    Attributes:
+        tokens: tokens over all rows.
+        length: tokens of each row.
+        seconds: compute time of the layers.
+        link: bytes/s to the host.
+        attention: FLOP/s of attention.
+        host: host bytes available for saves.
+    """
 
     tokens: int
     length: int
@@ -180,12 +228,20 @@ class Measured:
 
 @dataclasses.dataclass
 class Chosen:
-    """What a micro-batch saves: by name the bytes, and the number of layers.
+    """The saves of one micro-batch.
 
-    tokens: of all rows; length: of a row; chunk: of a chunk. room: bytes that a step without saves leaves free, on the
-    device or of what may leave it. measured: what saves on the host were chosen by, where the layers' inputs take so many
-    bytes, and why something is left out, or not saved by all layers; None: saves stay on the device. least: bytes that were
-    free whenever the device was asked. let_go: why nothing is saved any more; None: it is.
+    Attributes:
+        tokens: tokens over all rows.
+        length: tokens of each row.
+        chunk: tokens of each chunk over all rows.
+        room: bytes that a step without saves leaves free, on the device or for copies to the host.
+        measured: measurements behind saves on the host; None: saves stay on the device.
+        inputs: bytes of the layers' inputs, for saves on the host.
+        left_out: reasons for saves that are missing in some or all layers, by name.
+        least: the fewest free bytes that the device reported.
+        let_go: the reason why all saves were freed; None: no save was freed.
+        bytes: saved bytes by name.
+        layers: number of layers by name.
     """
 
     tokens: int
@@ -198,12 +254,12 @@ class Chosen:
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     least: float = math.inf
     let_go: str | None = None
-    spared: float = 0.0  # FLOPs of products, or others that take as long
+    spared: float = 0.0  # FLOPs of products, or an equivalent
     bytes: dict[str, float] = dataclasses.field(default_factory=dict)
     layers: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self, plan: dict[int, list[Candidate]]) -> None:
-        """From the plan of each layer; what is worth most comes first."""
+        """Sum the plans of all layers by name, most worthwhile first."""
         for one in sorted((one for found in plan.values() for one in found), key=lambda one: -one.worth):
             self.bytes[one.name] = self.bytes.get(one.name, 0.0) + one.bytes
             self.layers[one.name] = self.layers.get(one.name, 0) + 1
@@ -212,8 +268,13 @@ class Chosen:
 
 @dataclasses.dataclass
 class AsUnpatched:
-    """A micro-batch of so many tokens over all rows that ran as unpatched: bytes, predicted, that it kept, and those that a
-    step without saves leaves free."""
+    """A micro-batch that ran unpatched.
+
+    Attributes:
+        tokens: tokens over all rows.
+        bytes: predicted bytes of its graphs and logits.
+        room: bytes that a step without saves leaves free.
+    """
 
     tokens: int
     bytes: float
@@ -224,32 +285,39 @@ Choice = Chosen | AsUnpatched
 
 
 class Need:
-    """What a step without saves takes."""
+    """The memory that a step without saves needs."""
 
     def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
-        """(index, bytes): what is needed while layers up to that one wait for their backward.
+        """Return pairs (index, bytes): the need while layers up to `index` wait for their backward.
 
         Args:
-            tokens: over all rows. chunk: tokens of a chunk. present: the part of the gradients that are there already.
+            tokens: tokens over all rows.
+            chunk: tokens of a chunk.
+            present: fraction of the gradients that exist already.
         """
         raise NotImplementedError
 
     def at_work(self, chunk: int) -> float:
-        """Bytes that computing a chunk of so many tokens takes."""
+        """Return the bytes that computing a chunk of `chunk` tokens needs."""
         raise NotImplementedError
 
     def __call__(self, tokens: int, chunk: int, present: float = 0.0) -> float:
-        """Bytes at most."""
+        """Return the maximal need in bytes."""
         return max(map(operator.itemgetter(1), self.by_layer(tokens, chunk, present)))
 
 
 @dataclasses.dataclass
 class Figures:
-    """What is known of a model's steps in one of its states.
+    """Figures about the steps of a model in one of its states.
 
-    need: None: nothing. costs: of layers, by index; their own steps correct it. seconds: of a step without saves, by tokens
-    and those of a chunk; None where no step was counted. products, link: FLOP/s, and bytes/s to the host. why: nothing is
-    counted, or known at all.
+    Attributes:
+        need: memory of a step; None: unknown.
+        costs: costs of layers by index, corrected by the layers' own steps.
+        seconds: maps (tokens, tokens of a chunk) to seconds of a step without saves; None: no step
+            was computed.
+        products: FLOP/s of matrix products.
+        link: bytes/s to the host.
+        why: the reason why figures are missing.
     """
 
     need: Need | None = None
@@ -260,17 +328,25 @@ class Figures:
     why: str = ""
 
     def spared(self, plan: Mapping[int, list[Candidate]]) -> float:
-        """Seconds that backward is spared by what each layer saves."""
+        """Return the seconds that backward is spared by each layer's saves."""
         return sum(one.bytes * one.worth for found in plan.values() for one in found) / self.products
 
 
 @dataclasses.dataclass
 class Shortage:
-    """What one micro-batch lacked of the memory that it had planned with, and what those like it leave free for that.
+    """Memory that one micro-batch lacked compared with its plan, and the margin for similar
+    micro-batches.
 
-    room, planned: bytes for saves, and of those that were planned; wished: the latter by layer. missing: the most
-    that was at any time, less than 0: that much stayed free. gone: its saves were let go of. failed: the device ran out.
-    margin: bytes that the next one like it leaves free besides; back: the part of them that a good one gives back.
+    Attributes:
+        key: tokens of a step, and tokens of a chunk.
+        room: bytes available for saves.
+        planned: bytes of the planned saves.
+        wished: planned bytes by layer.
+        missing: largest shortfall in bytes; a negative number of bytes stayed free.
+        gone: True if the saves were freed.
+        failed: True if the device ran out of memory.
+        margin: bytes that the next similar micro-batch leaves free in addition.
+        back: fraction of the margin returned after a successful micro-batch.
     """
 
     key: tuple[int, int]
@@ -284,9 +360,12 @@ class Shortage:
     back: float = BACK
 
     def learn(self, before: Shortage | None) -> None:
-        """Set what the next one like it is to leave free; `before`: what the one before it lacked."""
+        """Set the margin for the next similar micro-batch; `before` is the shortage of the previous
+        one.
+        """
         if before is not None:
-            self.margin, self.back = before.margin, before.back
+            self.margin = before.margin
+            self.back = before.back
         if self.missing > 0:
             self.margin = self.margin + self.room - self.planned + self.missing
             self.back = TRIED if self.failed else self.back

@@ -1,13 +1,16 @@
-"""4-bit weights that are decoded once for each pass through a layer, not once for each chunk.
+"""Decode 4-bit weights once for each pass through a layer instead of once for each chunk.
 
-[Note: decode on arrival] A Linear of bitsandbytes decodes its weight in every call, twice for each chunk of a backward.
-While a streamed layer's weights are on the device, such a Linear multiplies by a weight that it decodes at its first call
-and keeps until they leave. So one layer's decoded weights are there at a time. Decoding runs in the compute queue, like
-what reads them, and their memory is the allocator's: no wait is needed.
+[Note: decode on arrival] A Linear of bitsandbytes decodes its weight in every call, twice for each
+chunk of a backward. While a streamed layer's weights are on the device, its Linears multiply by a
+decoded weight. A Linear decodes the weight in its first call and caches it until the layer's
+weights leave. Only one layer's decoded weights therefore exist at a time. Decoding runs in the
+compute queue, like all reads of the result, and the allocator provides the memory, so no wait is
+needed.
 
-The numbers are those of the Linear's own forward, which decodes and multiplies, too, unless its rows are so few that a
-kernel of its own does both; calls that are not streamed (a token that is generated) go there as ever. Products are made by
-the same operations in the same modes: autograd's own backward of a product rounds otherwise.
+The result equals the Linear's own forward, which also decodes and multiplies. The Linear uses a
+fused kernel for a few rows; unstreamed calls (token generation) run the Linear's own forward as
+usual. Products use the same operations in the same modes, because autograd's own backward of a
+product rounds differently.
 """
 
 from __future__ import annotations
@@ -22,33 +25,38 @@ from torch import Tensor, nn
 
 from streambp.known_names import BITSANDBYTES, QUANT_STATE
 
-FORWARD = "forward"  # a module's attribute, and a layer's direction
+FORWARD = "forward"  # name of a module's attribute, and of a direction
 
 
 class Multiplied(torch.autograd.Function):
-    """x [..., in] and a frozen weight [out, in] -> [..., out]."""
+    """Matrix product of x [..., in] and a frozen weight [out, in] -> [..., out]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] @ weight [out, in] + bias [out]."""
+        """Return x [..., in] @ weight [out, in] + bias [out]."""
         ctx.weight = weight
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        """grad [..., out] -> the gradient of x [..., in]; weight and bias are frozen."""
+        """Return the gradient of x [..., in] from grad [..., out]; weight and bias are frozen."""
         return torch.matmul(grad, ctx.weight), None, None
 
 
 @dataclasses.dataclass
 class DecodedLinear:
-    """In the place of the forward of a Linear with a 4-bit weight, as long as its layer is computed."""
+    """Replacement for the forward of a Linear with a 4-bit weight, while its layer is computed.
 
-    module: Any  # its attributes are bitsandbytes'
-    weight: Tensor | None = None  # [out, in], once it is decoded
+    Attributes:
+        module: the Linear.
+        weight: the decoded weight [out, in], once decoded.
+    """
+
+    module: Any  # an nn.Linear of bitsandbytes
+    weight: Tensor | None = None  # [out, in]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], in x's dtype."""
+        """Return the product [..., out] of x [..., in], in x's dtype."""
         module = self.module
         result: Tensor
         if not self.decodes(x):
@@ -60,9 +68,14 @@ class DecodedLinear:
         return result.to(x.dtype)
 
     def decodes(self, x: Tensor) -> bool:
-        """Whether the module's own forward multiplies x [..., in] in the dtype that its weight is decoded to."""
-        module, kind = self.module, x.device.type
-        dtype, bias, state = module.compute_dtype, module.bias, getattr(module.weight, QUANT_STATE, None)
+        """True if the module's own forward multiplies x [..., in] in the dtype of its decoded
+        weight.
+        """
+        module = self.module
+        kind = x.device.type
+        dtype = module.compute_dtype
+        bias = module.bias
+        state = getattr(module.weight, QUANT_STATE, None)
         plain = bias is None or (bias.dtype == dtype and not bias.requires_grad)
         decodes = (
             module.compute_type_is_set and state is not None and dtype == state.dtype and x.shape[-1] == state.shape[1]
@@ -72,7 +85,7 @@ class DecodedLinear:
 
 
 def _decoded(module: Any) -> Tensor:
-    """The module's weight [out, in]."""
+    """Return the module's decoded weight [out, in]."""
     from bitsandbytes.functional import dequantize_4bit
 
     with torch.no_grad():
@@ -81,7 +94,9 @@ def _decoded(module: Any) -> Tensor:
 
 
 def decoded_weight(module: Any) -> Tensor:
-    """The weight [out, in] of a Linear with a 4-bit weight; where its forward is replaced, that of what stands there."""
+    """Return the decoded weight [out, in] of a Linear, from the cache of a `DecodedLinear` if that
+    replaces its forward.
+    """
     stands = vars(module).get(FORWARD)
     if not isinstance(stands, DecodedLinear):
         return _decoded(module)
@@ -91,11 +106,13 @@ def decoded_weight(module: Any) -> Tensor:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether it is a Linear with a 4-bit weight, and has bitsandbytes' own forward."""
+    """True for a Linear with a 4-bit weight and bitsandbytes' own forward."""
     library = sys.modules.get(BITSANDBYTES)
     return library is not None and type(module).forward is library.nn.Linear4bit.forward
 
 
 def packed_linears(layer: nn.Module) -> list[nn.Module]:
-    """The Linears inside a layer whose weights have 4 bits, and whose forwards nobody has replaced."""
+    """Return the Linears inside a layer with 4-bit weights, without Linears whose forward was
+    replaced.
+    """
     return [module for module in layer.modules() if is_packed(module) and FORWARD not in vars(module)]

@@ -1,29 +1,34 @@
-"""Streams, events and copies, as the manager sees them.
+"""Provide streams, events and copies through one interface for the manager.
 
-[Note: offload order] Three queues: compute, out (device to host) and back (host to device). Six waits order them:
+[Note: offload order] Three queues exist: compute, out (device to host) and back (host to device).
+Six waits order them:
 
     1  out waits for compute      before it reads a tensor: its producer must be done
-    2  back waits for compute     before it writes a fresh tensor: whoever had that memory before must be done
-    3  back waits for out         before it reads host memory: the copy there must be done
-    4  compute waits for back     before it reads a tensor that came back
-    5  out waits for back         before it overwrites host memory: it must have been read
-    6  compute waits for out      before a source is let go: its memory may be written next
+    2  back waits for compute     before it writes a new tensor: earlier uses of that memory must be done
+    3  back waits for out         before it reads host memory: the copy to the host must be done
+    4  compute waits for back     before it reads a tensor that was copied back
+    5  out waits for back         before it overwrites host memory: all reads must be done
+    6  compute waits for out      before a source is freed: its memory may be written next
 
-Left out one by one on a device whose copies or kernels are slow (tests/emulated/test_waits.py), 1, 2, 4 and 6 give wrong
-gradients. 3, 5 and, where a tensor is borrowed, 6 are implied, and no data can miss them in a step that ends:
+Removing 1, 2, 4 or 6 gives wrong gradients on a device with slow copies or kernels
+(tests/emulated/test_waits.py removes each wait in turn). Waits 3, 5 and, for borrowed tensors, 6
+follow from other waits. No step that ends can lose data for lack of the implied waits:
 
-    3  a tensor is copied back once its source was let go, for which compute has waited for the copy out (6); back waits for
-       compute (2)
-    5  what is sent was computed after the copy back was waited for (4), and out waits for compute (1)
-    6  what is borrowed is sent again, in the same queue, over what the first copy out has torn
+    3  a tensor is copied back after its source was freed, for which compute has waited for the copy
+       out (6); back waits for compute (2)
+    5  a tensor to send was computed after waiting for the copy back (4), and out waits for compute (1)
+    6  a borrowed tensor is sent again in the same queue, over the first copy's torn data
 
-They stay for micro-batches that break off and for host memory that devices share; `TraceEngine` alone notices their loss.
+The redundant waits remain for micro-batches that end early and for host memory shared by devices;
+only `TraceEngine` detects their removal.
 
-The manager speaks only this interface, so that the tests' `TraceEngine` can check the waits without a GPU.
+The manager uses this interface alone, so the tests' `TraceEngine` can check the waits without a
+GPU.
 
-[Note: several devices] A model whose layers are on several devices has an engine for each: three queues of its own, and
-host memory that all of them share. An event of one may be waited for by a queue of another, and has to be: host memory that
-one device has read or written may be written by another next.
+[Note: several devices] A model with layers on several devices has one engine for each device. Each
+engine has three queues of its own, and all engines share the host memory. A queue of one device can
+wait for an event of another device. The wait is necessary, because one device may overwrite host
+memory that another device has read or written.
 """
 
 from __future__ import annotations
@@ -40,15 +45,23 @@ from torch import Tensor
 
 from streambp.device import counted_bytes, forget_error, is_accelerator, memory_limit, tells_memory
 
-COMPUTE, OUT, BACK = "compute", "out", "back"
-HOST = "host"  # no queue: the calling thread, which may wait as queues do
-STALL = "stall_"  # before a queue's name: that compute waited for it
+COMPUTE = "compute"
+OUT = "out"
+BACK = "back"
+HOST = "host"  # the calling thread, which can wait like a queue
+STALL = "stall_"  # prefix of a queue's name: time for which compute waited
 SPENT = (OUT, BACK, STALL + OUT, STALL + BACK)
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes allocated now, the most there were, and all that this process could have."""
+    """Memory of a device in bytes.
+
+    Attributes:
+        allocated: bytes allocated now.
+        peak: largest number of allocated bytes.
+        limit: bytes available to this process in total.
+    """
 
     allocated: int
     peak: int
@@ -56,11 +69,13 @@ class DeviceMemory:
 
 
 class Engine:
-    """What moves bytes between a device and the host: here at once, on the calling thread, while nothing is under way.
+    """Copies bytes between a device and the host; this base class copies at once, on the calling
+    thread.
 
-    So it is for CPU models, where offloading frees nothing but can be tested.
+    The class serves models on the CPU, for which offloading frees no memory but can be tested.
 
-    name: for a person.
+    Attributes:
+        name: description for users.
     """
 
     name = "copies at once"
@@ -70,79 +85,99 @@ class Engine:
         self._spent = dict.fromkeys(SPENT, 0.0)
 
     def beside(self, device: torch.device) -> Engine:
-        """An engine for another device that uses the same host memory. [Note: several devices]"""
+        """Return an engine for another device with the same host memory. [Note: several devices]"""
         return Engine(device)
 
     def host_buffer(self, size: int) -> Tensor:
-        """`size` bytes of host memory [size], uint8, pinned where that matters."""
+        """Allocate `size` bytes of host memory [size], uint8, pinned if the device benefits."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def like(self, host: Tensor) -> Tensor:
-        """An empty device tensor of the shape [...] and dtype of `host`, allocated for the compute queue."""
+        """Return an empty device tensor with the shape [...] and dtype of `host`, allocated for the
+        compute queue.
+        """
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
-        """An event: everything that was put into the queue so far; None: all of it is done."""
+        """Return an event behind everything in the queue so far; None: the queue is done."""
         return None
 
     def wait(self, queue: str, event: Any) -> None:
-        """What is put into the queue from now on comes after the event; HOST: this returns after it."""
+        """Make the queue wait for the event before later work; with HOST the call itself waits."""
 
     def settle(self) -> None:
         """Wait, on the calling thread, until all copies are done."""
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Put a copy from `source` to `target` [...], of one shape and dtype, into the queue OUT or BACK."""
+        """Put a copy from `source` to `target` [...], equal in shape and dtype, into the queue OUT
+        or BACK.
+        """
         start = time.perf_counter()
         target.copy_(source)
         seconds = time.perf_counter() - start
         self._spent[queue] += seconds
-        self._spent[STALL + queue] += seconds  # compute waits while a copy runs
+        self._spent[STALL + queue] += seconds  # the copy blocks compute
 
     def access(self, queue: str, tensor: Tensor, write: bool) -> None:
-        """For checkers. COMPUTE: the queue has just written `tensor` [...], or reads or writes it next; HOST: the calling
-        thread reads or writes this `tensor` of host memory next."""
+        """Report an access to a checker; engines do nothing.
+
+        Args:
+            queue: COMPUTE: the queue has just written `tensor`, or reads or writes it next. HOST:
+                the calling thread reads or writes `tensor` next, in host memory.
+            tensor: the accessed tensor [...].
+            write: True if the access may write.
+        """
 
     def spent(self) -> dict[str, float]:
-        """Seconds that copies out and copies back took, and that compute has waited for either. Waits for the device, so
-        call it outside of a step."""
+        """Return the seconds of copies out and back, and of compute's waits for copies in each
+        direction.
+
+        The call synchronizes with the device, so call it outside of a step.
+        """
         return dict(self._spent)
 
     def clock(self, queue: str = COMPUTE) -> Any:
-        """Now, in the queue."""
+        """Return the present time in the queue."""
         return time.perf_counter()
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Between two readings of the clock; waits until the device has passed `stop`."""
+        """Return the seconds between two clock readings; waits until the device has reached
+        `stop`.
+        """
         return float(stop - start)
 
     def memory(self) -> DeviceMemory | None:
-        """Of the device, as torch's allocator counts it; the limit is `memory_limit`. None where it is not told."""
+        """Return the device's memory as counted by torch's allocator, with `memory_limit` as limit;
+        None if unknown.
+        """
         if not tells_memory(self.device):
             return None
-        allocated, peak = counted_bytes(self.device, "allocated"), counted_bytes(self.device, "peak")
+        allocated = counted_bytes(self.device, "allocated")
+        peak = counted_bytes(self.device, "peak")
         return DeviceMemory(allocated, peak, memory_limit(self.device))
 
 
-PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices, not for the current one alone
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices, not the current device alone
 
 
 class AcceleratorEngine(Engine):
-    """Two side streams and events; the compute queue is whatever stream is current.
+    """An engine with two side streams and events; the compute queue is the current stream.
 
-    Where host memory cannot be pinned, copies are synchronous, and one warning says so.
+    If host memory cannot be pinned, copies are synchronous, and one warning is issued.
 
     Args:
-        beside: the engine whose host memory this one uses; None: its own.
+        beside: the engine that provides the host memory; None: this engine allocates its own.
 
-    pinned: all of its host memory is; otherwise no more is tried.
+    Attributes:
+        pinned: True while all host memory is pinned; after a failure no memory is pinned any more.
     """
 
     name = "copies beside the compute"
 
     def __init__(self, device: torch.device, beside: AcceleratorEngine | None = None) -> None:
         super().__init__(device)
-        self.pinned, self._first = True, beside
+        self.pinned = True
+        self._first = beside
         self._streams = {OUT: torch.Stream(device), BACK: torch.Stream(device)}
         self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
 
@@ -150,23 +185,27 @@ class AcceleratorEngine(Engine):
         return self._streams[queue] if queue in self._streams else torch.accelerator.current_stream(self.device)
 
     def beside(self, device: torch.device) -> Engine:
-        """Streams of its own, and the same host memory."""
+        """Return an engine with streams of its own and the same host memory."""
         return AcceleratorEngine(device, self._first or self)
 
     def host_buffer(self, size: int) -> Tensor:
-        """`size` bytes [size], uint8, for all devices; one warning the first time that they cannot be pinned."""
-        host, on_cuda, error = self._first or self, self.device.type == "cuda", ""
+        """Allocate `size` bytes [size], uint8, pinned for all devices; warn at the first failure to
+        pin.
+        """
+        host = self._first or self
+        on_cuda = self.device.type == "cuda"
+        error = ""
         if host.pinned and not on_cuda:
             try:
                 return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as refused:
                 error = str(refused).partition("\n")[0]
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # [size]
-        if host.pinned and on_cuda:  # in place: torch's own pinned memory has sizes that are powers of two
+        if host.pinned and on_cuda:  # torch's pinned memory rounds up to powers of two
             runtime: Any = torch.cuda.cudart()
             code = int(runtime.cudaHostRegister(buffer.data_ptr(), size, PORTABLE))
             error = f"CUDA error {code}" if code else ""
-            if not code:  # it is locked until its storage is freed
+            if not code:  # unpin when the storage is freed
                 weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
         if error:
             host.pinned = False
@@ -180,13 +219,15 @@ class AcceleratorEngine(Engine):
         return buffer
 
     def record(self, queue: str) -> Any:
-        """The queue's name, and an event in its stream."""
+        """Return the queue's name, and an event in its stream."""
         event = torch.Event(self.device)
         event.record(self._stream(queue))
         return queue, event
 
     def wait(self, queue: str, event: Any) -> None:
-        """The stream waits, not the thread, but for HOST; how long compute waits is counted."""
+        """Make the queue's stream wait; only HOST blocks the calling thread. Compute's waiting time
+        is counted.
+        """
         if event is None:
             return
         origin, recorded = event
@@ -203,12 +244,14 @@ class AcceleratorEngine(Engine):
         self._add_up()
 
     def settle(self) -> None:
-        """Waits for the streams of both directions, not for compute."""
+        """Synchronize with the streams of both directions, not with compute."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """The copy to `target` [...], asynchronous if host memory is pinned; timed in the queue's stream."""
+        """Copy to `target` [...], asynchronously if host memory is pinned; the copy is timed in the
+        queue's stream.
+        """
         with self._streams[queue]:
             before = self.clock(queue)
             target.copy_(source, non_blocking=(self._first or self).pinned)
@@ -216,29 +259,29 @@ class AcceleratorEngine(Engine):
         self._add_up()
 
     def _add_up(self) -> None:
-        """Count the time between each pair of events that the device has passed; waits for nothing."""
+        """Add up the times between events that the device has reached, without waiting."""
         while self._running and self._running[0][2].query():
             name, before, after = self._running.popleft()
             self._spent[name] += before.elapsed_time(after) / 1e3
 
     def spent(self) -> dict[str, float]:
-        """Of all that was put into the queues until now."""
+        """Return the seconds of everything put into the queues until now."""
         torch.accelerator.synchronize(self.device)
         self._add_up()
         return super().spent()
 
     def clock(self, queue: str = COMPUTE) -> Any:
-        """An event in the queue's stream, with a time."""
+        """Return a timed event in the queue's stream."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(self._stream(queue))
         return event
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Waits until the device has passed `stop`."""
+        """Return the seconds between two events, after waiting for `stop`."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
 
 def make_engine(device: torch.device) -> Engine:
-    """An `AcceleratorEngine` for an accelerator, an `Engine` for any other device."""
+    """Return an `AcceleratorEngine` for an accelerator, and an `Engine` for any other device."""
     return AcceleratorEngine(device) if is_accelerator(device) else Engine(device)

@@ -1,22 +1,25 @@
-"""Gradients of weights that live on the host: they leave when their layer's backward is over; autograd finds them there.
+"""Send gradients of weights on the host to the host, after their layer's backward.
 
-    Buffer     memory of the host for the gradients of one layer; `weights.HostWeights` uses it again and again
-    Arriving   the autograd Function between such weights and their layer, by which gradients arrive
+    Buffer     host memory for the gradients of one layer; `weights.HostWeights` reuses buffers
+    Arriving   the autograd Function between the weights and their layer, which waits for gradients
 
-[Note: gradients on the host] autograd knows a weight as a tensor on the host, where its gradient therefore has to be. The
-layer's backward hands out host memory that copies are still on their way to. They are waited for in `Arriving`, whose
-tensors are all on the host: its backward runs on the thread that called backward, and the device's thread goes on with the
-next layer. So hooks on weights, among them an optimizer's step, run beside the device, and find what is complete.
+[Note: gradients on the host] Autograd sees the weight as a tensor on the host, so the gradient must
+be on the host too. The layer's backward returns host memory while copies to the memory still run.
+`Arriving` waits for these copies. All tensors of `Arriving` are on the host, so its backward runs
+on the thread that called backward. The device's thread continues with the next layer. Hooks on
+weights, including an optimizer's step, thus run concurrently with the device and receive complete
+gradients.
 
-A buffer holds one layer's gradients as its range holds the weights. It is used again when nobody has any of them any more:
-neither `.grad`, nor a program that kept one. So a step holds a buffer for each layer, and two beside those whose gradients
-its hooks take away.
+A buffer contains one layer's gradients in the layout of the layer's range. The buffer is reused
+once no gradient in it is referenced any more, neither as `.grad` nor by the program. A step
+therefore needs one buffer for each layer, or two if hooks consume the gradients.
 
-[Note: order of gradients] Three waits beside those of `engines.py` and `weights.py`:
+[Note: order of gradients] Three waits in addition to the waits of `engines.py` and `weights.py`:
 
     9   out waits for compute        before it reads a gradient
     10  the caller waits for out     before it gets the gradient
-    11  compute waits for out        before a gradient's device memory is let go: when the next layer's have been computed
+    11  compute waits for out        before a gradient's device memory is freed, after the next layer's
+                                     gradients were computed
 """
 
 from __future__ import annotations
@@ -31,23 +34,25 @@ from torch import Tensor
 
 from streambp.offload.engines import HOST, Engine
 
-Arrival = list[tuple[Engine, Any]]  # of a layer's call: the event after which its gradients are there; []: none has left
+Arrival = list[tuple[Engine, Any]]  # event after a call's gradient copies; []: no gradient was sent
 Leave = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]]  # weights and their gradients [...]
 
 
 class Arriving(torch.autograd.Function):
-    """Weights [...] on the host -> themselves; their gradients wait for an arrival. [Note: gradients on the host]"""
+    """Identity on weights [...] on the host; their gradients wait for an arrival.
+    [Note: gradients on the host]
+    """
 
     @staticmethod
     def forward(ctx: Any, arrival: Arrival, *weights: Tensor) -> tuple[Tensor, ...]:
-        """The weights [...], for a layer's Function to take."""
+        """Return views of the weights [...], for a layer's Function."""
         ctx.arrival = arrival
         ctx.set_materialize_grads(False)
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients [...] of the weights, which are complete from now on."""
+        """Return the gradients [...] of the weights, after waiting for the copies."""
         for engine, event in ctx.arrival:
             engine.wait(HOST, event)  # 10
             for gradient in gradients:
@@ -58,7 +63,12 @@ class Arriving(torch.autograd.Function):
 
 @dataclasses.dataclass
 class Buffer:
-    """Host memory [bytes], uint8, for one layer's gradients. given: what sees the storages of those in it."""
+    """Host memory for one layer's gradients.
+
+    Attributes:
+        memory: the memory [bytes], uint8.
+        given: weak references to the storages of gradients in the buffer.
+    """
 
     memory: Tensor
     given: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)

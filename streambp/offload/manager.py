@@ -1,18 +1,23 @@
-"""Where a model's saved tensors are between forward and backward: on the host, and back a step ahead of their use.
+"""Move a model's saved tensors to the host after forward, and back one step ahead of their use in
+backward.
 
     OffloadManager        one for each patched model: the budgets, the arena, the copies
-      Holding             one stack of host memory: of a forward that waits for its backward, or of a prefix at work
-        HostTensors       one layer's saved tensors, read back in a known order, or the prefix' tiles, read and changed
+      Holding             one stack of host memory: of a forward that waits for its backward, or of a
+                          running prefix
+        HostTensors       one layer's saved tensors, read back in a known order, or a prefix's tiles,
+                          read and changed
 
-Forward puts tensors in; the copy starts when their producer is done. Backward's order of access is known when a layer's
-forward ends, so whoever has read what is read at once starts the copies of what comes next, across layers. The sources of
-the last two chunks stay on the device until newer ones push them out: the layer whose backward follows at once finds them
-there. Micro-batches are independent, so any order of their backward passes works (1F1B, interleaved, accumulation,
-evaluation in between).
+Forward puts tensors in, and each copy starts when the tensor's producer is done. The order of
+backward's reads is known at the end of a layer's forward. After each group of reads, the reader
+therefore starts the copies of the next group, across layers. The sources of the last two chunks
+stay on the device until newer chunks replace them. The layer whose backward follows at once finds
+its tensors there. Micro-batches are independent, so their backward passes may run in any order
+(1F1B, interleaved, accumulation, evaluation in between).
 
-[Note: device budget] `gpu_memory` is for the prefix of the layer at work first, because what does not stay of it moves once
-for each chunk; then for the saved tensors of the last layers, which move once and whose copies would hide least. Layers on
-several devices share one budget, so that none of the devices holds more. With offload="auto" it is measured (`link.py`).
+[Note: device budget] `gpu_memory` first serves the prefix of the running layer, because the rest of
+the prefix moves once for each chunk. The remainder serves the saved tensors of the last layers,
+which move once; their copies would hide least. Layers on several devices share one budget, so no
+device holds more. The budget of offload="auto" is measured (`link.py`).
 """
 
 from __future__ import annotations
@@ -29,19 +34,26 @@ from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_eng
 from streambp.offload.transfers import MICRO_BATCH, Entry, Holding, Transfers
 
 Access = tuple[str, int]
-ESSENTIAL = ("x", "state")  # what a recomputation starts from
+ESSENTIAL = ("x", "state")  # inputs of a recomputation
 
 
 class OffloadManager:
     """Moves saved tensors of one model between a device and the host (DESIGN.md section 5).
 
     Args:
-        host_memory: bytes of host memory that may be used; None: nine tenths of what is available.
-        on_host_full: "keep" what does not fit on the device, "recompute" what can be, or "raise".
-        layers: how many layers a forward has, for the size of a stack and for which of them stay on the device.
-        gpu_memory: bytes on the device for a layer's prefix and for saved tensors that stay; None: the prefix is whole,
-            and all saved tensors leave. prefix_memory: those for prefixes alone, which `LinkBudget` may know before.
-        engine: for tests; made for the device of the first tensor if None.
+        host_memory: limit on host memory in bytes; None: nine tenths of the available memory.
+        on_host_full: treatment of tensors that do not fit: "keep" on the device, "recompute" if
+            possible, or "raise".
+        layers: number of layers in a forward, for the size of a stack and the choice of layers that
+            stay on the device.
+        gpu_memory: device bytes for a layer's prefix and for saved tensors that stay; None: the
+            prefix stays on the device, and all saved tensors leave.
+        engine: replacement for tests; by default an engine is created for the device of the first
+            tensor.
+
+    Attributes:
+        prefix_memory: device bytes for prefixes alone, which `LinkBudget` may determine before
+            `gpu_memory`.
     """
 
     def __init__(
@@ -56,8 +68,8 @@ class OffloadManager:
         self.on_host_full = on_host_full
         self.layers = layers
         self.set_aside = 0  # bytes of host memory that an engine will take
-        self.held = self.to_come = 0  # bytes of `host_memory` that weights take, and those that their gradients will take
-        self.workspace = 0  # bytes of the largest prefix of this forward, as backward will need it
+        self.held = self.to_come = 0  # bytes of `host_memory` for weights, and for their gradients
+        self.workspace = 0  # bytes of this forward's largest prefix, for backward
         self._given_gpu_memory = gpu_memory
         self.gpu_memory = self.prefix_memory = gpu_memory
         self.left = 0  # tensors that did not fit on the host
@@ -68,11 +80,11 @@ class OffloadManager:
         self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
-        """A copied or pickled model starts with an empty manager."""
+        """Return an empty manager for a copied or pickled model."""
         return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self._given_gpu_memory)
 
     def start(self, device: torch.device) -> tuple[Arena, Engine]:
-        """Host memory, and what copies between a device and it; made for the first device that asks."""
+        """Return the host memory and the engine of a device, created at the first call."""
         engines = self.transfers.engines
         if not engines:
             engines[device] = self._given_engine or make_engine(device)
@@ -85,7 +97,9 @@ class OffloadManager:
         return self.arena, engines[device]
 
     def open(self, index: int, device: torch.device) -> HostTensors:
-        """The store of one layer's call; a layer that does not come after the last one starts a new micro-batch."""
+        """Return the store of one layer's call; a layer index that does not increase starts a new
+        micro-batch.
+        """
         arena, engine = self.start(device)
         batch = None if self._current is None else self._current()
         if batch is None or not batch.retire.alive or index <= batch.last_index:
@@ -94,14 +108,15 @@ class OffloadManager:
             self._current = weakref.ref(batch)
             self._holdings.add(batch)
         batch.last_index = index
-        # It stays if it and all after it fit on the device, should they be like those before. The first layer's size is not
-        # known yet; it leaves, as its backward comes last.
+        # A layer stays if all remaining layers, estimated by the largest earlier one, fit on the
+        # device. The first layer's size is unknown; its tensors leave, because its backward comes
+        # last.
         largest = batch.layer_bytes
         stays = largest > 0 and self.has_room((self.layers - index) * largest)
         return HostTensors(self, batch, engine, stays)
 
     def scratch(self, device: torch.device) -> HostTensors:
-        """A store for the tiles of one prefix."""
+        """Return a store for the tiles of one prefix."""
         arena, engine = self.start(device)
         holding = Holding(arena, "prefix")
         self._holdings.add(holding)
@@ -109,31 +124,41 @@ class OffloadManager:
 
     @property
     def kept(self) -> int:
-        """Bytes of saved tensors that stay on the device."""
+        """Return the bytes of saved tensors that stay on the device."""
         return sum(store.kept for holding in self._holdings for store in holding.alive())
 
     def has_room(self, size: int) -> bool:
-        """Whether as many bytes of saved tensors may stay on the device. [Note: device budget]"""
+        """True if `size` more bytes of saved tensors may stay on the device.
+        [Note: device budget]
+        """
         return self.gpu_memory is not None and self.workspace + self.kept + size <= self.gpu_memory
 
     def place(
         self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
     ) -> Entry | None:
-        """Start the copy of a tensor [...] to the host. One that does not fit stays, or is None if it can be recomputed.
+        """Start the copy of a tensor [...] to the host.
+
+        A tensor that does not fit stays on the device; if it can be recomputed, the result may be
+        None.
 
         Args:
-            engine: of the tensor's device. optional: it can be recomputed. foreign: others may change it in place; what
-                goes to the host is as it is now.
+            engine: engine of the tensor's device.
+            optional: True if the tensor can be recomputed.
+            foreign: True if other code may change the tensor in place; the host gets its present
+                values.
 
         Raises:
-            HostMemoryError: it does not fit, and `on_host_full` is "raise".
+            HostMemoryError: the tensor does not fit, and `on_host_full` is "raise".
         """
-        arena, stack, size = holding.arena, holding.stack, tensor.nbytes
+        arena = holding.arena
+        stack = holding.stack
+        size = tensor.nbytes
         host = stack.push(size)
         if host is None:
             wanted = padded(size)
-            if len(holding.stores) > 1:  # as much as those before, for each to come
-                done, staying = len(holding.stores) - 1, 0
+            if len(holding.stores) > 1:  # estimate later layers by earlier ones
+                done = len(holding.stores) - 1
+                staying = 0
                 if self.gpu_memory is not None:
                     staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
                 wanted = max(wanted, stack.used // done * max(0, self.layers - done - staying))
@@ -161,22 +186,27 @@ class OffloadManager:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory allocated."""
+        """Return the bytes of allocated host memory."""
         return 0 if self.arena is None else self.arena.allocated
 
     def stats(self) -> dict[str, float]:
-        """Bytes moved, seconds that compute waited and GB/s in each direction; host memory; tensors that did not fit."""
-        moved, spent, found = self.transfers.bytes, self.transfers.spent(), dict[str, float]()
+        """Return bytes moved, seconds of waiting and GB/s for each direction, host bytes, and
+        tensors that did not fit.
+        """
+        moved = self.transfers.bytes
+        spent = self.transfers.spent()
+        found = dict[str, float]()
         for queue in (OUT, BACK):
             found[f"bytes_{queue}"], found[STALL + queue] = moved[queue], spent[STALL + queue]
             found[f"gb_per_s_{queue}"] = moved[queue] / spent[queue] / 1e9 if spent[queue] else 0.0
         return {**found, "host_bytes": self.host_bytes, "left": self.left}
 
     def abort(self) -> None:
-        """Give up every forward that waits for its backward, after an exception, say: their host memory is free at once.
+        """Discard every forward that waits for its backward, for example after an exception, and
+        free its host memory.
 
-        Without it that happens when nothing refers to them any more: neither the loss, nor the exception's traceback. Their
-        backward raises BackwardError from now on; the next forward finds everything as it was before.
+        If `abort` is not called, the memory is freed with the loss and the exception's traceback. A
+        later backward of such a forward raises BackwardError; the next forward is unaffected.
         """
         self.transfers.let_go()
         self.transfers.settle()
@@ -188,44 +218,56 @@ class OffloadManager:
         self._current = None
 
     def close(self) -> None:
-        """Give the host memory back to the system, and give up what waits for its backward (see `abort`)."""
+        """Return the host memory to the system, and discard forwards that wait for their backward
+        (see `abort`).
+        """
         self.abort()
         self.arena, self.transfers = None, Transfers()
 
 
 class HostTensors:
-    """Tensors of one device, by name and chunk, in one stack of host memory: what one layer saves, each tensor taken once,
-    chunks from the last to the first, or the tiles of a prefix.
+    """Tensors of one device by name and chunk, in one stack of host memory.
 
-    stays: everything stays on the device. bytes: of everything put in. kept: of what stays on the device and was not yet
-    taken. [Note: device budget]
+    The tensors are one layer's saves, each taken once from the last chunk to the first, or the
+    tiles of a prefix.
+
+    Attributes:
+        stays: True if all tensors stay on the device.
+        bytes: bytes of all tensors put in.
+        kept: bytes of tensors that stay on the device and were not taken yet. [Note: device budget]
 
     Raises:
-        HostMemoryError: the host budget is used up and `on_host_full` is "raise".
-        BackwardError: a tensor is asked for that is not there (any more).
+        HostMemoryError: the host budget is exhausted and `on_host_full` is "raise".
+        BackwardError: a requested tensor does not exist, or not any more.
     """
 
     copies = True  # the tensors put in may be changed or freed afterwards
 
     def __init__(self, manager: OffloadManager, holding: Holding, engine: Engine, stays: bool = False) -> None:
-        self._manager, self._transfers = manager, manager.transfers
-        self._holding, self._engine = holding, engine
+        self._manager = manager
+        self._transfers = manager.transfers
+        self._holding = holding
+        self._engine = engine
         self._entries: dict[Access, Entry] = {}
         self._before = holding.stores[-1] if holding.stores else None
         holding.stores.append(weakref.ref(self))
-        self._order: list[list[Access]] = []  # of backward, once forward is over
+        self._order: list[list[Access]] = []  # order of backward's reads, set after forward
         self._ahead = self._position = 0
         self.stays = stays
         self.bytes = self.kept = 0
 
     def reserve(self, size: int) -> None:
-        """Make room for `size` bytes at once, if there are as many; otherwise it is made tensor by tensor."""
+        """Allocate `size` bytes in one step if possible; otherwise memory is allocated tensor by
+        tensor.
+        """
         missing = size - self._holding.stack.left
         if missing > 0:
             self._holding.arena.grow(self._holding.stack, padded(missing))
 
     def put(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Start the copy of a tensor [...] to the host; one that was there before by that name and chunk is replaced."""
+        """Start the copy of a tensor [...] to the host, in place of any earlier tensor of this name
+        and chunk.
+        """
         self._check_not_retired()
         self._transfers.begin(self, chunk)
         entry = self._entries.get((name, chunk))
@@ -242,17 +284,20 @@ class HostTensors:
                 optional = self._holding.stack.kind == MICRO_BATCH and name.split(".")[0] not in ESSENTIAL
                 entry = self._manager.place(self._holding, self._engine, tensor, optional, foreign=name == "x")
             if entry is not None:
-                if entry.host is None and name == "x":  # the caller's tensor, not ours
+                if entry.host is None and name == "x":  # the tensor belongs to the caller
                     entry.version = tensor._version
                 self._entries[name, chunk] = entry
 
     def has(self, name: str, chunk: int) -> bool:
-        """Whether it was put in and not taken."""
+        """True if the tensor was put in and not taken."""
         return (name, chunk) in self._entries
 
     def load(self, name: str, chunk: int) -> None:
-        """Start its copy back to the device, unless it is there or on its way."""
-        entry, holding = self._entry(name, chunk), self._holding
+        """Start the tensor's copy back to the device, unless it is on the device or the copy has
+        started.
+        """
+        entry = self._entry(name, chunk)
+        holding = self._holding
         if entry.source is not None or entry in holding.arriving:
             return
         assert entry.host is not None
@@ -266,10 +311,11 @@ class HostTensors:
         self._transfers.bytes[BACK] += tensor.nbytes
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...], on the device, to be read alone; it stays on the host.
+        """Return the tensor [...] on the device, for reading alone; it stays on the host.
 
         Raises:
-            BackwardError: it is the layer's input, which stayed on the device and was changed in place since forward.
+            BackwardError: the tensor is the layer's input, stayed on the device, and was changed in
+                place since forward.
         """
         entry = self._entry(name, chunk)
         reads = self._order[self._position] if self._position < len(self._order) else []
@@ -291,15 +337,16 @@ class HostTensors:
         return tensor
 
     def borrow(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...], on the device, to be changed and put in again."""
-        tensor, entry = self.peek(name, chunk), self._entries[name, chunk]
+        """Return the tensor [...] on the device, to be changed and put in again."""
+        tensor = self.peek(name, chunk)
+        entry = self._entries[name, chunk]
         if tensor is entry.source:
             entry.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
         entry.engine.access(COMPUTE, tensor, write=True)
         return tensor
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """The tensor [...], on the device, for the last time."""
+        """Return the tensor [...] on the device, and remove it from the store."""
         tensor = self.peek(name, chunk)
         entry = self._entries.pop((name, chunk))
         self._transfers.let_go(entry)
@@ -307,19 +354,27 @@ class HostTensors:
         return tensor
 
     def seal(self, order: list[list[Access]], workspace: int = 0) -> None:
-        """A layer's forward is over; backward will read in this order, each list at once. [Note: order of reads]
+        """Record the end of a layer's forward, and the order of backward's reads.
+        [Note: order of reads]
 
-        workspace: bytes on the device that backward needs beside.
+        Args:
+            order: lists of tensors; backward reads each list at once.
+            workspace: further device bytes that backward needs.
         """
-        self._order, self._position = order, 0
+        self._order = order
+        self._position = 0
         self._ahead = max(map(len, order), default=0)
         self._manager.workspace = max(self._manager.workspace, workspace)
 
     def read_ahead(self) -> None:
-        """What is read at once has been read: start the copies of what comes next, here or in the layer whose backward
-        follows. They are as many as backward reads at once, and those that it reads at once all together."""
+        """Start the copies of the next reads after a group of reads, here or in the layer whose
+        backward follows.
+
+        Groups are started undivided, until the number of copies reaches the size of the largest
+        group.
+        """
         started = 0
-        if not self._order:  # forward is at work, or these are a prefix' tiles
+        if not self._order:  # forward runs, or the store holds a prefix's tiles
             return
         for reads in self._order[self._position :]:
             started += self._load_all(reads)
@@ -330,7 +385,7 @@ class HostTensors:
             before.read_ahead()
 
     def _load_all(self, reads: list[Access]) -> int:
-        """Start the copies of those that are there still; how many these are."""
+        """Start the copies of those tensors that still exist, and return their number."""
         there = [access for access in reads if access in self._entries]
         for access in there:
             self.load(*access)

@@ -1,31 +1,40 @@
-"""The one choice of saves="auto": how long chunks are, and what layers keep for their backward, on the device or the host.
+"""Choose chunk sizes and saved tensors for saves="auto", on the device or the host.
 
-[Note: saves that fit] `patch` decides nothing: a model may be moved, cast, frozen or given adapters afterwards. The choice
-is taken when the first layer of a micro-batch begins, from what there is room for then and from what a step without saves
-needs (the planner's law, counted once for each state of the model). Whatever else is there, an optimizer's states, other
-models, other processes, gradients of earlier micro-batches, is part of what is not free. Saves change no value (but for
-rounding, in half precision where plain products attend), so that each step, each micro-batch and each rank may decide anew.
+[Note: saves that fit] `patch` decides nothing, because a model may be moved, cast, frozen or given
+adapters afterwards. The choice is made when the first layer of a micro-batch begins. The policy
+compares the free memory with the need of a step without saves (the planner's formula, computed once
+for each state of the model). Other memory users are simply part of the memory that is not free:
+optimizer states, other models, other processes, gradients of earlier micro-batches. Saves change no
+value, except for rounding in half precision where plain products attend. Each step, each
+micro-batch and each rank may therefore choose anew.
 
-What is saved goes by seconds spared for each byte, and within one kind to the last layers first, whose backward comes
-first: when the first layers' gradients are born, the last layers' saves are gone. Of the chunk sizes whose step fits the
-one is taken that is fastest with the saves that fit beside it. A step never saves what it cannot afford by the law. Where
-the law is wrong, or others take memory meanwhile, less is saved:
+Saves are ordered by seconds spared for each byte, and within one kind from the last layer to the
+first. The last layers' backward runs first, so their saves are freed before the first layers'
+gradients are allocated. Among the chunk sizes whose step fits, the policy takes the fastest one,
+given the saves that fit beside the step. A step never saves more than the formula allows. If the
+formula is wrong, or other users take memory meanwhile, less is saved:
 
-    before each layer in forward       what the device lacks now is taken off the layers to come, or else off all
-    before each chunk, both ways       where less is free than computing it takes, all waiting layers let go of their saves
-    a chunk runs out, either way       the same, and the chunk is computed again ([Note: once for each chunk])
-    the next steps of as many tokens   leave free what was missing besides; each that goes well gives a tenth of it back
+    before each layer in forward       memory that is missing now is taken from the saves of later
+                                       layers, or else all saves are freed
+    before each chunk, both ways       if less is free than the chunk needs, all waiting layers free
+                                       their saves
+    a chunk runs out, either way       the same, and the chunk is computed again
+                                       ([Note: once for each chunk])
+    the next steps of as many tokens   leave the missing memory free too; each successful step returns
+                                       a tenth of this margin
 
-The driver is asked for the free memory when a forward begins and when its first layer begins; between, what it said then
-and torch's own count tell it.
+The driver reports the free memory when a forward begins and when its first layer begins. Between
+these points the driver's last report and torch's own counters give the free memory.
 
-[Note: saves on the host] With offloading there is room for what leaves behind the compute of a forward, at the rate of the
-copies, and for what the host has (DESIGN.md section 5). The first forward of a length, within a factor of two, measures
-both and saves nothing but inputs; attention's outputs only where attending again takes longer than copying. The forward
-decides: a backward takes twice as long, and the link is no slower in its direction.
+[Note: saves on the host] Two quantities limit saves with offloading (DESIGN.md section 5): the
+bytes whose copies hide behind a forward's compute, and the host's memory. The first forward of a
+length, within a factor of two, measures both and saves nothing but inputs. Attention outputs are
+saved only if attending again takes longer than copying. Only the forward counts, because a backward
+takes twice as long and the link is no slower in its direction.
 
-A call in one chunk, on a device with room for all of these, keeps its graph and recomputes nothing. [Note: kept graphs]
-With four times the room it is not streamed at all. [Note: micro-batches as unpatched]
+A call in one chunk, on a device with room for all saves, keeps its graph and recomputes nothing.
+[Note: kept graphs] A call with four times the room is not streamed at all.
+[Note: micro-batches as unpatched]
 """
 
 from __future__ import annotations
@@ -44,25 +53,30 @@ from streambp.offload.arena import host_limit
 from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Figures, LayerCost, LayerSeen, Shortage
 from streambp.offload.link import LinkBudget
 
-SLACK = 0.01  # of the free memory at first: less is no sign that the law is wrong
+SLACK = 0.01  # fraction of the initial free memory; smaller deviations are ignored
 CHUNK_TOKENS = (16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
-CLOSE = 0.002  # of the seconds: as fast
-FORWARD = 0.25  # of a step's seconds: it computes everything once, and backward three times as much
-REMEMBERED = 32  # margins
+CLOSE = 0.002  # seconds with a smaller relative difference count as equal
+FORWARD = 0.25  # forward's fraction of a step's seconds; backward computes three times as much
+REMEMBERED = 32  # maximal number of margins
 
-Free = Callable[[torch.device], float | None]  # which may have `forget`, `sees_others` and `retries`, as `FreeMemory` has
-Rooms = list[list[float]]  # (index, bytes): what layers up to that one may save together
+Free = Callable[[torch.device], float | None]  # optional methods are those of `FreeMemory`
+Rooms = list[list[float]]  # (index, bytes): common budget of all layers up to `index`
 
 
 class SavesPolicy:
-    """Chooses chunk sizes, and what each layer of a model saves. [Note: saves that fit]
+    """Chooses chunk sizes, and the saves of each layer of a model. [Note: saves that fit]
 
     Args:
-        layers: how many there are. free: bytes that a device has for a step; None: not known. states: what is known of the
-            model's steps in its present state, and the part of its gradients that are there. sizes: it chooses chunk sizes.
-        saves: and what is saved. link: what may leave the device; None: nothing does.
+        layers: number of layers.
+        free: returns the bytes that a device has free for a step; None: unknown.
+        states: returns the figures of the model's present state, and the fraction of its gradients
+            that exist already.
+        sizes: True if the policy chooses chunk sizes.
+        saves: True if the policy chooses saves.
+        link: budget of saves that leave the device; None: saves stay on the device.
 
-    latest: what the last micro-batch chose; None: nothing was known to choose from.
+    Attributes:
+        latest: the last micro-batch's choice; None: too little information for a choice.
     """
 
     def __init__(
@@ -74,27 +88,32 @@ class SavesPolicy:
         saves: bool,
         link: LinkBudget | None = None,
     ) -> None:
-        self.layers, self.free, self.states = layers, free, states
-        self.sizes, self.keeps, self.link = sizes, saves, link
+        self.layers = layers
+        self.free = free
+        self.states = states
+        self.sizes = sizes
+        self.keeps = saves
+        self.link = link
         self.latest: Choice | None = None
-        self.known, self.present = Figures(), 0.0
+        self.known = Figures()
+        self.present = 0.0
         self._begun = self._others_are_seen = False
         self._chunks: dict[tuple[int, int], int] = {}
         self._seen: dict[int, LayerSeen] = {}
         self._plan: dict[int, list[Candidate]] = {}
         self._by_name: set[int] = set()  # layers whose graphs cannot be kept
-        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # of `layer.saved.Kept`
+        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # instances of `layer.saved.Kept`
         self._last = layers  # the layer whose forward began last
-        self._device = torch.device("meta")  # of the first layer: only layers on it save anything
-        self._expected = 0.0  # bytes that must be free as the next layer begins, for what is planned
+        self._device = torch.device("meta")  # only layers on the first layer's device save
+        self._expected = 0.0  # planned free bytes at the next layer's beginning
         self._slack = 0.0
-        self._at_work = -math.inf  # bytes that should be free as a chunk begins; whatever is free where nothing was saved
+        self._at_work = -math.inf  # bytes that a chunk needs free; -inf if nothing was saved
         self._shortage: Shortage | None = None
         self._retries = 0
-        self.margins: dict[tuple[int, int], Shortage] = {}  # by tokens and those of a chunk: the last, with its margin
+        self.margins: dict[tuple[int, int], Shortage] = {}  # key: tokens of a step, tokens of a chunk
 
     def __reduce__(self) -> Any:
-        """A copied or pickled model has seen nothing."""
+        """Return a new policy for a copied or pickled model, without measurements."""
         return SavesPolicy, (self.layers, self.free, self.states, self.sizes, self.keeps, self.link)
 
     def __str__(self) -> str:
@@ -104,7 +123,9 @@ class SavesPolicy:
         return f"auto: the fastest of {sizes} tokens over all rows of the batch that fits into the device's free memory"
 
     def begins(self, device: torch.device, with_layers: bool = False) -> None:
-        """A forward of the model begins: ask the device and the model anew, once, before any layer or with the first."""
+        """Record the beginning of a model's forward, and query the device and the model once for
+        each forward.
+        """
         if not self._begun:
             getattr(self.free, "forget", bool)()
             if self.link is not None:
@@ -118,11 +139,13 @@ class SavesPolicy:
         self._begun = not with_layers
 
     def ended(self) -> None:
-        """A forward of the model is over, however that came."""
+        """Record the end of a model's forward, with or without an exception."""
         self._begun = False
 
     def chunk(self, index: int, batch_size: int, length: int, device: torch.device) -> int:
-        """Positions per row for layer `index`; the first layer of a forward decides for all."""
+        """Return the positions of each row in one chunk of layer `index`; the first layer of a
+        forward decides for all.
+        """
         key = batch_size, length
         if index == 0 or key not in self._chunks:
             self.begins(device, with_layers=True)
@@ -130,27 +153,36 @@ class SavesPolicy:
         return self._chunks[key]
 
     def size(self, batch_size: int, length: int, device: torch.device) -> int:
-        """Positions per row of the chunks that are fastest with what fits beside them; the fewest if nothing fits."""
+        """Return the chunk size in positions of each row: the fastest size that fits, or the
+        smallest if none fits.
+        """
         known = self.known
         free = None if known.need is None or known.seconds is None else self.free(device)
         if free is None:
             return plan_chunks(length, batch_size, "auto").size
-        size, best, tokens = 1, math.inf, batch_size * length
+        size = 1
+        best = math.inf
+        tokens = batch_size * length
         for wanted in CHUNK_TOKENS:
             positions = max(1, wanted // batch_size)
             positions = length if positions >= length else in_one_pass(positions)
             if math.isinf(best):
-                size = positions  # where nothing fits the last one stays
+                size = positions  # if no size fits, the last one remains
             fits, _, seconds = self.predicted(free, tokens, batch_size * positions, device, length)
             if fits and seconds < best * (1 - CLOSE):
-                size, best = positions, seconds
+                size = positions
+                best = seconds
         return size
 
     def predicted(
         self, free: float, tokens: int, chunk: int, device: torch.device, length: int
     ) -> tuple[bool, dict[int, list[Candidate]], float]:
-        """Whether a step in chunks of so many tokens fits, what its layers save by name, and its seconds."""
-        rooms, plan, seconds = self._rooms(free, tokens, chunk), {}, math.inf
+        """Return three predictions for a step in chunks of `chunk` tokens: if it fits, the saves of
+        each layer, and its seconds.
+        """
+        rooms = self._rooms(free, tokens, chunk)
+        plan = {}
+        seconds = math.inf
         fits = min(room for _, room in rooms) >= 0
         if fits and self.keeps and self.link is None:
             plan = self._fill(rooms, range(self.layers), device, tokens, length, chunk == tokens)
@@ -159,7 +191,7 @@ class SavesPolicy:
         return fits, plan, seconds
 
     def _rooms(self, free: float, tokens: int, chunk: int) -> Rooms:
-        """What is left for saves beside a step without any."""
+        """Return the bytes left for saves beside a step without saves."""
         assert self.known.need is not None
         lack = self.margins.get((tokens, chunk))
         free -= 0.0 if lack is None else lack.margin
@@ -168,23 +200,28 @@ class SavesPolicy:
     def saves(
         self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]
     ) -> tuple[tuple[str, ...] | None, bool, LayerSeen | None]:
-        """What the layer of this call saves; its forward begins.
+        """Return the saves of a layer whose forward begins.
 
         Args:
-            kept: `layer.saved.Kept`, which can be asked to let go of it. can_keep_graph: whether its graph may be kept.
+            kept: the call's `layer.saved.Kept`, which can free its saves on request.
+            can_keep_graph: returns True if the layer's graph may be saved.
 
         Returns:
-            names as in `StreamConfig.saves`, a Linear by its exact name, None for those of the configuration; whether its
-            graph is saved instead; and what is to be told what its chunks cost, None if that is known.
+            The names as in `StreamConfig.saves`, a Linear by its exact name; None: the names in the
+                configuration.
+            True if the layer's graph is saved instead.
+            The object that records the cost of the layer's chunks; None: the cost is known.
         """
-        index, length, unread = kept.site.index, kept.plan.length, kept.site.unread
+        index = kept.site.index
+        length = kept.plan.length
+        unread = kept.site.unread
         tokens = rows * length
         if index <= self._last:
             self._begin(kept, rows)
         elif self._plan and kept.device == self._device:
             free = self._free_now()
             short = 0.0 if free is None else self._expected - free
-            if short > self._slack:  # save less from here on; if that is not enough, let go of what is saved
+            if short > self._slack:  # save less from here on, or free the saves
                 self._expected -= short
                 if self._shortage is not None and not self._others_are_seen:
                     self._shortage.missing = max(self._shortage.missing, short)
@@ -195,8 +232,10 @@ class SavesPolicy:
                 elif planned:
                     rooms = [[math.inf, planned - short]]
                     self._plan |= self._fill(rooms, later, self._device, tokens, length, len(kept.plan) == 1)
-        self._last, watch = index, None
-        cost, chosen = self.known.costs.get(index), self._plan.get(index, [])
+        self._last = index
+        watch = None
+        cost = self.known.costs.get(index)
+        chosen = self._plan.get(index, [])
         if self.link is not None:
             if self.latest is None:
                 watch = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
@@ -211,7 +250,8 @@ class SavesPolicy:
             if watch is None:
                 self._by_name.add(index)
             rooms = [[math.inf, sum(candidate.bytes for candidate in chosen)]]
-            graph, chosen = False, self._fill(rooms, [index], None, tokens, length, True, (GRAPH,))[index]
+            graph = False
+            chosen = self._fill(rooms, [index], None, tokens, length, True, (GRAPH,))[index]
             self._plan[index] = chosen
         elif index in self._by_name and can_keep_graph():
             self._by_name.discard(index)
@@ -221,22 +261,31 @@ class SavesPolicy:
         return () if graph else tuple(candidate.name for candidate in chosen), graph, watch
 
     def _begin(self, kept: Any, rows: int) -> None:
-        """A micro-batch begins: learn from those before, and choose."""
+        """Begin a micro-batch: update the margins from the previous micro-batch, and choose the
+        saves.
+        """
         if not self.sizes:
             self.begins(kept.device, with_layers=True)
-        lack, self._shortage = self._shortage, None
-        if lack is not None:  # what the micro-batch before lacked, those like it leave free besides
+        lack = self._shortage
+        self._shortage = None
+        if lack is not None:  # leave free what the previous one lacked
             retries = getattr(self.free, "retries", lambda _: 0)(self._device)
-            if retries > self._retries:  # the allocator gave its cache back to go on
+            if retries > self._retries:  # the allocator freed its cache
                 lack.missing = max(lack.missing, self._slack)
             lack.learn(self.margins.pop(lack.key, None))
             self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: lack}
-        self._seen, self._plan, self.latest, self._at_work = {}, {}, None, -math.inf
-        length, chunk = kept.plan.length, rows * min(kept.plan.size, kept.plan.length)
+        self._seen = {}
+        self._plan = {}
+        self.latest = None
+        self._at_work = -math.inf
+        length = kept.plan.length
+        chunk = rows * min(kept.plan.size, kept.plan.length)
         if self.link is not None:
             self._begin_on_host(self.link, length, chunk)
             return
-        free, need, tokens = self.free(kept.device), self.known.need, rows * length
+        free = self.free(kept.device)
+        need = self.known.need
+        tokens = rows * length
         self._others_are_seen = getattr(self.free, "sees_others", lambda _: False)(kept.device)
         if free is None or need is None or not self.known.costs:
             return
@@ -253,14 +302,17 @@ class SavesPolicy:
             self._shortage = Shortage((tokens, chunk), room, planned, wished)
 
     def _begin_on_host(self, link: LinkBudget, length: int, chunk: int) -> None:
-        """Choose what leaves, or let it be measured. [Note: saves on the host]"""
-        measured, costs = link.begin(length), self.known.costs
+        """Choose the saves that leave the device, or have the forward measured.
+        [Note: saves on the host]
+        """
+        measured = link.begin(length)
+        costs = self.known.costs
         if measured is None:
             return
         whole = functools.reduce(operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values()))
         attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
         why = {"attn_out": "attending again is faster than copying"} if attends and whole.attn_out else {}
-        hidden = measured.seconds * measured.link  # bytes whose copies hide behind the forward's compute
+        hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         room = min(hidden, measured.host) - whole.x
         self._plan = self._fill([[math.inf, room]], costs, None, measured.tokens, measured.length, False, why)
         self.latest = Chosen(measured.tokens, measured.length, chunk, room, self._plan, measured, whole.x, why)
@@ -272,8 +324,12 @@ class SavesPolicy:
                 why.setdefault(name, full)
 
     def faster_on_host(self) -> float:
-        """Seconds that the last step would have been shorter with offload="cpu", by the device's rates; 0: not known."""
-        chosen, known, costs = self.latest, self.known, self.known.costs
+        """Return the seconds that offload="cpu" would have spared in the last step, by the device's
+        rates; 0: unknown.
+        """
+        chosen = self.latest
+        known = self.known
+        costs = self.known.costs
         if not isinstance(chosen, Chosen) or self.link is not None or known.seconds is None:
             return 0.0
         if GRAPH in chosen.layers or chosen.layers.get("attn_out", 0) == len(costs):
@@ -293,11 +349,13 @@ class SavesPolicy:
         whole: bool,
         without: Container[str] = (),
     ) -> dict[int, list[Candidate]]:
-        """What these layers save of what fits, by worth.
+        """Return the saves of these layers that fit, most worthwhile first.
 
         Args:
-            rooms: taken up by what is saved. device: of the layers that save; None: all do. whole: the call is one chunk,
-                whose graph may be kept. without: names of what nobody saves.
+            rooms: bytes for saves, reduced by the chosen saves.
+            device: only layers on this device save; None: all layers save.
+            whole: True if the call is one chunk, so that its graph may be saved.
+            without: names that no layer saves.
         """
         plan: dict[int, list[Candidate]] = {index: [] for index in indices}
         found: list[Candidate] = []
@@ -313,9 +371,12 @@ class SavesPolicy:
                     graphs[index] = Candidate(index, GRAPH, size, sum(one.bytes * one.worth for one in named) / size)
         ordered = sorted(found, key=lambda one: (-one.worth, -one.index))
         for candidate in (*ordered, *sorted(graphs.values(), key=lambda one: -one.index)):
-            index, size, graph = candidate.index, candidate.bytes, graphs.get(candidate.index)
-            if graph is not None and graph.bytes <= taken[index] + size:  # it keeps all that has a name, and takes no more
-                candidate, size = graph, graph.bytes - taken[index]
+            index = candidate.index
+            size = candidate.bytes
+            graph = graphs.get(candidate.index)
+            if graph is not None and graph.bytes <= taken[index] + size:  # all named saves are in the graph
+                candidate = graph
+                size = graph.bytes - taken[index]
             if graph not in plan[index] and all(size <= room for upto, room in rooms if index <= upto):
                 for entry in rooms:
                     entry[1] -= size if index <= entry[0] else 0.0
@@ -324,7 +385,7 @@ class SavesPolicy:
         return plan
 
     def check_room(self, kept: Any) -> None:
-        """Let go of all saves if the device has less free than a chunk takes."""
+        """Free all saves if the device has less memory free than a chunk needs."""
         lack = self._shortage
         if lack is None or self._at_work == -math.inf or kept.device != self._device:
             return
@@ -338,18 +399,24 @@ class SavesPolicy:
             self._drop(kept, "less memory was free than a chunk takes")
 
     def let_go(self, kept: Any | None = None) -> bool:
-        """The device has run out of memory, in this call or between layers: whether saves were there to be let go of."""
+        """Free all saves after the device ran out of memory, in this call or between layers; True
+        if any existed.
+        """
         self.failed()
         return self._drop(kept, f"{'the loss' if kept is None else 'a chunk'} ran out of memory")
 
     def failed(self) -> None:
-        """A step has run out of memory: later ones like it save half of what this one wanted to."""
+        """Record that a step ran out of memory; similar steps then save at most half of the bytes
+        planned here.
+        """
         if self._shortage is not None:
             self._shortage.missing = max(self._shortage.missing, self._shortage.planned / 2)
             self._shortage.failed = True
 
     def learn(self) -> Mapping[int, LayerCost]:
-        """What is known of each layer, by its index; of those whose backward has run, what was seen."""
+        """Return the known costs of layers by index, updated by the layers whose backward has
+        run.
+        """
         costs = self.known.costs
         for index, seen in list(self._seen.items()):
             cost = seen.learnt()
@@ -362,9 +429,14 @@ class SavesPolicy:
         return costs
 
     def graphs(self, tokens: int, device: torch.device) -> tuple[float, float] | None:
-        """Bytes that the graphs of all layers take in a call of so many tokens over all rows, in one chunk, and those that
-        a step without saves leaves free on the device; None where one of them is not known, or a layer lies elsewhere."""
-        costs, free, need = self.learn(), self.free(device), self.known.need
+        """Return the bytes of all layers' graphs for `tokens` tokens in one chunk, and the free
+        bytes beside a step without saves.
+
+        None if either is unknown, or a layer is on another device.
+        """
+        costs = self.learn()
+        free = self.free(device)
+        need = self.known.need
         if len(costs) < self.layers or free is None or need is None:
             return None
         taken = 0.0
@@ -381,7 +453,9 @@ class SavesPolicy:
         return free
 
     def _drop(self, kept: Any | None, because: str) -> bool:
-        """Let go of all that is saved; the call of `kept` is at work, and uses its buffers. Whether anything was there."""
+        """Free all saves; the running call of `kept` still uses its buffers. True if any saves
+        existed.
+        """
         device = self._device if kept is None else kept.device
         there = [other for other in self._waiting if other.device == device and (other.saves or other.keeps_graph)]
         for other in there:

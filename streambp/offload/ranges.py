@@ -1,12 +1,13 @@
-"""Which weights live on the host, and where: a range of memory for each layer.
+"""Allocate host memory for weights: one range of memory for each layer.
 
-    HostRanges       of one patched model
-      LayerRange     one layer's: the memory, and the tensors that lie in it
-    move_others      stands in for a layer's `_apply`, by which modules are moved
+    HostRanges       the ranges of one patched model
+      LayerRange     the range of one layer: the memory, and the tensors in it
+    move_others      replaces a layer's `_apply`, which moves and casts modules
 
-Frozen weights live on the host. On the device stay weights that train or once did (adapters), and weights that somebody
-else holds, too (another layer, the embeddings). Of a layer that trains as a whole all weights live on the host, and their
-gradients come there. [Note: gradients on the host]
+Frozen weights are on the host. Weights that require a gradient, or once did (adapters), stay on the
+device. So do weights that other modules share (another layer, the embeddings). A layer that trains
+entirely has all its weights on the host, and their gradients arrive there.
+[Note: gradients on the host]
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from streambp.known_names import GRADIENT_HOOKED, MOVES, PARTITIONED, STATISTICS
 from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
 from streambp.offload.engines import Engine
 
-ALIGNMENT = 512  # bytes: as the allocators of devices align, for kernels that read weights in vectors
-MAP = "hf_device_map"  # transformers': where parts of a model were loaded to
-ALL_OTHERS = -1  # beside the indices of layers
+ALIGNMENT = 512  # bytes, like device allocators: some kernels read weights as vectors
+MAP = "hf_device_map"  # transformers' attribute with the devices of a model's parts
+ALL_OTHERS = -1  # index of all modules outside of layers
 WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 
@@ -42,24 +43,35 @@ class OneLayer:
 
 @dataclasses.dataclass
 class Piece:
-    """A tensor within its layer's range. home: its part of the memory [...]."""
+    """A tensor within its layer's range.
+
+    Attributes:
+        offset: first byte in the range.
+        home: the part of the range with the tensor's shape [...].
+    """
 
     tensor: Tensor
     offset: int
     home: Tensor
 
     def within(self, memory: Tensor) -> Tensor:
-        """Its part of other memory [bytes], uint8, in its shape and strides [...]."""
+        """Return the same part of other memory [bytes], uint8, with the tensor's shape and strides
+        [...].
+        """
         home = self.home
         return memory[self.offset : self.offset + home.nbytes].view(home.dtype).as_strided(home.shape, home.stride())
 
 
 @dataclasses.dataclass
 class LayerRange:
-    """One layer's weights on the host. memory: all of them [bytes], uint8.
+    """The weights of one layer on the host.
 
-    tensors, wanting: all that the layer had when they were put there, and which of them wanted gradients. trains: weights
-    on the host do.
+    Attributes:
+        memory: memory of all weights [bytes], uint8.
+        pieces: the tensors in the memory.
+        tensors: all tensors of the layer, as of the moment that filled the range.
+        wanting: one byte for each tensor: 1 if the tensor required a gradient.
+        trains: True if weights on the host require a gradient.
     """
 
     memory: Tensor
@@ -73,10 +85,14 @@ class HostRanges:
     """The weights of a model's layers on the host.
 
     Args:
-        root: the model. host_memory: bytes that they may take; None: what is available.
+        root: the model.
+        host_memory: limit in bytes; None: the available memory.
 
-    sites: of the layers (`layer.site.LayerSite`), by their index. layers: their ranges. staying: those that live on the
-    device. [Note: layers that stay] beside: bytes of host memory for gradients.
+    Attributes:
+        sites: sites of the layers (`layer.site.LayerSite`) by index.
+        layers: ranges by index.
+        staying: indices of the layers that are on the device. [Note: layers that stay]
+        beside: bytes of host memory for gradients.
     """
 
     def __init__(self, root: nn.Module | Home, host_memory: int | None) -> None:
@@ -88,10 +104,10 @@ class HostRanges:
         self.beside = 0
         self._arena: Arena | None = None
         self._maps: list[tuple[nn.Module, Any]] = []
-        self._holders: dict[int, tuple[Tensor, set[int]]] = {}  # of each tensor by its id: indices of layers
+        self._holders: dict[int, tuple[Tensor, set[int]]] = {}  # tensor and layer indices by id
 
     def __getstate__(self) -> Any:
-        """A copied or pickled model's weights are put on the host when it is first called."""
+        """Return the state of a copied or pickled model, whose first call fills new ranges."""
         found = vars(HostRanges(self.home, self.host_memory))
         return {name: value for name, value in found.items() if name != "sites"}
 
@@ -100,42 +116,46 @@ class HostRanges:
 
     @property
     def root(self) -> nn.Module:
-        """The model."""
+        """Return the model."""
         found = self.home()
         assert found is not None  # which calls this
         return found
 
     @property
     def bytes(self) -> int:
-        """Of all ranges."""
+        """Return the bytes of all ranges."""
         return sum(one.memory.numel() for one in self.layers.values())
 
     def install(self, sites: Iterable[Any]) -> None:
-        """Have the layers' weights stay on the host when the model is moved from now on."""
+        """Make the layers' weights stay on the host when the model is moved from now on."""
         self.sites.update({site.index: site for site in sites})
         for site in self.sites.values():
             site.layer.__dict__[MOVES] = functools.partial(move_others, self, site.index)
         for module in self.root.modules():
             places = module.__dict__.get(MAP)
-            if places and {str(place) for place in places.values()} == {"cpu"}:  # accelerate would train it nowhere else
+            if places and {str(place) for place in places.values()} == {"cpu"}:  # accelerate would use the CPU alone
                 self._maps.append((module, module.__dict__.pop(MAP)))
 
     def remove(self) -> None:
-        """The layers may be moved again. Their weights stay where they are, on the host."""
+        """Allow moving the layers again. The weights remain on the host."""
         for site in self.sites.values():
             site.layer.__dict__.pop(MOVES, None)
         for module, places in self._maps:
             module.__dict__[MAP] = places
 
     def stay(self, room: float, slots: int) -> None:
-        """Have as many of the last layers live on the device as have room there, and no more than before.
+        """Choose the layers to leave on the device: the last layers that fit, and no more layers
+        than before.
 
         Args:
-            room: bytes for layers' weights. slots: layers besides whose weights come there from the host, if any do.
+            room: bytes for layers' weights.
+            slots: number of further layers whose weights are loaded from the host, if any layer is
+                there.
         """
         sizes = {index: self.bytes_of(index) for index in self.sites}
         most = room if sum(sizes.values()) <= room else room - slots * max(sizes.values())
-        staying, taken = {index for index, size in sizes.items() if not size}, 0
+        staying = {index for index, size in sizes.items() if not size}
+        taken = 0
         for index in sorted(sizes.keys() - staying, reverse=True):
             taken += sizes[index]
             if taken > most or (self.layers and index not in self.staying):
@@ -145,12 +165,14 @@ class HostRanges:
         self._holders.clear()
 
     def bytes_of(self, index: int, trained: bool = False) -> int:
-        """What a layer's frozen weights take of the host, or those of a layer that trains as a whole."""
+        """Return the host bytes of a layer's frozen weights, or with `trained` those of a layer
+        that trains entirely.
+        """
         found = [tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained]
         return _laid_out(found)[1] if found else 0
 
     def streamed(self, index: int) -> dict[int, Tensor]:
-        """The tensors [...] of a layer that live on the host if the layer does, by their id."""
+        """Return the tensors [...] of a layer that are on the host whenever the layer is, by id."""
         tensors = {id(tensor): tensor for tensor in tensors_inside(self.sites[index].layer)}
         if not tensors.keys() <= self._holders.keys():
             self._holders.clear()
@@ -162,14 +184,15 @@ class HostRanges:
             for module in self.root.modules():
                 for tensor in tensors_of(module) if id(module) not in inside else ():
                     self._holders.setdefault(id(tensor), (tensor, set()))[1].add(ALL_OTHERS)
-        known, stay = self.layers.get(index), set[int]()
-        if known is not None:  # adapters that are switched off for a while
+        known = self.layers.get(index)
+        stay = set[int]()
+        if known is not None:  # adapters that are disabled temporarily
             stay = set(map(id, known.tensors)).difference(id(piece.tensor) for piece in known.pieces)
         own = {key: tensor for key, tensor in tensors.items() if self._holders[key][1] == {index} and key not in stay}
         return {key: tensor for key, tensor in own.items() if not tensor.requires_grad} or own
 
     def put_all(self, engine: Engine, device: torch.device) -> None:
-        """`put` what is not on the host yet, or no more."""
+        """Call `put` for layers without a valid range."""
         self._holders.clear()
         for index, site in self.sites.items():
             if index in self.staying:
@@ -181,7 +204,10 @@ class HostRanges:
         self._holders.clear()
 
     def known(self, index: int) -> LayerRange | None:
-        """A layer's range, while the layer has the same tensors, of any shape, and these lie where they did; else None."""
+        """Return a layer's range if it is valid, and None otherwise.
+
+        A valid range has the layer's present tensors, of any shape, at unchanged addresses.
+        """
         known = self.layers.get(index)
         if known is None:
             return None
@@ -192,17 +218,19 @@ class HostRanges:
         return known if current else None
 
     def put(self, index: int, engine: Engine, device: torch.device) -> LayerRange:
-        """Move a layer's weights into one range of host memory; what they had before is freed.
+        """Move a layer's weights into one range of host memory, and free their previous memory.
 
         Args:
-            engine: allocates the range. device: where the layer is computed; the rest of it moves there.
+            engine: allocates the range.
+            device: computes the layer; the layer's other tensors move to this device.
 
         Raises:
-            UnsupportedModelError: a weight cannot live on the host.
-            HostMemoryError: the host has no room for them.
+            UnsupportedModelError: a weight cannot be on the host.
+            HostMemoryError: the host has no room for the weights.
         """
         engine.settle()
-        streamed, known = self.streamed(index), self.layers.get(index)
+        streamed = self.streamed(index)
+        known = self.layers.get(index)
         tensors = self.sites[index].of(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
@@ -221,10 +249,10 @@ class HostRanges:
                     )
                 tensor.data = tensor.data if _dense(tensor) else tensor.data.contiguous()
             elif not tensor.is_meta and tensor.device != device:
-                tensor.data = tensor.data.to(device)  # adapters are made where their base is
+                tensor.data = tensor.data.to(device)  # adapters were created on the host
         places, size = _laid_out([tensor for tensor in tensors if id(tensor) in streamed])
         memory, before = (None, 0) if known is None else (known.memory, known.memory.numel())
-        if memory is not None:  # it serves if every tensor that lies in it lies at its new place already
+        if memory is not None:  # reused if its tensors have their new offsets already
             offsets = ((tensor.data_ptr() - memory.data_ptr(), offset) for tensor, offset in places)
             stays = before == size and all(not 0 <= at < size or at == offset for at, offset in offsets)
             memory = memory if stays else None
@@ -235,24 +263,29 @@ class HostRanges:
             if piece.home.data_ptr() != piece.tensor.data_ptr():
                 piece.home.copy_(piece.tensor.data)
                 piece.tensor.data = piece.home
-        wanting, trains = bytes(map(WANTS_GRADIENT, tensors)), any(map(WANTS_GRADIENT, streamed.values()))
+        wanting = bytes(map(WANTS_GRADIENT, tensors))
+        trains = any(map(WANTS_GRADIENT, streamed.values()))
         self.layers[index] = LayerRange(memory, pieces, tensors, wanting, trains)
         return self.layers[index]
 
     def more(self, size: int, engine: Engine, who: str, instead: int = 0) -> Tensor:
-        """Host memory [size], uint8, that lasts. The out-of-memory killer would give no exception: so ask first.
+        """Return permanent host memory [size], uint8.
+
+        The available memory is checked first, because the out-of-memory killer raises no exception.
 
         Args:
-            who: wants it, in the plural. instead: bytes of other memory that are given back for it.
+            who: subject of the error message, in the plural.
+            instead: bytes of other memory that this memory replaces.
 
         Raises:
-            HostMemoryError: the host has no room for it.
+            HostMemoryError: the host has no room for the memory.
         """
         if self._arena is None:
             self._arena = Arena(self.host_memory or NO_LIMIT, engine.host_buffer)
         others = self.bytes + self.beside - instead
         self._arena.allocated = others
-        stack, available = BufferStack("weights"), host_limit(None) if self.host_memory is None else NO_LIMIT
+        stack = BufferStack("weights")
+        available = host_limit(None) if self.host_memory is None else NO_LIMIT
         if size > available or not self._arena.grow(stack, size):
             found = f"{available / 2**30:.2f} GiB are available" if size > available else self._arena.refused
             raise HostMemoryError(
@@ -264,13 +297,15 @@ class HostRanges:
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """A module's own parameters [...], and the tensors [...] in attributes of these, such as bitsandbytes' statistics."""
+    """Yield a module's own parameters [...] and the tensors [...] in their attributes, such as
+    bitsandbytes' statistics.
+    """
     for parameter in module._parameters.values():
         if parameter is None:
             continue
         yield parameter
         waiting = [value for value in vars(parameter).values() if hasattr(value, "__dict__")]
-        for value in waiting:  # which grows
+        for value in waiting:  # the loop appends to this list
             for inner in vars(value).values() if not isinstance(value, Tensor | nn.Module | type) else ():
                 if isinstance(inner, Tensor):
                     yield inner
@@ -279,14 +314,15 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def tensors_inside(layer: nn.Module) -> list[Tensor]:
-    """`tensors_of` all modules of a layer [...], each once."""
+    """Return `tensors_of` all modules of a layer [...], each tensor once."""
     found = {id(tensor): tensor for module in layer.modules() for tensor in tensors_of(module)}
     return list(found.values())
 
 
 def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
-    """The place of each tensor [...] in a layer's range, and the bytes of the whole."""
-    places, size = list[tuple[Tensor, int]](), ALIGNMENT
+    """Return the offset of each tensor [...] in a layer's range, and the bytes of the range."""
+    places = list[tuple[Tensor, int]]()
+    size = ALIGNMENT
     for tensor in tensors:
         places.append((tensor, size))
         size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
@@ -294,8 +330,11 @@ def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]
 
 
 def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the frozen weights of each of a model's layers take of the host, and the weights of layers that train as a
-    whole; they need no data."""
+    """Return the host bytes of each layer's frozen weights, and of the weights of layers that train
+    entirely.
+
+    The tensors need no data.
+    """
     ranges = HostRanges(root, None)
     sites = {index: OneLayer(layer) for index, layer in enumerate(layers)}
     ranges.sites.update(sites)
@@ -304,8 +343,11 @@ def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[i
 
 
 def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
-    """The part of memory [bytes], uint8, at `offset` as a tensor of the shape, strides [...] and dtype of `like`, with a
-    storage of its own: `torch.save` writes a tensor's whole storage."""
+    """Return the part of memory [bytes], uint8, at `offset` as a tensor with the shape, strides
+    [...] and dtype of `like`.
+
+    The tensor has a storage of its own, because `torch.save` writes entire storages.
+    """
     if not like.numel():
         return torch.empty_like(like, device="cpu")
     flat = torch.frombuffer(memory.numpy(), dtype=like.dtype, count=like.numel(), offset=offset)
@@ -313,7 +355,7 @@ def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether its elements [...] fill a range of memory, each once, in whatever order."""
+    """True if the elements [...] of a tensor fill a range of memory, each once, in any order."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride != expected:
@@ -323,9 +365,10 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def move_others(ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` of a layer, by which modules are moved and cast: weights [...] on the host are cast there.
+    """Replace a layer's `nn.Module._apply`, which moves and casts modules; weights [...] on the
+    host are cast there.
 
-    It may be asked before the model was ever called, and before adapters are added.
+    The function may run before the model's first call, and before adapters are added.
     """
     layer = ranges.sites[index].layer
     held = {} if index in ranges.staying else ranges.streamed(index)
@@ -334,7 +377,7 @@ def move_others(ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], 
     def apply(tensor: Tensor) -> Tensor:
         if id(tensor) not in held or tensor.is_meta:
             return fn(tensor)
-        asked = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # which shows where to, and what of
+        asked = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # reveals device and dtype
         if asked.device.type in ("cpu", "meta"):
             return fn(tensor)
         there = tensor.device.type == "cpu" and tensor.dtype == asked.dtype

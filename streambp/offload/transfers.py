@@ -1,8 +1,8 @@
-"""Tensors on their way to the host: copies to one stack of its memory; `manager.HostTensors` brings them back.
+"""Copy tensors to one stack of host memory; `manager.HostTensors` returns tensors to the device.
 
 Holding     a stack, and the tensors on their way back from it
 Entry       one tensor: on the host, on its way, or on the device
-Transfers   the copies of a model to the host, and the sources that must live until theirs are done
+Transfers   a model's copies to the host, and the sources that must live until the copies are done
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from torch import Tensor
 from streambp.offload.arena import Arena, BufferStack
 from streambp.offload.engines import BACK, COMPUTE, OUT, SPENT, Engine
 
-MICRO_BATCH = "micro-batch"  # a kind of stacks
-GROUPS_IN_FLIGHT = 2  # chunks, or tiles, whose copies to the host may be under way before compute waits
+MICRO_BATCH = "micro-batch"  # kind of a stack
+GROUPS_IN_FLIGHT = 2  # chunks or tiles whose copies may run before compute waits
 
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """One tensor. `source` holds it on the device, `host` a copy that is complete after `copied_out`.
+    """One saved tensor.
 
-    engine: of its device.
-    read: the event after which the last copy back is done.
-    version: of a source that others may change in place while it waits on the device.
-    budgeted: it stays on the device and counts against `gpu_memory`.
+    Attributes:
+        engine: engine of the tensor's device.
+        source: the tensor on the device.
+        host: the copy on the host, complete after `copied_out`.
+        copied_out: event after the copy to the host.
+        read: event after the last copy back.
+        version: version of a source that other code may change in place while the source waits on
+            the device.
+        budgeted: True if the tensor stays on the device and counts against `gpu_memory`.
     """
 
     engine: Engine
@@ -45,7 +50,7 @@ class Entry:
 
 @dataclasses.dataclass(eq=False)
 class Departure:
-    """A copy to the host that may be under way: `tensor` must live until `event`."""
+    """A copy to the host that may be running: `tensor` must live until `event`."""
 
     entry: Entry
     tensor: Tensor
@@ -54,10 +59,13 @@ class Departure:
 
 
 class Holding:
-    """A stack of host memory in use, given back when nobody refers to this any more, or by `retire`.
+    """A stack of host memory in use, returned when the last reference to this object is gone, or by
+    `retire`.
 
-    stores: of what lies there (`manager.HostTensors`), in their order; of a forward that waits for its backward, layers.
-    retire: does so once; while it is `alive` it has not.
+    Attributes:
+        stores: stores of the tensors in the stack (`manager.HostTensors`) in order; in a forward,
+            one for each layer.
+        retire: a finalizer that returns the stack once; its `alive` is True before.
     """
 
     def __init__(self, arena: Arena, kind: str) -> None:
@@ -65,22 +73,24 @@ class Holding:
         self.stores: list[weakref.ref[Any]] = []
         self.arena, self.stack = arena, arena.take(kind)
         self.free_after = tuple(self.stack.last_uses.values())
-        self.arriving: dict[Entry, tuple[Tensor, Any]] = {}  # the tensor, and the event that ends its copy
+        self.arriving: dict[Entry, tuple[Tensor, Any]] = {}  # tensor, and event after its copy
         self.retire = weakref.finalize(self, _retire, arena, self.stack, self.arriving)
         self.retire.atexit = False
 
     def alive(self) -> list[Any]:
-        """Stores that somebody refers to."""
+        """Return the stores that are still referenced."""
         return [store for store in (one() for one in self.stores) if store is not None]
 
     @property
     def layer_bytes(self) -> int:
-        """Of the largest layer that has run; 0 if none has."""
+        """Return the bytes of the largest layer so far; 0 before the first layer."""
         return max((store.bytes for store in self.alive()), default=0)
 
 
 def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
-    """Give a stack back to the arena; compute waits for what is on its way back from it."""
+    """Return a stack to the arena, and make compute wait for copies that are running from the
+    stack.
+    """
     for entry, (_, event) in arriving.items():
         entry.engine.wait(COMPUTE, event)  # [Note: offload order], 4: the tensors' memory goes back to compute
     arriving.clear()
@@ -88,9 +98,13 @@ def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor
 
 
 class Transfers:
-    """Starts copies to the host and makes compute wait for them. A group is what belongs to one chunk, or to one tile.
+    """Starts copies to the host, and makes compute wait for the copies.
 
-    engines: by device. [Note: several devices]
+    A group is the copies of one chunk, or of one tile.
+
+    Attributes:
+        engines: engines by device. [Note: several devices]
+        bytes: bytes moved in each direction.
     """
 
     def __init__(self) -> None:
@@ -106,12 +120,12 @@ class Transfers:
             engine.settle()
 
     def spent(self) -> dict[str, float]:
-        """`Engine.spent`, over all devices."""
+        """Return `Engine.spent`, summed over all devices."""
         spent = [engine.spent() for engine in self.engines.values()]
         return {name: sum(seconds[name] for seconds in spent) for name in SPENT}
 
     def begin(self, owner: object, chunk: int) -> None:
-        """What is sent next belongs to this chunk of this owner; sources of groups long past are let go."""
+        """Begin the group of this owner's chunk, and free the sources of older groups."""
         key = (weakref.ref(owner), chunk)
         if key == self._key:
             return
@@ -121,12 +135,14 @@ class Transfers:
     def send(
         self, holding: Holding, entry: Entry, tensor: Tensor, host_is_free: Iterable[Any], foreign: bool = False
     ) -> None:
-        """Start the copy of a tensor [...] to `entry.host`, which may be written after the events `host_is_free`.
+        """Start the copy of a tensor [...] to `entry.host`, after the events `host_is_free`.
 
-        foreign: others may change it in place while it is on its way, or while its source waits here.
+        Args:
+            foreign: True if other code may change the tensor in place during the copy, or while its
+                source waits here.
         """
         assert entry.host is not None
-        part = tensor.untyped_storage().nbytes() > tensor.nbytes  # of something that need not live as long
+        part = tensor.untyped_storage().nbytes() > tensor.nbytes  # a view would keep its storage alive
         tensor = tensor.clone(memory_format=torch.contiguous_format) if part or foreign else tensor.contiguous()
         engine = entry.engine
         engine.access(COMPUTE, tensor, write=True)
@@ -140,7 +156,9 @@ class Transfers:
         self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
 
     def let_go(self, entry: Entry | None = None, upto: float = math.inf) -> None:
-        """Let an entry's sources go, or those of all groups up to one: compute waits for their copies."""
+        """Free the sources of an entry, or of all groups up to `upto`, after compute waits for
+        their copies.
+        """
         for departure in [d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)]:
             self._in_flight.remove(departure)
             departure.entry.engine.wait(COMPUTE, departure.event)  # 6

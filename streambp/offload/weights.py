@@ -1,25 +1,29 @@
-"""Weights that live on the host: a layer's come to the device a layer ahead, once in each direction.
+"""Stream weights from the host: a layer's weights are copied to the device one layer ahead, once in
+each direction.
 
-    HostWeights      one for each patched model: which layer is in which slot, and which comes next
-      HostRanges     where they live (`ranges.py`)
-      Buffer         where gradients of a layer that trains arrive (`gradients.py`)
-      Slot           device memory for the weights of one layer; there are two
+    HostWeights      one for each patched model: the layer in each slot, and the next layer
+      HostRanges     host memory of the weights (`ranges.py`)
+      Buffer         host memory for gradients of a layer that trains (`gradients.py`)
+      Slot           device memory for the weights of one layer; two slots exist
 
-[Note: weights on the host] A parameter stays one object, with one version, everywhere: in the optimizer, in state_dict, in
-looks at the layer. Only its `.data` points elsewhere: at its layer's range of host memory, and within `here` at a slot. So
-quantised weights keep their attributes, and no look at a layer differs. A layer that is not streamed would leave a graph of
-the slot behind, where other layers' weights come next: with gradients it is refused.
+[Note: weights on the host] A parameter remains one object with one version everywhere: in the
+optimizer, in state_dict, in snapshots of the layer. Only its `.data` changes: it points at the
+layer's range of host memory, and inside `here` at a slot. Quantised weights therefore keep their
+attributes, and snapshots of a layer do not differ. An unstreamed layer would leave a graph that
+references the slot, and the slot is reused for the next layers. Gradients of an unstreamed layer
+are therefore refused.
 
-Nothing in a slot outlives a forward of the model. Weights may have changed since, and versions do not tell: whatever writes
-to `.data` (merging adapters) leaves them as they are.
+The content of a slot is valid during one forward of the model. Weights may change afterwards, and
+versions do not reveal the change: writes to `.data` (merging adapters) leave versions as they are.
 
-[Note: layers that stay] With weights="auto" the last layers stay on the device, as many as it has room for beside a step;
-the first forward decides, before any weight moves, and a longer batch takes layers off again. Where all of them fit nothing
-is on the host, and every layer is as ever.
+[Note: layers that stay] If weights="auto", the last layers stay on the device, up to the number
+that fits beside a step. The first forward decides before any weight moves, and a longer batch
+reduces the number of layers. If all layers fit, nothing is on the host, and every layer runs as
+usual.
 
-[Note: order of weights] Two waits beside those of `engines.py`, with its queues:
+[Note: order of weights] Two waits in addition to the waits of `engines.py`, with its queues:
 
-    7  back waits for compute    before it overwrites a slot: the layer that was there must be done
+    7  back waits for compute    before it overwrites a slot: the slot's previous layer must be done
     8  compute waits for back    before it reads a slot
 """
 
@@ -59,8 +63,13 @@ def several_ranks() -> bool:
 class Slot:
     """Device memory [bytes], uint8, for one layer's weights.
 
-    index: of the layer, -1 for none. filled: the event after which its weights are there. left: the event after which
-    nobody reads what was there before. used: when it was last entered. inside: it is in use.
+    Attributes:
+        memory: the memory.
+        left: event after the last read of the slot's previous content.
+        filled: event after the copy of the weights.
+        index: index of the layer; -1: empty.
+        used: logical time of the last use, for eviction.
+        inside: True while the layer runs.
     """
 
     memory: Tensor
@@ -72,69 +81,73 @@ class Slot:
 
 
 class HostWeights:
-    """The weights of a model's layers, on the host. [Note: weights on the host]
+    """The weights of a model's layers on the host. [Note: weights on the host]
 
     Args:
-        root: the model. host_memory: bytes of host memory that they may take; None: what is available.
-        engine: for tests; made for the device of the first call if None.
+        root: the model.
+        host_memory: limit on host memory in bytes; None: the available memory.
+        engine: replacement for tests; by default an engine is created for the device of the first
+            call.
 
-    ranges: where they are. loads: how often each layer's came to the device, in each
-    direction. room: bytes that a device has for weights of layers, those that are there among them, beside a step over so
-    many rows of a length; None: none.
+    Attributes:
+        ranges: host memory of the weights.
+        loads: number of copies of each layer to the device, by direction.
+        room: function of (device, rows, length) that returns the bytes for layers' weights beside a
+            step, including weights on the device; None: no layer stays on the device.
     """
 
     def __init__(self, root: nn.Module | Home, host_memory: int | None = None, engine: Engine | None = None) -> None:
         self.ranges = HostRanges(root, host_memory)
         self.loads: dict[Access, int] = {}
         self.room: Callable[[torch.device, int, int], float] | None = None
-        self._tokens = -1  # of the longest batch that layers stay beside
+        self._tokens = -1  # tokens of the largest batch so far
         self._given_engine = engine
         self._engine: Engine | None = None
         self._buffers: list[Buffer] = []
-        self._leaving: tuple[Engine, Any, list[Tensor]] | None = None  # gradients [...] that leave the device
+        self._leaving: tuple[Engine, Any, list[Tensor]] | None = None  # gradients [...] on their way to the host
         self.close()
 
     def close(self) -> None:
-        """Give the device's memory back; it is taken again when it is needed."""
+        """Free the device memory; the next call allocates it again."""
         self._let_go()
         if self._engine is not None:
             self._engine.settle()
         self._engine = None
         self._engines_device: torch.device | None = None
-        self._device: torch.device | None = None  # of the running step
+        self._device: torch.device | None = None  # device of the running step
         self._slots: list[Slot] = []
         self._inside: set[int] = set()
-        self._next: dict[Access, Access] = {}  # what came after, the last time
+        self._next: dict[Access, Access] = {}  # successor of each access in the last pass
         self._before: Access | None = None
         self._last_forward = -1
         self._clock = 0
 
     def __getstate__(self) -> Any:
-        """A copied or pickled model has nothing on its device."""
+        """Return the state of a copied or pickled model, without device memory."""
         return {**vars(HostWeights(self.ranges.home)), "ranges": self.ranges, "room": self.room}
 
     @property
     def device_bytes(self) -> int:
-        """Of the slots."""
+        """Return the bytes of the slots."""
         return sum(slot.memory.numel() for slot in self._slots)
 
     @property
     def host_bytes(self) -> tuple[int, int]:
-        """Of the ranges, and what gradients will take beside those that they have."""
+        """Return the bytes of the ranges, and the further bytes that gradients will need."""
         trained = sum(one.memory.numel() for one in self.ranges.layers.values() if one.trains)
         return self.ranges.bytes, max(0, trained - self.ranges.beside)
 
     @property
     def seconds_waited(self) -> float:
-        """That compute has waited for weights; waits for the device."""
+        """Return the seconds that compute has waited for weights; synchronizes with the device."""
         return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
 
     def begin(self, given: Any) -> None:
-        """A forward of the model begins: what is in slots counts no more.
+        """Begin a forward of the model, and invalidate the slots.
 
         Args:
-            given: its input [B, T, ...], or the device of a layer that is called by itself. On an accelerator slots are
-                there when this returns.
+            given: the model's input [B, T, ...], or the device of a layer that is called alone. If
+                the device is an accelerator, the call allocates the slots.
 
         Raises:
             UnsupportedModelError: the process belongs to a process group of several ranks.
@@ -144,7 +157,8 @@ class HostWeights:
                 "weights='cpu' works in one process, and this one belongs to a process group of several: each rank would "
                 "pin a copy of all weights. Start a single process, or leave weights out."
             )
-        device, shape = getattr(given, "device", given) or CPU, tuple(getattr(given, "shape", ())[:2])
+        device = getattr(given, "device", given) or CPU
+        shape = tuple(getattr(given, "shape", ())[:2])
         self._let_go()
         for slot in self._slots:
             slot.index = -1
@@ -158,39 +172,46 @@ class HostWeights:
 
     @contextlib.contextmanager
     def here(self, index: int, direction: str, device: torch.device, decodes: bool = False) -> Iterator[None]:
-        """Within, the weights of layer `index` are on the device, and those of the layer that comes next on their way.
+        """Context manager in which the weights of layer `index` are on the device.
+
+        The copy of the next layer's weights starts meanwhile.
 
         Args:
-            decodes: 4-bit weights are decoded at most once.
+            direction: forward or backward.
+            decodes: True to decode 4-bit weights at most once.
 
         Raises:
-            UnsupportedModelError: a weight cannot live on the host, or layers are on several devices.
-            HostMemoryError: the host has no room for them.
+            UnsupportedModelError: a weight cannot be on the host, or layers are on several devices.
+            HostMemoryError: the host has no room for the weights.
         """
         if index in self._inside or index in self.ranges.staying:
             yield
             return
         if direction == FORWARD:
-            if index <= self._last_forward:  # of a layer that is called by itself
+            if index <= self._last_forward:  # a layer was called alone
                 self.begin(device)
             self._last_forward = index
         self._start(device)
         assert self._engine is not None
-        engine, weights, access = self._engine, self._current(index), (direction, index)
+        engine = self._engine
+        weights = self._current(index)
+        access = (direction, index)
         slot = self._loaded(index, direction)
         engine.wait(COMPUTE, slot.filled)  # 8
         engine.access(COMPUTE, slot.memory, write=False)
         self._clock += 1
-        slot.used, slot.inside = self._clock, True
+        slot.used = self._clock
+        slot.inside = True
         self._inside.add(index)
         if self._before is not None:
             self._next[self._before] = access
         self._before = access
-        cached, linears = torch.is_autocast_cache_enabled(), list[nn.Module]()
+        cached = torch.is_autocast_cache_enabled()
+        linears = list[nn.Module]()
         try:
             for piece in weights.pieces:
                 piece.tensor.data = piece.within(slot.memory)
-            if weights.trains:  # the cache would keep a copy of every layer until autocast ends
+            if weights.trains:  # autocast would cache a copy of every layer
                 torch.set_autocast_cache_enabled(False)
             following = self._next.get(access)
             if following is not None and following[1] != index:
@@ -208,10 +229,11 @@ class HostWeights:
                 piece.tensor.data = piece.home
             self._inside.discard(index)
             engine.access(COMPUTE, slot.memory, write=False)
-            slot.left, slot.inside = engine.record(COMPUTE), False
+            slot.left = engine.record(COMPUTE)
+            slot.inside = False
 
     def _loaded(self, index: int, direction: str) -> Slot:
-        """The slot with a layer's weights, or one that they are on their way to."""
+        """Return the slot that contains a layer's weights, after starting the copy if necessary."""
         assert self._engine is not None
         weights = self._current(index)
         for slot in self._slots:
@@ -219,7 +241,7 @@ class HostWeights:
                 return slot
         slot = min((slot for slot in self._slots if not slot.inside), key=lambda slot: slot.used)
         size = weights.memory.numel()
-        if slot.memory.numel() < size:  # a layer has grown since
+        if slot.memory.numel() < size:  # the layer has grown
             self._engine.settle()
             with torch.inference_mode(False):
                 slot.memory, slot.left = self._engine.like(weights.memory), self._engine.record(COMPUTE)
@@ -230,8 +252,12 @@ class HostWeights:
         return slot
 
     def arriving(self, index: int, weights: list[Tensor], device: torch.device) -> tuple[Leave | None, list[Tensor]]:
-        """What a layer's Function takes for its trained weights [...], and what sends their gradients to the host; None:
-        they all live on the device. [Note: gradients on the host]"""
+        """Return the function that sends gradients to the host, and the trained weights [...] for
+        the layer's Function.
+
+        None in place of the function: all trained weights are on the device.
+        [Note: gradients on the host]
+        """
         if index in self.ranges.staying:
             return None, weights
         self._start(device)
@@ -250,23 +276,27 @@ class HostWeights:
         """Put copies of a layer's gradients [...] to the host into their queue.
 
         Args:
-            arrival: of the call. weights: that the gradients are of, in their order.
+            arrival: the call's arrival.
+            weights: weights of the gradients, in the same order.
 
         Returns:
-            the host's tensors [...] that are on their way; gradients of weights that live on the device, as they are.
+            The host's tensors [...], whose copies are running; gradients of weights on the device
+                unchanged.
 
         Raises:
-            HostMemoryError: the host has no room for them.
+            HostMemoryError: the host has no room for the gradients.
         """
         assert self._engine is not None
-        engine, ranges, layer = self._engine, self.ranges, self.ranges.layers[index]
+        engine = self._engine
+        ranges = self.ranges
+        layer = self.ranges.layers[index]
         pieces = {id(piece.tensor): piece for piece in layer.pieces}
         pairs = zip(weights, gradients, strict=True)
         going = {id(w): (pieces[id(w)], g) for w, g in pairs if g is not None and id(w) in pieces}
         self._let_go()
         if not going:
             return list(gradients)
-        # A buffer of as many bytes that nobody needs, or a new one, which is there in training as well.
+        # Reuse a free buffer of equal size, or allocate a new one outside of inference mode.
         size = layer.memory.numel()
         fitting = (buffer for buffer in self._buffers if buffer.memory.numel() == size)
         buffer = next((one for one in fitting if all(storage() is None for storage in one.given)), None)
@@ -282,7 +312,7 @@ class HostWeights:
         there = dict[int, Tensor]()
         for key, (piece, gradient) in going.items():
             engine.copy(OUT, piece.within(buffer.memory), gradient)
-            # With a storage of its own, which tells when nobody has it any more.
+            # A separate storage, whose end of life shows that the gradient is unused.
             there[key] = view_of(buffer.memory, piece.offset, piece.home)
             buffer.given.append(weakref.ref(there[key].untyped_storage()))
         event = engine.record(OUT)
@@ -291,17 +321,17 @@ class HostWeights:
         return [there.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
 
     def _let_go(self) -> None:
-        """Of the gradients on the device that left last."""
+        """Free the device memory of the gradients that were sent last."""
         if self._leaving is not None:
             engine, event, gradients = self._leaving
             engine.wait(COMPUTE, event)  # 11
             for gradient in gradients:
-                engine.access(COMPUTE, gradient, write=True)  # as whoever has the memory next may do
+                engine.access(COMPUTE, gradient, write=True)  # the next owner of the memory may write
             self._leaving = None
 
-    @torch.inference_mode(False)  # what is made here is there in training as well
+    @torch.inference_mode(False)  # tensors created here also serve training
     def _start(self, device: torch.device) -> None:
-        """Weights are wanted on a device: make what is not there yet, once for each forward."""
+        """Prepare a device for weights: create missing objects, once for each forward."""
         if device == self._device:
             return
         if self._device is not None:
@@ -311,7 +341,8 @@ class HostWeights:
             )
         if device != self._engines_device:
             self.close()
-            self._engine, self._engines_device = self._given_engine or make_engine(device), device
+            self._engine = self._given_engine or make_engine(device)
+            self._engines_device = device
             if device.type == "cpu":
                 warnings.warn(
                     "Move the model to an accelerator, or leave weights='cpu' out: the layers are computed on the host, "
@@ -329,7 +360,7 @@ class HostWeights:
 
     @torch.inference_mode(False)
     def _current(self, index: int) -> LayerRange:
-        """A layer's weights on the host."""
+        """Return a layer's weights on the host."""
         if index in self._inside:
             return self.ranges.layers[index]
         known = self.ranges.known(index)
