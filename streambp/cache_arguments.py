@@ -169,8 +169,9 @@ def _assigned(code: CodeType) -> dict[str, set[str]]:
     sources: dict[str, set[str]] = {}
     before: Any = None
     for step in dis.get_instructions(code):
-        target = step.argval[0] if isinstance(step.argval, tuple) else step.argval
         if step.opname.startswith(WRITES) and before is not None:
+            # Python 3.13 assigns two variables in one instruction.
+            target = step.argval[0] if isinstance(step.argval, tuple) else step.argval
             sources.setdefault(target, set()).add(before)
         before = _read(step)
     return sources

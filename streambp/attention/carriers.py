@@ -48,11 +48,16 @@ class Layout(NamedTuple):
 class NoAttention:
     """A layer that reads no keys (a recurrence alone), and what the other carriers have in common.
 
-    costs: what `describe` says of it. why_not_split: why ranks cannot have a shard of the tokens each.
-    in_tiles: the prefix may be cut into tiles, of which some are elsewhere. reads_a_mask: the layer hands attention_mask to
-    attention alone. ours: its attention, if it has some, is ours while the layer streams, so that queries can be kept from
-    reading other chunks' keys, for a trial. picks_keys: which keys a query reads is found from what is in them.
-    returns_weights: floating tensors behind its hidden states are attention weights, for which nobody has asked.
+    Attributes:
+        costs: text of `describe` about the costs.
+        why_not_split: reason why the tokens cannot be sharded over ranks.
+        in_tiles: True if the prefix can be cut into tiles, some of which are off the device.
+        reads_a_mask: True if the layer passes attention_mask to attention only.
+        ours: True if a streamed layer's attention is replaced, so that a trial can hide the keys of
+            other chunks from queries.
+        picks_keys: True if the keys of a query are selected by the contents of the keys.
+        returns_weights: True if floating tensors after the hidden states are attention weights that
+            nobody requested.
     """
 
     costs: str | None = None

@@ -97,10 +97,10 @@ def _part(
     start: int,
     stop: int,
 ) -> dict[str, Any]:
-    """An indexer's arguments for queries [start, stop) of one row.
+    """Return an indexer's arguments for queries [start, stop) of one row.
 
     Args:
-        caches: the names of those that take a cache.
+        caches: names of the arguments that take a cache.
     """
     prefix, chunk = point.prefix, point.chunk
 

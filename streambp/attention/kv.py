@@ -9,8 +9,8 @@ tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
 [Note: one chunk] Where a chunk is the whole sequence, its own k and v are the buffers, if they lie as buffers do; and where
 one block is all of its attention, the gradients that the kernel gives are the accumulators, in the kernel's dtype. Nothing
 is copied, filled with zeros or added. A layer that writes to k or v after that would change what backward reads: their
-versions tell. Where a chunk is computed again, for want of memory, its new k and v take the places of the first ones, which
-are not written to: they may be another layer's as well, and that one's versions would tell a write that nobody made.
+versions tell. A chunk that is retried after a lack of memory has new k and v, which replace the first ones. The first ones
+are not overwritten: another layer may share them, and would find their versions changed.
 
 [Note: tiles] Chunk i reads tiles 0 .. i, so tile j is read by all chunks but the first j: the first tiles are those that
 stay on the device. Blocks are visited in the order of their keys, so that a tile comes in once for each chunk: into the
@@ -41,11 +41,12 @@ Visit = Iterable[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and
 class KVBuffer:
     """Buffers of one attention call of the layer. B rows, T tokens of the whole sequence.
 
-    columns: D_v, where V is padded in its buffer; None: it is not. [Note: padded values]
-    packed: the width that V is padded to when it is read next.
-    versions: of K and V, where they are the layer's own. [Note: one chunk]
-    added: parts of the chunk at work that were added, dK and dV of each block. again: those that a second attempt has not
-        come to yet. [Note: once for each chunk]
+    Attributes:
+        columns: D_v if V is padded in its buffer, otherwise None. [Note: padded values]
+        packed: the width to which V is padded at its next read.
+        versions: version counters of K and V that are the layer's own tensors. [Note: one chunk]
+        added: number of added parts of the present chunk, dK and dV of each block.
+        again: number of these parts that a retry has not reached yet. [Note: once for each chunk]
     """
 
     k: Tensor  # [B, T, H_kv, D], contiguous
@@ -65,7 +66,7 @@ class KVBuffer:
 
     @property
     def lent(self) -> bool:
-        """Whether K and V are the layer's own. [Note: one chunk]"""
+        """True if K and V are the layer's own tensors. [Note: one chunk]"""
         return self.versions is not None
 
     @classmethod

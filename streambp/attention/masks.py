@@ -266,7 +266,7 @@ def rows_of(batch_size: int, length: int, padding: Tensor | None, packed: Tensor
 
 
 def _remedy_of_ends(ends: list[int], batch_size: int, length: int) -> str:
-    """What to do about document ends that are not those of a row."""
+    """Return the remedy for document ends that do not fit a row."""
     if batch_size == 1 and ends[:1] == [0] and ends[-1] < length:
         return (
             f"Tokens {ends[-1]} to {length} are in no document: append {length}, so that they are one "

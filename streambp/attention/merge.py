@@ -24,10 +24,14 @@ from streambp.chunks import Chunk
 
 @dataclasses.dataclass
 class Attended:
-    """What one chunk's attention leaves behind: o [B, C, H, D_v], contiguous, and lse [B, H, C]. [Note: one layout]
+    """Result of one chunk's attention: o [B, C, H, D_v], contiguous, and lse [B, H, C].
 
-    wide: o before it was rounded, for a backward that can use it. [Note: rounded outputs]
-    version: of o when a layer got it to work with; None: no layer did, or nothing tells.
+    [Note: one layout]
+
+    Attributes:
+        wide: o before rounding, for a backward that can use it. [Note: rounded outputs]
+        version: version counter of o when a layer received o; None if no layer did, or if o counts no
+            versions.
     """
 
     o: Tensor

@@ -172,12 +172,15 @@ class Prefix:
         return found
 
     def saved_reads(self, index: int) -> list[list[Access]]:
-        """The order in which K and V of attention call `index` come into one buffer. [Note: order of reads]"""
+        """Return the reads of K and V of attention call `index`, by chunk. [Note: order of reads]"""
         assert self.memory is not None
-        return [[(f"{part}.{index}", chunk.index) for part in "kv"] for chunk in self.memory.plan]
+        reads: list[list[Access]] = []
+        for chunk in self.memory.plan:
+            reads.append([(f"k.{index}", chunk.index), (f"v.{index}", chunk.index)])
+        return reads
 
     def find_saved(self) -> None:
-        """K and V of every chunk and attention call are in the memory's store: fill the sites from there."""
+        """Fill the sites with the saved K and V of every chunk and attention call."""
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):
@@ -185,7 +188,8 @@ class Prefix:
                 self.sites.append(self._tiled(index, resident, backward=True, saved=self.memory.saved))
                 continue
             for chunk, reads in zip(self.memory.plan, self.saved_reads(index), strict=True):
-                k, v = (self.memory.saved.take(*access) for access in reads)  # [B, C, H_kv, D]
+                k = self.memory.saved.take(*reads[0])  # [B, C, H_kv, D]
+                v = self.memory.saved.take(*reads[1])  # [B, C, H_kv, D]
                 self.memory.saved.read_ahead()
                 self.restore(index, chunk, k.transpose(1, 2), v.transpose(1, 2))
         self.filled_until = self.length

@@ -97,14 +97,19 @@ def _kinds() -> tuple[Any, ...]:
 
 def _read(module: Any) -> Reading:
     base = module.base_layer
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    parts = [(module.lora_A[name], module.lora_B[name], module.lora_dropout[name]) for name in names]
+    names: list[str] = []
+    parts: list[tuple[Any, Any, Any]] = []
+    for name in module.active_adapters:
+        if name in module.lora_A:
+            names.append(name)
+            parts.append((module.lora_A[name], module.lora_B[name], module.lora_dropout[name]))
     why = _why_not(module, base, names, parts)
     if why is not None:
         return Reading(module, why=why)
-    scales = [float(module.scaling[name]) for name in names]
-    adapters = tuple(Adapter(*part, scale) for part, scale in zip(parts, scales, strict=True))
-    return Reading(module, base, adapters)
+    adapters: list[Adapter] = []
+    for name, part in zip(names, parts, strict=True):
+        adapters.append(Adapter(*part, float(module.scaling[name])))
+    return Reading(module, base, tuple(adapters))
 
 
 def _why_not(module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]) -> str | None:
@@ -118,12 +123,14 @@ def _why_not(module: Any, base: Any, names: list[str], parts: list[tuple[Any, An
         return f"it is a {' and a '.join(sorted(variants))}"
     if module.fan_in_fan_out:
         return "its weight is transposed"
-    inner = [one for one in module.modules() if one is not module]
-    if any(getattr(one, table) for one in inner for table in MODULE_HOOKS):
-        return "there are hooks inside it"
-    forwards = (vars(one).get(FORWARD) for one in inner)
-    if any(forward is not None and not isinstance(forward, DecodedLinear) for forward in forwards):
-        return "the forward of a module inside it is another's"
+    for inner in module.modules():
+        if inner is module:
+            continue
+        if any(getattr(inner, table) for table in MODULE_HOOKS):
+            return "there are hooks inside it"
+        forward = vars(inner).get(FORWARD)
+        if forward is not None and not isinstance(forward, DecodedLinear):
+            return "the forward of a module inside it is another's"
     packed = is_packed(base)
     if not packed and not (computes_plainly(base) and type(base.weight) in PLAIN):
         return f"its base is a {type(base).__name__}"
@@ -196,8 +203,11 @@ class Adaptation:
         module, base = self.reading.module, self.reading.base
         if type(x) not in PLAIN or x.dim() < 2 or not x.numel() or dtype not in DTYPES:
             return False
-        every = [tensor for adapter in self.reading.adapters for tensor in _tensors(adapter)]
-        own = {tensor.dtype for tensor in every if tensor is not None}
+        own: set[torch.dtype] = set()
+        for adapter in self.reading.adapters:
+            for tensor in _tensors(adapter):
+                if tensor is not None:
+                    own.add(tensor.dtype)
         if not (own <= {dtype, torch.float32} if dtype in HALF else own == {dtype}):
             return False
         if cast_to(x) is None and not (getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}):
