@@ -34,6 +34,8 @@ TOKEN_DIMS = {
     "ple_input_ids": -1,
     "seq_idx": -1,
     "block_states": -3,
+    "messages": -3,
+    "relative_distance": -2,
 }
 # Caches are known by their classes and methods [Note: cache arguments], but for tuples of keys and values, which models
 # outside of transformers take by these names.
@@ -54,7 +56,8 @@ SAYS_NOTHING_OF_TOKENS = (
 LABELS = ("labels", "shift_labels")
 Z_LOSS = "z_loss_coefficient"  # of configs (Bamba): a term of the loss that takes the logits of padding in
 NOISY_EMBEDDINGS = "neftune_noise_alpha"  # of embeddings: a Trainer has a hook add noise, by the length of the rows
-PER_KEY = ("alibi",)  # BLOOM: arguments whose last dimension is the keys
+DISTANCES = "relative_distance"  # Inkling 2 from 5.24 on: [T, T], from each query to each key, for a bias of each pair
+PER_KEY = ("alibi", DISTANCES)  # of BLOOM, and these: arguments whose last dimension is the keys
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
 DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules
 

@@ -38,7 +38,17 @@ GONE = {
 }
 PACKAGES_ELSEWHERE = {"deepspeed", "liger_kernel", "torchao", "bitsandbytes"}  # which the tests' environments need not have
 # Of transformers: modules that all models have in common.
-COMMON = ("configuration_utils", "cache_utils", "masking_utils", "trainer", "hub_kernels", "sdpa_", "flash_", "flex_")
+COMMON = (
+    "generic",
+    "configuration_utils",
+    "cache_utils",
+    "masking_utils",
+    "trainer",
+    "hub_kernels",
+    "sdpa_",
+    "flash_",
+    "flex_",
+)
 
 
 def sources(library, starts=("modeling_", *COMMON)):
@@ -95,7 +105,7 @@ def indexers():
 
 # The constants by the library that has their names, and by what tells: its sources, where nothing else is said.
 CHECKED = {
-    ("transformers", arguments): "TOKEN_DIMS UNTYPED_CACHES STATE PICKED PER_KEY DOCUMENT_IDS DOCUMENT_ENDS",
+    ("transformers", arguments): "TOKEN_DIMS UNTYPED_CACHES STATE PICKED DISTANCES PER_KEY DOCUMENT_IDS DOCUMENT_ENDS",
     ("transformers", modules): "MASKING DEPRECATION",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
