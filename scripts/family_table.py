@@ -14,9 +14,9 @@ import transformers
 
 import streambp
 from tests import zoo
-from tests.families import LENGTH, MODES, make_batch
+from tests.families import LENGTH, MODES
 from tests.oracle import lift_float32_casts
-from tests.test_families import CHUNK_SIZES, EXACT, REFUSED, REFUSED_WHEN_CALLED, UNDEFINED, errors
+from tests.test_families import CHUNK_SIZES, EXACT, REFUSED, UNDEFINED, errors
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
 HEADER = f"""# Model families
@@ -58,7 +58,6 @@ def refusal(name: str) -> str:
     model = zoo.build(name)
     try:
         streambp.patch(model)
-        model(**make_batch("plain"))
     except streambp.StreamBPError as error:
         reason = str(error).split(". ", 1)[1] if "cannot be streamed. " in str(error) else str(error)
         return f"| {name} | {reason.split('. Use gradient')[0]} |"
@@ -71,12 +70,11 @@ def main(target: Path = TARGET) -> None:
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
         rows = [row(name) for name in EXACT]
-        refused = [refusal(name) for name in sorted(set(zoo.NAMES) & (REFUSED.keys() | REFUSED_WHEN_CALLED.keys()))]
+        refused = [refusal(name) for name in sorted(set(zoo.NAMES) & REFUSED.keys())]
     streaming = sum(streams for _, streams in rows)
     text = HEADER + "\n".join(line for line, _ in rows)
     text += f"\n\n{len(rows)} families are exact, {streaming} of them with streamed layers.\n\n## Refused\n\n"
-    text += "Nothing is changed and the message names the reason; use gradient checkpointing for these.\n"
-    text += f"{', '.join(sorted(REFUSED_WHEN_CALLED))}: by the first call, all others by `patch`.\n\n"
+    text += "Nothing is changed and the message names the reason; use gradient checkpointing for these.\n\n"
     text += "| family | reason |\n|---|---|\n" + "\n".join(refused) + "\n"
     target.write_text(text)
     print(text)

@@ -35,6 +35,8 @@ TOKEN_DIMS = {
     "ple_input_ids": -1,
     "seq_idx": -1,
     "block_states": -3,
+    "messages": -3,
+    "relative_distance": -2,
 }
 # Caches are found by classes and methods [Note: cache arguments]. Tuples of keys and values are
 # found by these names, which models outside of transformers use.
@@ -60,7 +62,9 @@ LABELS = ("labels", "shift_labels")
 Z_LOSS = "z_loss_coefficient"
 # embedding attribute: a Trainer's hook adds noise by row length
 NOISY_EMBEDDINGS = "neftune_noise_alpha"
-PER_KEY = ("alibi",)  # BLOOM: arguments whose last dimension is the keys
+# Inkling 2 from transformers 5.24 on: [T, T], distance of each query and key, for a bias of each pair
+DISTANCES = "relative_distance"
+PER_KEY = ("alibi", DISTANCES)  # BLOOM, Inkling 2: arguments whose last dimension is the keys
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
 DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules
 

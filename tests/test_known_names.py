@@ -40,7 +40,7 @@ PACKAGES_ELSEWHERE = {"deepspeed", "liger_kernel", "torchao", "bitsandbytes"}  #
 # Of transformers: modules that all models have in common.
 COMMON = (
     "configuration_utils", "cache_utils", "masking_utils", "trainer", "hub_kernels", "sdpa_", "flash_", "flex_",
-    "output_capturing",
+    "output_capturing", "generic",
 )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def indexers():
 
 # The constants by the library that has their names, and by what tells: its sources, where nothing else is said.
 CHECKED = {
-    ("transformers", arguments): "TOKEN_DIMS UNTYPED_CACHES STATE PICKED PER_KEY DOCUMENT_IDS DOCUMENT_ENDS",
+    ("transformers", arguments): "TOKEN_DIMS UNTYPED_CACHES STATE PICKED DISTANCES PER_KEY DOCUMENT_IDS DOCUMENT_ENDS",
     ("transformers", modules): "MASKING DEPRECATION",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """

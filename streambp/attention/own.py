@@ -25,7 +25,7 @@ from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, reads
 from streambp.chunks import Barrier, Chunk
 from streambp.device import has_data
 from streambp.errors import UnsupportedMaskError
-from streambp.known_names import INDEX_UPDATE, QUERY_OFFSET
+from streambp.known_names import DISTANCES, INDEX_UPDATE, QUERY_OFFSET
 from streambp.source import written_forward
 
 
@@ -157,9 +157,15 @@ def _attributes(module: nn.Module) -> tuple[str, ...]:
     return forward.__code__.co_names if hasattr(forward, "__code__") else ()
 
 
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    code = getattr(written_forward(module), "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
 def biases_positions(module: nn.Module) -> bool:
-    """Whether an attention in it adds a bias for each pair of positions, for which it asks its cache where queries start.
+    """Whether an attention in it adds a bias for each pair of positions, for which it asks its cache where queries start,
+    or is given the distances.
 
     transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean over all keys.
     """
-    return any(QUERY_OFFSET in _attributes(part) for part in module.modules())
+    return any(QUERY_OFFSET in _attributes(part) or DISTANCES in _parameters(part) for part in module.modules())

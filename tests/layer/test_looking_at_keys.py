@@ -16,6 +16,7 @@ from streambp.admission.probe import Verdict
 from streambp.attention import carriers as attention_carriers
 from streambp.attention.own import OwnMask
 from streambp.cache import ChunkCache, LayerKeys
+from streambp.known_names import DISTANCES
 from streambp.recurrent import carriers as state_carriers
 from tests import zoo
 from tests.families import make_batch
@@ -24,7 +25,7 @@ from tests.oracle import gradients, worst_error
 from tests.tiers import thinned
 from tests.versions import needs_deepseeks_picks, needs_indexers
 
-KINDS = ("deepseek_v32", "glm_moe_dsa", "inkling_text")
+KINDS = ("deepseek_v32", "glm_moe_dsa", "inkling_text", "inkling2_text", "inkling2_loop_text")
 DEEPSEEK = pytest.param("deepseek_v32", marks=needs_deepseeks_picks)
 
 
@@ -36,7 +37,7 @@ def float64_everywhere(float64_oracle):
 
 
 @pytest.mark.parametrize("sizes", [[2, 10], pytest.param([1, 5], marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("name", [pytest.param("glm_moe_dsa", marks=needs_indexers), "inkling_text"])
+@pytest.mark.parametrize("name", [pytest.param("glm_moe_dsa", marks=needs_indexers), "inkling_text", "inkling2_loop_text"])
 def test_chunks_of_a_few_tokens(name, sizes):
     check_exact(name, 11, sizes)
 
@@ -191,11 +192,20 @@ def of_the_blocks_alone(self, keys):
     return torch.cat((torch.zeros_like(keys[..., :1, :]).expand(-1, -1, self._cache.start, -1), keys), -2)
 
 
+HAND = attention_carriers.OverCache.hand
+
+
+def from_the_chunks_start(self, named, point):
+    distances = {name: named[name] - point.chunk.start for name in (DISTANCES,) if name in named}
+    return HAND(self, {**named, **distances}, point)
+
+
 MUTANTS = {
     "an indexer's blocks of the chunk alone": (LayerKeys, "update_index", of_the_blocks_alone, "minimax_m3_vl_text"),
     "an indexer's keys of the chunk alone": (ChunkCache, "update_indexer", of_the_chunk_alone, "deepseek_v32"),
     "biases as in the first chunk": (ChunkCache, "get_query_offset", lambda self, *_: 0, "inkling_text"),
     "a mask as of the first chunk": (OwnMask, "cut", counted_from_zero, "inkling_text"),
+    "distances as in the first chunk": (attention_carriers.OverCache, "hand", from_the_chunks_start, "inkling2_loop_text"),
     "returned states without their gradient": (state_carriers.StateCarrier, "collect", without_gradient, "xlstm"),
 }  # fmt: skip
 
