@@ -158,13 +158,17 @@ def _attributes(module: nn.Module) -> tuple[str, ...]:
 
 
 def _parameters(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters of a module's forward; () if it is not Python's."""
     code = getattr(written_forward(module), "__code__", None)
-    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if code is None:
+        return ()
+    return tuple(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def biases_positions(module: nn.Module) -> bool:
-    """Whether an attention in it adds a bias for each pair of positions, for which it asks its cache where queries start,
-    or is given the distances.
+    """True if an attention inside adds a bias for each pair of positions.
+
+    Such an attention asks its cache where queries start, or receives the distances.
 
     transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean over all keys.
     """
