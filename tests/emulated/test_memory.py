@@ -200,8 +200,10 @@ def test_a_limit_is_lowered(way, share, when, made, tried):
     steps = made(way, MANY).started()
     hooks = []
 
-    def lower(*_):
-        backend.extension().set_limit(0, steps.others + int(share * (steps.peak - steps.others)))
+    limit, set_limit = steps.others + int(share * (steps.peak - steps.others)), backend.extension().set_limit
+
+    def lower(*_):  # closes over numbers alone: what it reached would be watched
+        set_limit(0, limit)
 
     torch.accelerator.empty_cache()
     if when == "in a chunk":

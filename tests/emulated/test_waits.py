@@ -151,7 +151,10 @@ def test_with_all_waits_a_step_is_right(run, slow, broken_off):
 @pytest.mark.parametrize("wait", NEEDED)
 def test_a_wait_that_is_needed(run, wait):
     for times in LONGER:
-        same, left_out = found(run, wait, NEEDED[wait], times=times)
+        try:
+            same, left_out = found(run, wait, NEEDED[wait], times=times)
+        except torch.AcceleratorError:  # garbage in the place of an index
+            return
         assert left_out > 0
         if not same:
             return
