@@ -19,6 +19,7 @@ import gc
 import itertools
 import sys
 import threading
+import time
 import types
 import weakref
 from collections import deque
@@ -50,6 +51,7 @@ from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
 from streambp.nested import tensors_in
 
 MOST = 4000
+PATIENCE = 0.2  # seconds before a live tensor counts as stored
 CONTAINERS = (list, set, dict, deque)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 ARRAYS = (Tensor, np.ndarray)
@@ -278,6 +280,10 @@ class Writes(TorchDispatchMode):
         if found:
             del found
             gc.collect()  # frees graphs in reference cycles
+        # Autograd's device thread may release its last references with a delay.
+        deadline = time.monotonic() + PATIENCE
+        while self._alive(memory) and time.monotonic() < deadline:
+            time.sleep(0.001)
         return ", ".join(sorted(str(tuple(x.shape)) for x in self._alive(memory)))
 
     def _alive(self, memory: Memory) -> list[Tensor]:
