@@ -221,9 +221,9 @@ def check(library, given, ranks=2):
         where = expected(one, ranks)
         assert ("refused" in row) == (where is not None), (one, row)
         if where is not None:
-            name = (
-                NAMES[engine] if one["helper"] == "optimizer_in_backward" else NAMES[engine].replace("fully_shard", "FSDP2")
-            )
+            name = "FSDP2" if engine == "fsdp" and one["helper"] != "optimizer_in_backward" else NAMES[engine]
+            if where == "the call" and one["order"] == "before":  # there are ranks, and no engine yet
+                name = f"a process group of {ranks} ranks"
             assert name in row["refused"], (one, row)
             assert row["in"] == where, (one, row)
 
