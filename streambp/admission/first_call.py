@@ -18,11 +18,13 @@ LOUDER = 64  # times larger than other tokens: what keeps a running value shows 
 
 
 def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
-    """What the layer sets at its first call, by its tokens x [..., B, t, h], and not again: the first chunk would set it in
-    the place of the batch. Few layers set anything; those run some times more, also with fewer and much larger tokens.
+    """Return the values that the layer sets from x [..., B, t, h] at its first call, and never again.
+
+    In chunks, the first chunk would set these values in place of the batch. Few layers set a value.
+    Such layers run some more times, also with other tokens, fewer and much larger.
 
     Raises:
-        OtherModelError: it computes something else when it is called again.
+        OtherModelError: the layer computes something else when called again.
     """
     if not torch.is_grad_enabled():
         _once(call, x)  # `_try` has run it with a graph
@@ -51,8 +53,10 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
 
 
 def _repeats(first: Tensor, again: Tensor) -> bool:
-    """Whether a run gave what another one gave for the same tokens [..., B, t, h]; elsewhere than on a CPU kernels may add
-    up in any order."""
+    """True if two runs over the same tokens [..., B, t, h] agree.
+
+    Runs agree to the bit on a CPU. On other devices kernels may sum in any order.
+    """
     if torch.equal(first, again) or first.device.type == "cpu":
         return torch.equal(first, again)
     most = 2 * torch.finfo(first.dtype).eps * first.float().norm()
@@ -60,7 +64,7 @@ def _repeats(first: Tensor, again: Tensor) -> bool:
 
 
 def _once(call: LayerCall, x: Tensor) -> Tensor:
-    """The layer's output for x [..., B, t, h] in one chunk, in its own mode, with the random numbers of each other time."""
+    """Run x [..., B, t, h] in one chunk and in the layer's mode, always with the same random numbers."""
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     prefix = causal_prefix(call, x.shape[-2])
     prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
