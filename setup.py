@@ -40,7 +40,11 @@ def page(home: str | None) -> str:
     text = (ROOT / "README.md").read_text("utf-8")
     if home is None:
         return text
-    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "streambp" / "__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+    version = re.search(
+        r'^__version__ = "(.+)"$',
+        (ROOT / "streambp" / "__init__.py").read_text("utf-8"),
+        re.MULTILINE,
+    )[1]
 
     def absolute(link: re.Match[str]) -> str:
         return f"{link[1]}{home}/{'raw' if link[1][0] == '!' else 'blob'}/v{version}/{link[2]}{link[3]}"
@@ -64,7 +68,10 @@ class WithObjectives(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            self.copy_file("examples/objectives.py", str(Path(self.build_lib) / "streambp" / "losses" / "objectives.py"))
+            self.copy_file(
+                "examples/objectives.py",
+                str(Path(self.build_lib) / "streambp" / "losses" / "objectives.py"),
+            )
 
 
 setup(

@@ -19,10 +19,20 @@ from streambp.integrations.trl import StreamDPOConfig, StreamDPOTrainer
 def main() -> None:
     data, rows = DATA / "preferences.jsonl", 'JSON lines with "prompt", "chosen" and "rejected"'
     args = parse_args(
-        "Direct preference optimisation, streamed.", steps=60, max_length=512, name="dpo", data=data, rows=rows
+        "Direct preference optimisation, streamed.",
+        steps=60,
+        max_length=512,
+        name="dpo",
+        data=data,
+        rows=rows,
     )
     model, tokenizer = model_and_tokenizer(args)
-    config = StreamDPOConfig(**trainer_settings(args), per_device_train_batch_size=16, max_length=args.max_length, beta=0.3)
+    config = StreamDPOConfig(
+        **trainer_settings(args),
+        per_device_train_batch_size=16,
+        max_length=args.max_length,
+        beta=0.3,
+    )
     trainer = StreamDPOTrainer(
         model=model,
         ref_model=None if args.model else copy.deepcopy(model),  # with --model, TRL loads it again

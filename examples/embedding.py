@@ -26,25 +26,47 @@ BATCH, TEMPERATURE = 13, 0.05
 def texts(rows: list[dict[str, Any]], name: str) -> list[str]:
     """One column; of a conversation what was said."""
     found = [row[name] for row in rows]
-    return [text if isinstance(text, str) else "\n".join(turn["content"] for turn in text) for text in found]
+    return [
+        text if isinstance(text, str) else "\n".join(turn["content"] for turn in text)
+        for text in found
+    ]
 
 
-def embed(model: Any, tokenizer: PreTrainedTokenizerBase, batch: list[str], max_length: int) -> Tensor:
+def embed(
+    model: Any, tokenizer: PreTrainedTokenizerBase, batch: list[str], max_length: int
+) -> Tensor:
     """Vectors of length one, [B, h]: the last token's hidden state, which has seen the whole text."""
-    inputs = tokenizer(batch, padding=True, truncation=True, max_length=max_length, return_tensors="pt").to(model.device)
+    inputs = tokenizer(
+        batch, padding=True, truncation=True, max_length=max_length, return_tensors="pt"
+    ).to(model.device)
     mask = inputs["attention_mask"]  # [B, T]
-    hidden = model(input_ids=inputs["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state  # [B, T, h]
+    hidden = model(
+        input_ids=inputs["input_ids"], attention_mask=mask, use_cache=False
+    ).last_hidden_state  # [B, T, h]
     last = mask.sum(1) - 1  # [B]; texts are padded at their ends
-    return torch.nn.functional.normalize(hidden[torch.arange(len(batch), device=hidden.device), last].float(), dim=-1)
+    return torch.nn.functional.normalize(
+        hidden[torch.arange(len(batch), device=hidden.device), last].float(), dim=-1
+    )
 
 
 def main() -> None:
     data, rows = DATA / "completions.jsonl", 'JSON lines with "prompt" and "completion"'
-    args = parse_args("Embeddings by contrast, streamed.", steps=60, max_length=512, name="embedding", data=data, rows=rows)
+    args = parse_args(
+        "Embeddings by contrast, streamed.",
+        steps=60,
+        max_length=512,
+        name="embedding",
+        data=data,
+        rows=rows,
+    )
     model, tokenizer = model_and_tokenizer(args)
-    model = AutoModel.from_pretrained(args.model, dtype="auto") if args.model else model.model  # without its head
+    model = (
+        AutoModel.from_pretrained(args.model, dtype="auto") if args.model else model.model
+    )  # without its head
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = streambp.patch(model.to(device).train(), streambp.StreamConfig(chunk_size=args.chunk_size))
+    model = streambp.patch(
+        model.to(device).train(), streambp.StreamConfig(chunk_size=args.chunk_size)
+    )
     tokenizer.padding_side = "right"
     pairs = list({str(row): row for row in read_rows(args.data)}.values())
     draw, log = random.Random(args.seed), []

@@ -15,7 +15,13 @@ from streambp.integrations.trl import StreamGRPOConfig, StreamGRPOTrainer
 
 def main() -> None:
     data, rows = DATA / "prompts.jsonl", 'JSON lines with "prompt" and "answer"'
-    args = parse_args("Group-relative policy optimisation, streamed.", steps=300, name="grpo", data=data, rows=rows)
+    args = parse_args(
+        "Group-relative policy optimisation, streamed.",
+        steps=300,
+        name="grpo",
+        data=data,
+        rows=rows,
+    )
     model, tokenizer = model_and_tokenizer(args)
     config = StreamGRPOConfig(
         **trainer_settings(args),

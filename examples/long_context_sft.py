@@ -57,12 +57,18 @@ def main() -> None:
     set_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     documents = load_text(args.data)
-    tokenizer = load_tokenizer(args.model) if args.model else train_tokenizer(documents, args.vocab_size)
+    tokenizer = (
+        load_tokenizer(args.model) if args.model else train_tokenizer(documents, args.vocab_size)
+    )
     batches = make_batches(documents, tokenizer, args.seq_len, args.batch_size, args.seed)
     model = build_model(args, tokenizer, device)
 
     config = streambp.StreamConfig(chunk_size=args.chunk_size)
-    peaks = None if args.skip_measurement else compare_activation_peaks(model, config, batches[0].to(device))
+    peaks = (
+        None
+        if args.skip_measurement
+        else compare_activation_peaks(model, config, batches[0].to(device))
+    )
     streambp.patch(model, config)
     print(f"\n{streambp.describe(model)}\n")
     run = train(model, batches, args.steps, args.learning_rate, device)
@@ -79,31 +85,70 @@ def parse_args() -> argparse.Namespace:
         "Qwen3 model from scratch on the running Python's standard library, on the CPU, within a few minutes."
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--model", help="model id or folder; default: a small Qwen3 model from scratch")
-    run.add_argument("--data", nargs="+", type=Path, metavar="FILE", help="text files (one document each), or .jsonl")
-    run.add_argument("--seq-len", type=int, default=8192, help="tokens per sequence, T (default: %(default)s)")
-    run.add_argument("--batch-size", type=int, default=1, help="sequences per step (default: %(default)s)")
+    run.add_argument(
+        "--model", help="model id or folder; default: a small Qwen3 model from scratch"
+    )
+    run.add_argument(
+        "--data",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="text files (one document each), or .jsonl",
+    )
+    run.add_argument(
+        "--seq-len", type=int, default=8192, help="tokens per sequence, T (default: %(default)s)"
+    )
+    run.add_argument(
+        "--batch-size", type=int, default=1, help="sequences per step (default: %(default)s)"
+    )
     run.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
-    run.add_argument("--chunk-size", type=chunk_size, default="auto", help='tokens, or "auto" (default: %(default)s)')
-    run.add_argument("--lora", action="store_true", help="train LoRA adapters instead of every weight")
-    run.add_argument("--learning-rate", type=float, help="default: 4e-3 from scratch, 1e-4 with --lora, else 1e-5")
-    run.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
-    run.add_argument("--output", type=Path, default=Path("runs/long_context_sft"), help="default: %(default)s")
-    run.add_argument("--prompt", default="def ", help="what the sample continues (default: %(default)r)")
-    run.add_argument("--skip-measurement", action="store_true", help="do not measure the activation peaks first")
+    run.add_argument(
+        "--chunk-size",
+        type=chunk_size,
+        default="auto",
+        help='tokens, or "auto" (default: %(default)s)',
+    )
+    run.add_argument(
+        "--lora", action="store_true", help="train LoRA adapters instead of every weight"
+    )
+    run.add_argument(
+        "--learning-rate",
+        type=float,
+        help="default: 4e-3 from scratch, 1e-4 with --lora, else 1e-5",
+    )
+    run.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32"
+    )
+    run.add_argument(
+        "--output", type=Path, default=Path("runs/long_context_sft"), help="default: %(default)s"
+    )
+    run.add_argument(
+        "--prompt", default="def ", help="what the sample continues (default: %(default)r)"
+    )
+    run.add_argument(
+        "--skip-measurement", action="store_true", help="do not measure the activation peaks first"
+    )
     run.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     small = parser.add_argument_group("the model from scratch (without --model)")
-    small.add_argument("--hidden-size", type=int, default=128, help=f"a multiple of {2 * HEAD_DIM} (%(default)s)")
+    small.add_argument(
+        "--hidden-size", type=int, default=128, help=f"a multiple of {2 * HEAD_DIM} (%(default)s)"
+    )
     small.add_argument("--layers", type=int, default=3, help="default: %(default)s")
     small.add_argument("--vocab-size", type=int, default=4096, help="default: %(default)s")
     args = parser.parse_args()
     for name in ("seq_len", "batch_size", "steps", "layers"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1."
+            )
     if args.seq_len < 2:
-        parser.error("--seq-len is 1; a sequence needs at least 2 tokens, one to read and one to predict.")
+        parser.error(
+            "--seq-len is 1; a sequence needs at least 2 tokens, one to read and one to predict."
+        )
     if args.hidden_size < 2 * HEAD_DIM or args.hidden_size % (2 * HEAD_DIM):
-        parser.error(f"--hidden-size is {args.hidden_size}; it must be a multiple of {2 * HEAD_DIM}.")
+        parser.error(
+            f"--hidden-size is {args.hidden_size}; it must be a multiple of {2 * HEAD_DIM}."
+        )
     if args.learning_rate is None:
         args.learning_rate = 1e-4 if args.lora else 1e-5 if args.model else 4e-3
     return args
@@ -111,7 +156,9 @@ def parse_args() -> argparse.Namespace:
 
 def chunk_size(text: str) -> int | Literal["auto"]:
     if text != "auto" and not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f'{text!r} is neither a positive number of tokens nor "auto".')
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is neither a positive number of tokens nor "auto".'
+        )
     return "auto" if text == "auto" else int(text)
 
 
@@ -124,13 +171,17 @@ def load_text(files: list[Path] | None) -> list[str]:
         folder = Path(sysconfig.get_path("stdlib"))
         files = sorted(folder.glob("*.py"))
         if not files:
-            raise SystemExit(f"{folder} holds no .py files. Pass text of your own with --data FILE...")
+            raise SystemExit(
+                f"{folder} holds no .py files. Pass text of your own with --data FILE..."
+            )
     documents: list[str] = []
     for file in files:
         try:
             text = file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
-            raise SystemExit(f"Cannot read {file} ({error.strerror}). Check the paths given to --data.") from error
+            raise SystemExit(
+                f"Cannot read {file} ({error.strerror}). Check the paths given to --data."
+            ) from error
         documents.extend(read_jsonl(file, text) if file.suffix == ".jsonl" else [text])
     return [text for text in documents if text.strip()]
 
@@ -174,11 +225,17 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
 
 
 def make_batches(
-    documents: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int, batch_size: int, seed: int
+    documents: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
 ) -> list[Tensor]:
     """Batches [B, T] of consecutive text, in random order; training goes round them as often as it needs to."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -191,16 +248,22 @@ def make_batches(
             f"The text has {len(stream):,} tokens, less than one batch of {batch_size} x {seq_len:,}. "
             f"Pass more text with --data FILE..., or a smaller --seq-len or --batch-size."
         )
-    sequences = torch.tensor(stream[: count * batch_size * seq_len]).view(count * batch_size, seq_len)
+    sequences = torch.tensor(stream[: count * batch_size * seq_len]).view(
+        count * batch_size, seq_len
+    )
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))
-    print(f"text: {len(documents)} documents, {len(stream):,} tokens, {len(sequences)} sequences of {seq_len:,}")
+    print(
+        f"text: {len(documents)} documents, {len(stream):,} tokens, {len(sequences)} sequences of {seq_len:,}"
+    )
     return list(sequences[order].split(batch_size))
 
 
 # --- model ---
 
 
-def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> PreTrainedModel:
+def build_model(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> PreTrainedModel:
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if args.model:
         with loading(args.model):
@@ -209,11 +272,15 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, de
         model = Qwen3ForCausalLM(small_config(args, tokenizer)).to(dtype)
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and args.seq_len > positions:
-        print(f"note: --seq-len {args.seq_len:,} is more than the {positions:,} positions {args.model} was made for.")
+        print(
+            f"note: --seq-len {args.seq_len:,} is more than the {positions:,} positions {args.model} was made for."
+        )
     if args.lora:
         model = add_lora(model)
     elif dtype == torch.bfloat16:
-        print("note: bfloat16 weights round small updates away; --lora (float32 adapters) or --dtype float32 keep them.")
+        print(
+            "note: bfloat16 weights round small updates away; --lora (float32 adapters) or --dtype float32 keep them."
+        )
     model = model.to(device).train()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
@@ -245,8 +312,12 @@ def add_lora(model: PreTrainedModel) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise SystemExit("--lora needs peft. Install it with: pip install 'streambp[examples]'") from error
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+        raise SystemExit(
+            "--lora needs peft. Install it with: pip install 'streambp[examples]'"
+        ) from error
+    return get_peft_model(
+        model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
 
 
 # --- activation memory ---
@@ -297,11 +368,17 @@ class LiveStorages(TorchDispatchMode):
 Peaks = tuple[ActivationPeak | None, ActivationPeak | None]
 
 
-def compare_activation_peaks(model: PreTrainedModel, config: streambp.StreamConfig, input_ids: Tensor) -> Peaks:
+def compare_activation_peaks(
+    model: PreTrainedModel, config: streambp.StreamConfig, input_ids: Tensor
+) -> Peaks:
     """Peaks of plain gradient checkpointing and of streambp, same weights, same batch. None: out of memory."""
-    print("measuring the activation peak of one step: plain gradient checkpointing, then streambp ...")
+    print(
+        "measuring the activation peak of one step: plain gradient checkpointing, then streambp ..."
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 renames the method that everybody calls
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # transformers 5.23 renames the method that everybody calls
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         plain = measure_activation_peak(model, input_ids)
         model.gradient_checkpointing_disable()
@@ -327,13 +404,21 @@ def measure_activation_peak(model: PreTrainedModel, input_ids: Tensor) -> Activa
     except torch.OutOfMemoryError:
         peak = None
     if peak is not None:
-        norm = torch.stack([p.grad.float().norm() for p in trained if p.grad is not None]).norm().item()
+        norm = (
+            torch.stack([p.grad.float().norm() for p in trained if p.grad is not None])
+            .norm()
+            .item()
+        )
     model.zero_grad(set_to_none=True)
     return None if peak is None else ActivationPeak(peak, loss, norm)
 
 
 def cpu_peak(model: PreTrainedModel, step: Callable[[], float]) -> tuple[int, float]:
-    known = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    known = [
+        *model.parameters(),
+        *model.buffers(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
     with LiveStorages(iter(known)) as storages:
         loss = step()
     return storages.peak, loss
@@ -371,12 +456,20 @@ class Run:
         return sum(self.losses[:count]) / count, sum(self.losses[-count:]) / count, count
 
 
-def train(model: PreTrainedModel, batches: list[Tensor], steps: int, learning_rate: float, device: torch.device) -> Run:
+def train(
+    model: PreTrainedModel,
+    batches: list[Tensor],
+    steps: int,
+    learning_rate: float,
+    device: torch.device,
+) -> Run:
     """AdamW with a short linear warmup, then a cosine down to a tenth of the rate; gradients clipped at 1."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = max(1, steps // 8)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, warmup, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: rate_at(step, warmup, steps)
+    )
     run = Run([], 0, 0.0)
     start = time.perf_counter()
     bar = tqdm(range(steps), desc="training", unit="step")
@@ -389,7 +482,9 @@ def train(model: PreTrainedModel, batches: list[Tensor], steps: int, learning_ra
         schedule.step()
         run.tokens += input_ids.numel()
         run.seconds = time.perf_counter() - start
-        bar.set_postfix(loss=f"{run.losses[-1]:.3f}", tokens_per_s=f"{run.tokens / run.seconds:,.0f}")
+        bar.set_postfix(
+            loss=f"{run.losses[-1]:.3f}", tokens_per_s=f"{run.tokens / run.seconds:,.0f}"
+        )
     return run
 
 
@@ -405,8 +500,14 @@ def rate_at(step: int, warmup: int, steps: int) -> float:
 def print_summary(args: argparse.Namespace, run: Run, peaks: Peaks | None, seconds: float) -> None:
     first, last, count = run.loss_span()
     rows = [
-        ("loss", f"{first:.3f} -> {last:.3f} (mean of the first and the last {count} of {len(run.losses)} steps)"),
-        ("tokens/s", f"{run.tokens / run.seconds:,.0f} ({run.tokens:,} tokens in {run.seconds:.0f} s)"),
+        (
+            "loss",
+            f"{first:.3f} -> {last:.3f} (mean of the first and the last {count} of {len(run.losses)} steps)",
+        ),
+        (
+            "tokens/s",
+            f"{run.tokens / run.seconds:,.0f} ({run.tokens:,} tokens in {run.seconds:.0f} s)",
+        ),
         *(peak_rows(args, *peaks) if peaks else []),
         ("checkpoint", str(args.output)),
         ("whole run", f"{seconds:.0f} s"),
@@ -419,7 +520,13 @@ def print_summary(args: argparse.Namespace, run: Run, peaks: Peaks | None, secon
 def peak_rows(
     args: argparse.Namespace, plain: ActivationPeak | None, streamed: ActivationPeak | None
 ) -> list[tuple[str, str]]:
-    rows = [("activation peak of one step, beyond weights, batch and .grad, T = " + f"{args.seq_len:,}:", "")]
+    rows = [
+        (
+            "activation peak of one step, beyond weights, batch and .grad, T = "
+            + f"{args.seq_len:,}:",
+            "",
+        )
+    ]
     for name, peak in (("  plain checkpointing", plain), ("  streambp", streamed)):
         if peak is None:
             rows.append((name, "out of memory"))
@@ -431,12 +538,16 @@ def peak_rows(
     return rows
 
 
-def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int = 100) -> str:
+def sample(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int = 100
+) -> str:
     """A sampled continuation of the prompt. Generation runs as unpatched."""
     model.eval()
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     with torch.no_grad():
-        output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, temperature=0.7, top_k=40)
+        output = model.generate(
+            **inputs, max_new_tokens=new_tokens, do_sample=True, temperature=0.7, top_k=40
+        )
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 

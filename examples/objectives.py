@@ -64,11 +64,19 @@ def sft_loss(
     per_token = log_probs
     if label_smoothing:
         if mean_log_probs is None:
-            raise StreamBPError("label_smoothing needs mean_log_probs: call token_log_probs(..., mean_log_probs=True).")
-        per_token = (1.0 - label_smoothing) * log_probs + label_smoothing * within(mask, mean_log_probs)
+            raise StreamBPError(
+                "label_smoothing needs mean_log_probs: call token_log_probs(..., mean_log_probs=True)."
+            )
+        per_token = (1.0 - label_smoothing) * log_probs + label_smoothing * within(
+            mask, mean_log_probs
+        )
     if loss_type == "dft":
         per_token = per_token * log_probs.detach().exp()
-    count = mask.bool().sum() if num_items is None else torch.as_tensor(num_items, device=log_probs.device)
+    count = (
+        mask.bool().sum()
+        if num_items is None
+        else torch.as_tensor(num_items, device=log_probs.device)
+    )
     return -masked_sum(per_token, mask) / count.clamp(min=1)
 
 
@@ -120,16 +128,22 @@ def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
 
 def _robust(p: Pairs) -> Tensor:
     if not 0.0 <= p.smoothing < 0.5:
-        raise StreamBPError(f"label_smoothing is {p.smoothing}; robust needs a value from 0 to below 0.5.")
+        raise StreamBPError(
+            f"label_smoothing is {p.smoothing}; robust needs a value from 0 to below 0.5."
+        )
     kept = (1.0 - p.smoothing) * F.logsigmoid(p.margin) - p.smoothing * F.logsigmoid(-p.margin)
     return -kept / (1.0 - 2.0 * p.smoothing)
 
 
 def _exo_pair(p: Pairs) -> Tensor:
     if not 0.0 < p.smoothing < 1.0:
-        raise StreamBPError(f"label_smoothing is {p.smoothing}; exo_pair needs a value between 0 and 1, such as 1e-3.")
+        raise StreamBPError(
+            f"label_smoothing is {p.smoothing}; exo_pair needs a value between 0 and 1, such as 1e-3."
+        )
     win, lose = F.logsigmoid(p.margin), F.logsigmoid(-p.margin)
-    return win.exp() * (win - math.log1p(-p.smoothing)) + lose.exp() * (lose - math.log(p.smoothing))
+    return win.exp() * (win - math.log1p(-p.smoothing)) + lose.exp() * (
+        lose - math.log(p.smoothing)
+    )
 
 
 def _nca_pair(p: Pairs) -> Tensor:
@@ -147,7 +161,9 @@ def _aot(p: Pairs) -> Tensor:
 
 
 def _aot_unpaired(p: Pairs) -> Tensor:
-    return _smoothed(p.beta * (p.chosen_ratio.sort().values - p.rejected_ratio.sort().values), p.smoothing)
+    return _smoothed(
+        p.beta * (p.chosen_ratio.sort().values - p.rejected_ratio.sort().values), p.smoothing
+    )
 
 
 def _discopop(p: Pairs) -> Tensor:
@@ -163,13 +179,19 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "robust": _robust,
     "exo_pair": _exo_pair,
     "nca_pair": _nca_pair,
-    "bco_pair": lambda p: -F.logsigmoid(p.beta * p.chosen_ratio) - F.logsigmoid(-p.beta * p.rejected_ratio),
+    "bco_pair": lambda p: (
+        -F.logsigmoid(p.beta * p.chosen_ratio) - F.logsigmoid(-p.beta * p.rejected_ratio)
+    ),
     "sppo_hard": _sppo_hard,
     "aot": _aot,
     "aot_unpaired": _aot_unpaired,
-    "apo_zero": lambda p: 1.0 - torch.sigmoid(p.beta * p.chosen_ratio) + torch.sigmoid(p.beta * p.rejected_ratio),
+    "apo_zero": lambda p: (
+        1.0 - torch.sigmoid(p.beta * p.chosen_ratio) + torch.sigmoid(p.beta * p.rejected_ratio)
+    ),
     "apo_down": lambda p: (
-        1.0 + torch.sigmoid(p.beta * p.chosen_ratio) - torch.sigmoid(p.beta * (p.chosen_ratio - p.rejected_ratio))
+        1.0
+        + torch.sigmoid(p.beta * p.chosen_ratio)
+        - torch.sigmoid(p.beta * (p.chosen_ratio - p.rejected_ratio))
     ),
     "discopop": _discopop,
     "sft": lambda p: p.nll.expand_as(p.chosen),
@@ -183,7 +205,9 @@ def _alpha_divergence(ratio: Tensor, alpha: float) -> Tensor:
     power = alpha - 1.0
     if abs(power) < 1e-6:
         return ratio
-    return torch.expm1((power * ratio).clamp(max=80.0)) / power  # exp(80) is the largest that float32 can square
+    return (
+        torch.expm1((power * ratio).clamp(max=80.0)) / power
+    )  # exp(80) is the largest that float32 can square
 
 
 F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -316,7 +340,13 @@ def grpo_loss(
     """
     check_choice("loss_type", loss_type, GRPO_LOSSES)
     check_choice("level", level, LEVELS)
-    check_shapes(log_probs, mask=mask, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, entropy=entropy)
+    check_shapes(
+        log_probs,
+        mask=mask,
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+        entropy=entropy,
+    )
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     advantages = within(mask, advantages.expand_as(log_probs))
     log_probs = within(mask, log_probs)
@@ -336,18 +366,24 @@ def grpo_loss(
     if entropy_coef == 0.0:
         return loss
     if entropy is None:
-        raise StreamBPError("entropy_coef needs entropy [B, T]: call token_log_probs(..., entropy=True).")
+        raise StreamBPError(
+            "entropy_coef needs entropy [B, T]: call token_log_probs(..., entropy=True)."
+        )
     return loss - entropy_coef * masked_mean(entropy, mask)
 
 
 def _divergence(log_probs: Tensor, ref_log_probs: Tensor | None) -> Tensor:
     if ref_log_probs is None:
-        raise StreamBPError("beta is not 0, which needs ref_log_probs [B, T] of the reference model.")
+        raise StreamBPError(
+            "beta is not 0, which needs ref_log_probs [B, T] of the reference model."
+        )
     away = ref_log_probs - log_probs
     return torch.exp(away) - away - 1.0
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None) -> Tensor:
+def _clipped(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None
+) -> Tensor:
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     return -torch.minimum(bounded * advantages, ratio.clamp(1.0 - low, 1.0 + high) * advantages)
 
@@ -364,7 +400,11 @@ def _ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, level: str) -
 
 
 def _reduce(
-    per_token: Tensor, mask: Tensor, loss_type: str, max_completion_length: int | None, num_items: Tensor | float | None
+    per_token: Tensor,
+    mask: Tensor,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items: Tensor | float | None,
 ) -> Tensor:
     if loss_type in ("grpo", "sapo"):
         return masked_mean(per_token, mask, 1).mean()
@@ -374,8 +414,12 @@ def _reduce(
         return masked_mean(per_token, mask)
     if loss_type == "dr_grpo":
         if max_completion_length is None:
-            raise StreamBPError("dr_grpo divides by B * max_completion_length; pass max_completion_length.")
+            raise StreamBPError(
+                "dr_grpo divides by B * max_completion_length; pass max_completion_length."
+            )
         return masked_sum(per_token, mask) / (per_token.shape[0] * max_completion_length)
     if num_items is None:
-        raise StreamBPError(f"{loss_type} divides by the tokens of an optimizer step; pass num_items (or use 'bnpo').")
+        raise StreamBPError(
+            f"{loss_type} divides by the tokens of an optimizer step; pass num_items (or use 'bnpo')."
+        )
     return masked_sum(per_token, mask) / num_items

@@ -16,7 +16,12 @@ from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer
 def main() -> None:
     data, rows = DATA / "prompts.jsonl", 'JSON lines with "prompt" and "answer"'
     args = parse_args(
-        "Proximal policy optimisation, streamed.", steps=400, learning_rate=1e-3, name="ppo", data=data, rows=rows
+        "Proximal policy optimisation, streamed.",
+        steps=400,
+        learning_rate=1e-3,
+        name="ppo",
+        data=data,
+        rows=rows,
     )
     model, tokenizer = model_and_tokenizer(args)
     config = StreamPPOConfig(
@@ -31,7 +36,11 @@ def main() -> None:
         reward_funcs=repeated,
     )
     trainer.train()
-    show(trainer.state.log_history, ["reward", "explained_variance", "ppo/value"], args.output / "ppo.png")
+    show(
+        trainer.state.log_history,
+        ["reward", "explained_variance", "ppo/value"],
+        args.output / "ppo.png",
+    )
 
 
 if __name__ == "__main__":

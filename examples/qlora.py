@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from toy import DATA, model_and_tokenizer, parser_of, read_rows, settled, show, trainer_settings
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
 
 import streambp
 from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
@@ -37,7 +42,9 @@ def parse_args() -> argparse.Namespace:
         learning_rate=2e-2,
         pretrained=2e-4,
     )
-    parser.add_argument("--bits", type=int, choices=(4, 16), default=4, help="of the frozen weights")
+    parser.add_argument(
+        "--bits", type=int, choices=(4, 16), default=4, help="of the frozen weights"
+    )
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     return settled(parser)
 
@@ -50,9 +57,14 @@ def load(args: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if args.model else torch.float32,
         )  # fmt: skip
-    how = {"quantization_config": quantization, "dtype": torch.bfloat16 if args.model else torch.float32}
+    how = {
+        "quantization_config": quantization,
+        "dtype": torch.bfloat16 if args.model else torch.float32,
+    }
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, **how), AutoTokenizer.from_pretrained(args.model)
+        return AutoModelForCausalLM.from_pretrained(
+            args.model, **how
+        ), AutoTokenizer.from_pretrained(args.model)
     model, tokenizer = model_and_tokenizer(args)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -67,10 +79,14 @@ def main() -> None:
         raise SystemExit(
             f"{error}\nInstall it (pip install bitsandbytes), or train on unquantised weights: --bits 16"
         ) from error
-    adapters = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapters = LoraConfig(
+        r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     trainer = StreamSFTTrainer(
         model=model,
-        args=StreamSFTConfig(**trainer_settings(args), per_device_train_batch_size=16, max_length=args.max_length),
+        args=StreamSFTConfig(
+            **trainer_settings(args), per_device_train_batch_size=16, max_length=args.max_length
+        ),
         train_dataset=read_rows(args.data),
         processing_class=tokenizer,
         peft_config=adapters,

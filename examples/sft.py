@@ -16,10 +16,21 @@ from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
 
 def main() -> None:
     data, rows = DATA / "completions.jsonl", 'JSON lines with "prompt" and "completion"'
-    args = parse_args("Supervised fine-tuning, streamed.", steps=60, max_length=512, name="sft", data=data, rows=rows)
+    args = parse_args(
+        "Supervised fine-tuning, streamed.",
+        steps=60,
+        max_length=512,
+        name="sft",
+        data=data,
+        rows=rows,
+    )
     model, tokenizer = model_and_tokenizer(args)
-    config = StreamSFTConfig(**trainer_settings(args), per_device_train_batch_size=16, max_length=args.max_length)
-    trainer = StreamSFTTrainer(model=model, args=config, train_dataset=read_rows(args.data), processing_class=tokenizer)
+    config = StreamSFTConfig(
+        **trainer_settings(args), per_device_train_batch_size=16, max_length=args.max_length
+    )
+    trainer = StreamSFTTrainer(
+        model=model, args=config, train_dataset=read_rows(args.data), processing_class=tokenizer
+    )
     trainer.train()
     show(trainer.state.log_history, ["loss", "mean_token_accuracy"], args.output / "sft.png")
 

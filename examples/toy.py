@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 WORDS = (
     "apple",
@@ -40,20 +45,39 @@ CHAT = (
 )
 
 
-def parser_of(description: str, *, steps: int, name: str, **defaults: Any) -> argparse.ArgumentParser:
+def parser_of(
+    description: str, *, steps: int, name: str, **defaults: Any
+) -> argparse.ArgumentParser:
     """The arguments of all examples: `defaults` has learning_rate (of the small model), pretrained (that of --model), and,
     for the examples that have the flags, max_length, data and rows (what a line of it has)."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", help="checkpoint folder or hub id; a small model from scratch if left out")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="checkpoint folder or hub id; a small model from scratch if left out"
+    )
     if "data" in defaults:
         parser.add_argument("--data", type=Path, default=defaults["data"], help=defaults["rows"])
     if "max_length" in defaults:
-        parser.add_argument("--max-length", type=int, default=defaults["max_length"], help="tokens; longer rows are cut")
+        parser.add_argument(
+            "--max-length",
+            type=int,
+            default=defaults["max_length"],
+            help="tokens; longer rows are cut",
+        )
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
     rates = (defaults.get("learning_rate", 3e-3), defaults.get("pretrained", 1e-6))
-    parser.add_argument("--learning-rate", type=float, help=f"{rates[0]} from scratch, {rates[1]} for --model, if left out")
-    parser.add_argument("--chunk-size", default="auto", help='tokens that are differentiated at a time, or "auto"')
-    parser.add_argument("--output", type=Path, default=Path("runs") / name, help="folder of the results")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        help=f"{rates[0]} from scratch, {rates[1]} for --model, if left out",
+    )
+    parser.add_argument(
+        "--chunk-size", default="auto", help='tokens that are differentiated at a time, or "auto"'
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs") / name, help="folder of the results"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.set_defaults(rates=rates)
     return parser
@@ -87,7 +111,9 @@ def read_rows(file: Path) -> Dataset:
     try:
         return load_dataset("json", data_files=str(file), split="train")
     except FileNotFoundError as error:
-        raise SystemExit(f"--data {file} does not exist. Pass a JSON lines file such as those of examples/data.") from error
+        raise SystemExit(
+            f"--data {file} does not exist. Pass a JSON lines file such as those of examples/data."
+        ) from error
 
 
 def small_tokenizer() -> PreTrainedTokenizerBase:
@@ -96,12 +122,20 @@ def small_tokenizer() -> PreTrainedTokenizerBase:
     vocabulary = {
         word: index
         for index, word in enumerate(
-            ["<pad>", "</s>", *dict.fromkeys([*FRAME.split(), ":", *WORDS]), "<user>", "<assistant>"]
+            [
+                "<pad>",
+                "</s>",
+                *dict.fromkeys([*FRAME.split(), ":", *WORDS]),
+                "<user>",
+                "<assistant>",
+            ]
         )
     }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=":"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", chat_template=CHAT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", chat_template=CHAT
+    )
 
 
 def model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -141,7 +175,9 @@ def show(log: list[dict[str, Any]], keys: list[str], file: Path) -> None:
         print("no plot: matplotlib is not installed")
         return
     figure = Figure(figsize=(4.5 * len(keys), 3.2), layout="constrained")
-    for (key, points), axis in zip(logged.items(), figure.subplots(1, len(keys), squeeze=False)[0], strict=True):
+    for (key, points), axis in zip(
+        logged.items(), figure.subplots(1, len(keys), squeeze=False)[0], strict=True
+    ):
         axis.plot(*zip(*points, strict=True))
         axis.set(xlabel="step", title=key)
         axis.grid(alpha=0.3)
@@ -166,12 +202,21 @@ def write_data() -> None:
         for other in draw.sample([candidate for candidate in WORDS if candidate != word], 8):
             chats.append({"messages": asked["prompt"] + assistant(answer(word))})
             completions.append({**asked, "completion": assistant(answer(word))})
-            preferences.append({**asked, "chosen": assistant(answer(word)), "rejected": assistant(answer(other))})
+            preferences.append(
+                {**asked, "chosen": assistant(answer(word)), "rejected": assistant(answer(other))}
+            )
             prompts.append({**asked, "answer": word})
-    files = {"chats": chats, "completions": completions, "preferences": preferences, "prompts": prompts}
+    files = {
+        "chats": chats,
+        "completions": completions,
+        "preferences": preferences,
+        "prompts": prompts,
+    }
     for name, rows in files.items():
         draw.shuffle(rows)
-        (DATA / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        (DATA / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), "utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -30,29 +30,45 @@ from transformers import (
 
 import streambp
 
-COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0), "grey": (0.5, 0.5, 0.5)}
+COLOURS = {
+    "red": (1.0, 0.0, 0.0),
+    "green": (0.0, 1.0, 0.0),
+    "blue": (0.0, 0.0, 1.0),
+    "grey": (0.5, 0.5, 0.5),
+}
 IMAGE, ASK, FIRST_COLOUR, VOCABULARY = 0, 1, 2, 8  # tokens of the small model
 SIDE, PATCH = 32, 8
 
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of("Images and text, streamed.", steps=60, name="vlm", pretrained=1e-5)
-    parser.add_argument("--data", type=Path, help='JSON lines with "image", "prompt" and "completion"')
+    parser.add_argument(
+        "--data", type=Path, help='JSON lines with "image", "prompt" and "completion"'
+    )
     args = settled(parser)
     if bool(args.model) != bool(args.data):
-        parser.error("--model and --data go together: the small model has no words, and a pretrained one needs rows.")
+        parser.error(
+            "--model and --data go together: the small model has no words, and a pretrained one needs rows."
+        )
     return args
 
 
 def small_model() -> Any:
     """LLaVA: an image's 16 patches become 16 tokens of the language model."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     vision = CLIPVisionConfig(**sizes, image_size=SIDE, patch_size=PATCH, projection_dim=64)
     text = Qwen3Config(
         **sizes, vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, bos_token_id=None, eos_token_id=None,
         pad_token_id=None,
     )  # fmt: skip
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1
+    )
     return LlavaForConditionalGeneration(config)
 
 
@@ -64,16 +80,25 @@ def small_batch(draw: random.Random, rows: int = 8) -> dict[str, Tensor]:
     ids = torch.tensor([[IMAGE] * patches + [ASK, FIRST_COLOUR + name] for name in names])  # [B, T]
     labels = ids.clone()
     labels[:, : patches + 1] = -100
-    return {"input_ids": ids, "labels": labels, "pixel_values": values[:, :, None, None].expand(-1, -1, SIDE, SIDE)}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "pixel_values": values[:, :, None, None].expand(-1, -1, SIDE, SIDE),
+    }
 
 
 def batch_of(row: dict[str, str], folder: Path, processor: Any) -> dict[str, Tensor]:
     """One row of a data set; the prompt has no label."""
-    content = [{"type": "image", "path": str(folder / row["image"])}, {"type": "text", "text": row["prompt"]}]
+    content = [
+        {"type": "image", "path": str(folder / row["image"])},
+        {"type": "text", "text": row["prompt"]},
+    ]
     asked = [{"role": "user", "content": content}]
     said = [*asked, {"role": "assistant", "content": [{"type": "text", "text": row["completion"]}]}]
     how = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    prompt = processor.apply_chat_template(asked, add_generation_prompt=True, **how)["input_ids"].shape[1]
+    prompt = processor.apply_chat_template(asked, add_generation_prompt=True, **how)[
+        "input_ids"
+    ].shape[1]
     inputs = dict(processor.apply_chat_template(said, **how))
     inputs["labels"] = inputs["input_ids"].clone()  # [1, T]
     inputs["labels"][:, :prompt] = -100
@@ -91,11 +116,19 @@ def main() -> None:
         rows = [json.loads(line) for line in args.data.read_text("utf-8").splitlines()]
     else:
         model = small_model()
-    model = streambp.patch(model.to(device).train(), streambp.StreamConfig(chunk_size=args.chunk_size))
+    model = streambp.patch(
+        model.to(device).train(), streambp.StreamConfig(chunk_size=args.chunk_size)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     for step in range(args.steps):
-        batch = batch_of(draw.choice(rows), args.data.parent, processor) if args.model else small_batch(draw)
-        loss = model(**{name: value.to(device) for name, value in batch.items()}, use_cache=False).loss
+        batch = (
+            batch_of(draw.choice(rows), args.data.parent, processor)
+            if args.model
+            else small_batch(draw)
+        )
+        loss = model(
+            **{name: value.to(device) for name, value in batch.items()}, use_cache=False
+        ).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -39,7 +39,13 @@ def main() -> None:
     device = find_device()
     model = build_model(args)
     weights = sum(p.nbytes for p in model.parameters())
-    limit = parse_bytes("gpu_memory", args.gpu_memory) if args.gpu_memory else None if args.model else weights // 2
+    limit = (
+        parse_bytes("gpu_memory", args.gpu_memory)
+        if args.gpu_memory
+        else None
+        if args.model
+        else weights // 2
+    )
     if limit is not None:
         limit_memory(device, limit)
     allowed = "all it has" if limit is None else f"{limit / MIB:,.0f} MiB"
@@ -49,7 +55,9 @@ def main() -> None:
     if args.weights == "device":
         return
 
-    model = streambp.patch(model, streambp.StreamConfig(args.chunk_size, offload="cpu", weights=args.weights))
+    model = streambp.patch(
+        model, streambp.StreamConfig(args.chunk_size, offload="cpu", weights=args.weights)
+    )
     model.to(device)
     ids = torch.randint(0, model.config.vocab_size, (1, args.seq_len), device=device)  # [B, T]
     train(model, ids, args.steps, device)
@@ -57,15 +65,23 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train adapters on a model whose weights do not fit the GPU.")
+    parser = argparse.ArgumentParser(
+        description="Train adapters on a model whose weights do not fit the GPU."
+    )
     parser.add_argument("--model", help="model id or folder; default: a small Llama from scratch")
     parser.add_argument(
-        "--gpu-memory", metavar="BYTES", help='such as "24GiB"; default: half of the small model\'s weights'
+        "--gpu-memory",
+        metavar="BYTES",
+        help='such as "24GiB"; default: half of the small model\'s weights',
     )
-    parser.add_argument("--weights", choices=("device", "cpu", "auto"), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--weights", choices=("device", "cpu", "auto"), default="cpu", help="default: %(default)s"
+    )
     parser.add_argument("--seq-len", type=int, default=256, help="tokens, T (default: %(default)s)")
     parser.add_argument("--chunk-size", type=int, default=64, help="tokens (default: %(default)s)")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
+    parser.add_argument(
+        "--rank", type=int, default=8, help="of the adapters (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=6, help="default: %(default)s")
     return parser.parse_args()
 
@@ -122,7 +138,9 @@ def train(model: peft.PeftModel, ids: Tensor, steps: int, device: torch.device) 
         optimizer.step()
         optimizer.zero_grad()
         peak = torch.accelerator.max_memory_allocated(device)
-        print(f"step {step}: loss {loss.item():.3f}, peak {peak / MIB:,.0f} MiB, {time.perf_counter() - start:.1f} s")
+        print(
+            f"step {step}: loss {loss.item():.3f}, peak {peak / MIB:,.0f} MiB, {time.perf_counter() - start:.1f} s"
+        )
 
 
 if __name__ == "__main__":

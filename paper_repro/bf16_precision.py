@@ -37,11 +37,17 @@ class AtScaleOne:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale-1", action="store_true", help="take the one-pass loss's gradients at scale 1")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--scale-1", action="store_true", help="take the one-pass loss's gradients at scale 1"
+    )
     if parser.parse_args().scale_1:
         recipe.OnePassNLL = AtScaleOne
-    print(f"torch {torch.__version__}\n{'T':>4} {'seed':>4} {'one chunk':>10} {'9 chunks':>10}   ours / unpatched")
+    print(
+        f"torch {torch.__version__}\n{'T':>4} {'seed':>4} {'one chunk':>10} {'9 chunks':>10}   ours / unpatched"
+    )
     rows = [ratios(length, sizes, seed) for length, sizes in SIZES for seed in range(5)]
     means = torch.tensor(rows).mean(0).tolist()
     print(f"{'mean':>9} {means[0]:>10.3f} {means[1]:>10.3f}")

@@ -33,7 +33,12 @@ from streambp.planner.count import LiveBytes
 GIB = 2**30
 LONGEST_TIMELINE = 65536  # tokens of a whole model; beyond them a step has millions of launches
 COPIES = ("Memcpy", "Memset")
-FUSED = {"cudnn": "cudnn", "flash_attention_for_cpu": "cpu flash", "flash": "flash", "efficient": "memory-efficient"}
+FUSED = {
+    "cudnn": "cudnn",
+    "flash_attention_for_cpu": "cpu flash",
+    "flash": "flash",
+    "efficient": "memory-efficient",
+}
 SHOWN = 3  # of a list of parameters
 BUFFERS = "gradient buffers"
 # Functions that are called where something of ours happens, and what that is.
@@ -77,7 +82,9 @@ class Figures:
     def __str__(self) -> str:
         parts = [f"{self.seconds:.3f} s (first {self.first:.3f})"]
         if self.peak_gib is not None:
-            parts.append(f"peak {self.peak_gib:.2f} GiB" + of(self.reserved_gib, " of {:.2f} reserved"))
+            parts.append(
+                f"peak {self.peak_gib:.2f} GiB" + of(self.reserved_gib, " of {:.2f} reserved")
+            )
         parts.append(of(self.retries, "{} retries"))
         parts.append(of(self.kernel_share, "kernels {:.0%} of the time"))
         parts += [f"loss {self.loss:.4f}", f"|gradient| {self.norm:.4e}"]
@@ -137,7 +144,10 @@ def run_steps(
     peaks: tuple[float | None, float | None] = (None, None)
     if on_gpu:
         retries = allocator_count(device, "num_alloc_retries") - (retries or 0)
-        peaks = counted_bytes(device, "peak") / GIB, torch.accelerator.max_memory_reserved(device) / GIB
+        peaks = (
+            counted_bytes(device, "peak") / GIB,
+            torch.accelerator.max_memory_reserved(device) / GIB,
+        )
     norm, problems = judged_gradients(model) if update is None else judged_weights(model)
     problems += [] if math.isfinite(float(loss)) else [f"the loss is {float(loss)}"]
     names = frozenset(name for name, _, _ in spans)
@@ -167,7 +177,11 @@ def judged_gradients(model: nn.Module) -> tuple[float, list[str]]:
 
 def judged_weights(model: nn.Module) -> tuple[float, list[str]]:
     """The same of the trained weights: an optimizer that was given NaN leaves NaN."""
-    return total_of({name: float(norm_of(p)) for name, p in model.named_parameters() if p.requires_grad}, "weight", [])
+    return total_of(
+        {name: float(norm_of(p)) for name, p in model.named_parameters() if p.requires_grad},
+        "weight",
+        [],
+    )
 
 
 def total_of(norms: dict[str, float], what: str, problems: list[str]) -> tuple[float, list[str]]:
@@ -186,13 +200,17 @@ def norm_of(x: Tensor) -> Tensor:
 
 
 def listed(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )
 
 
 def wrong_paths(model: nn.Module) -> list[str]:
     """Layers of a patched model that did not stream."""
     layers = streambp.describe(model).layers
-    return [f"{layer.name} {layer.path}: {layer.reason}" for layer in layers if layer.path != "streams"]
+    return [
+        f"{layer.name} {layer.path}: {layer.reason}" for layer in layers if layer.path != "streams"
+    ]
 
 
 class AttentionSeen(TorchDispatchMode):
@@ -223,13 +241,17 @@ def counted_calls(calls: dict[str, int]) -> Iterator[None]:
 
     ops = sys.modules.get("liger_kernel.ops")
     places: list[tuple[Any, str, str]] = [*OURS]
-    places += [(getattr(ops, kind), "forward", name) for kind, name in LIGERS.items() if hasattr(ops, kind)]
+    places += [
+        (getattr(ops, kind), "forward", name) for kind, name in LIGERS.items() if hasattr(ops, kind)
+    ]
     calls.update(dict.fromkeys((name for _, _, name in places), 0))
     real = [vars(owner)[attribute] for owner, attribute, _ in places]
     try:
         for owner, attribute, name in places:
             function = counted(getattr(owner, attribute), name)
-            setattr(owner, attribute, staticmethod(function) if isinstance(owner, type) else function)
+            setattr(
+                owner, attribute, staticmethod(function) if isinstance(owner, type) else function
+            )
         yield
     finally:
         for one, (owner, attribute, _) in zip(real, places, strict=True):
@@ -250,7 +272,9 @@ def kernel_times(spans: list[tuple[str, float, float]]) -> Iterator[None]:
 def busy(spans: Iterable[tuple[str, float, float]]) -> float:
     """Seconds in which at least one kernel ran, copies and fills left out."""
     total, until = 0.0, -math.inf
-    for start, end in sorted((start, end) for name, start, end in spans if not name.startswith(COPIES)):
+    for start, end in sorted(
+        (start, end) for name, start, end in spans if not name.startswith(COPIES)
+    ):
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
@@ -260,7 +284,9 @@ def commit() -> str:
     """Of this code; "unknown" in a copy without git."""
     try:
         command = ["git", "rev-parse", "--short", "HEAD"]
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
     except OSError:
         return "unknown"
     return found.stdout.strip() or "unknown"
@@ -269,7 +295,16 @@ def commit() -> str:
 def versions() -> str:
     """Of everything that takes part, "torch 2.13.0; ...; cuDNN 91900"."""
     found = []
-    for name in ("torch", "transformers", "triton", "trl", "peft", "liger-kernel", "deepspeed", "fla-core"):
+    for name in (
+        "torch",
+        "transformers",
+        "triton",
+        "trl",
+        "peft",
+        "liger-kernel",
+        "deepspeed",
+        "fla-core",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None

@@ -25,7 +25,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import streambp
-from paper_repro.figures import GIB, LONGEST_TIMELINE, commit, counted_peak, run_steps, versions, wrong_paths
+from paper_repro.figures import (
+    GIB,
+    LONGEST_TIMELINE,
+    commit,
+    counted_peak,
+    run_steps,
+    versions,
+    wrong_paths,
+)
 from paper_repro.losses import OBJECTIVES, Objective
 from paper_repro.methods import Method, Unavailable
 from paper_repro.recipes import METHODS
@@ -99,8 +107,12 @@ class Job:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="CSV file; its rows are kept and new ones added")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="CSV file; its rows are kept and new ones added"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     add_minutes(parser)
@@ -121,7 +133,12 @@ def run(job: Job, output: Path, deadline: Deadline | None = None, fork: bool = F
             keep(Row(**json.loads(text.removeprefix("ROW "))))
 
     command = [sys.executable, "-m", "paper_repro.harness", json.dumps(dataclasses.asdict(job))]
-    ended = run_child(functools.partial(child, job) if fork else command, ROOT, deadline or Deadline(float("inf")), line)
+    ended = run_child(
+        functools.partial(child, job) if fork else command,
+        ROOT,
+        deadline or Deadline(float("inf")),
+        line,
+    )
     if ended.code != 0 or not rows:
         following = job.lengths[min(len(rows), len(job.lengths) - 1)]
         on = rows[-1].device if rows else job.device  # this process must not touch the GPU
@@ -145,7 +162,15 @@ def show(row: Row) -> None:
     seconds = f"{row.seconds:9.3f} s" if row.seconds is not None else " " * 11
     peak = f"{row.peak_gib:8.3f} GiB" if row.peak_gib is not None else " " * 12
     what = f"{row.shape:<10} {row.trained:<5} {row.objective:<5} {row.method:<22}"
-    others = ("first_seconds", "reserved_gib", "retries", "kernel_share", "gradient_buffers", "loss", "gradient_norm")
+    others = (
+        "first_seconds",
+        "reserved_gib",
+        "retries",
+        "kernel_share",
+        "gradient_buffers",
+        "loss",
+        "gradient_norm",
+    )
     known = [f"{name} {getattr(row, name):g}" for name in others if getattr(row, name) is not None]
     print(f"{what} {row.rows} x {row.tokens:>8} {seconds} {peak} {row.status}", flush=True)
     if known:
@@ -201,7 +226,11 @@ def child(job: Job) -> None:
                 return
         except Exception as error:  # the next length may do
             print(
-                "ROW", json.dumps(row_of(job, length, f"failed: {type(error).__name__}: {first_line(error)}")), flush=True
+                "ROW",
+                json.dumps(
+                    row_of(job, length, f"failed: {type(error).__name__}: {first_line(error)}")
+                ),
+                flush=True,
             )
 
 
@@ -211,7 +240,11 @@ def measure(
     """The row's own figures, and what must not be. [Note: measurement]"""
     ids = make_batch(model, length, job.seed, job.rows)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=is_accelerator(model.device)) if job.adamw else None
+    optimizer = (
+        torch.optim.AdamW(trained, lr=1e-6, fused=is_accelerator(model.device))
+        if job.adamw
+        else None
+    )
     start = 0
 
     def forward() -> Tensor:
@@ -230,7 +263,11 @@ def measure(
         optimizer.zero_grad()
 
     found = run_steps(
-        model, forward, None if optimizer is None else update, length <= LONGEST_TIMELINE and job.steps > 2, job.steps
+        model,
+        forward,
+        None if optimizer is None else update,
+        length <= LONGEST_TIMELINE and job.steps > 2,
+        job.steps,
     )
     problems = [*found.problems, *method.missing(found, model.device.type)]
     patched = getattr(model, "_streambp", None)
@@ -266,9 +303,12 @@ def told(model: PreTrainedModel, start: int) -> str:
         return said
     chunk = record.rows * min(record.chunk_size, record.tokens // record.rows)
     kept = record.needed if record.needed is not None else record.saved_bytes or 0.0
-    need, waiting = peak_of(policy.known.need.by_layer(record.tokens, chunk, 0.0), kept, policy.layers)
+    need, waiting = peak_of(
+        policy.known.need.by_layer(record.tokens, chunk, 0.0), kept, policy.layers
+    )
     parts = (
-        f"{start / GIB:.3g} at the start, {need / GIB:.3g} of a step without saves, {waiting / GIB:.3g} of {kept / GIB:.3g}"
+        f"{start / GIB:.3g} at the start, {need / GIB:.3g} of a step without saves, "
+        f"{waiting / GIB:.3g} of {kept / GIB:.3g}"
     )
     return f"{said}; predicted {(start + need + waiting) / GIB:.4g} GiB: {parts} of saves"
 
@@ -284,7 +324,9 @@ def peak_of(phases: Iterable[tuple[float, float]], kept: float, layers: int) -> 
     return need, there(upto)
 
 
-def row_of(job: Job, length: int, status: str, on: str | None = None, **figures: float | str | None) -> dict[str, object]:
+def row_of(
+    job: Job, length: int, status: str, on: str | None = None, **figures: float | str | None
+) -> dict[str, object]:
     """on: the device's name; None: look it up."""
     empty = dict.fromkeys(("seconds", "peak_gib", "reserved_gib", "host_gib"))
     row: dict[str, object] = {
@@ -298,7 +340,10 @@ def row_of(job: Job, length: int, status: str, on: str | None = None, **figures:
         "chunk_size": str(job.chunk_size),
         "status": status,
         **empty,
-        **{name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in figures.items()},
+        **{
+            name: float(f"{value:.6g}") if isinstance(value, float) else value
+            for name, value in figures.items()
+        },
         "seed": job.seed,
         "device": on or device_name(job.device),
         "versions": versions(),

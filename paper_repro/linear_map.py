@@ -36,7 +36,9 @@ def differentiate(x: Tensor, weights: list[Tensor], upstream: Tensor, pieces: in
     """dW1 and dW2, one piece of the rows at a time."""
     sums = [torch.zeros_like(weight) for weight in weights]
     for part, gradient in zip(x.chunk(pieces), upstream.chunk(pieces), strict=True):
-        for total, found in zip(sums, torch.autograd.grad(whole(part, weights), weights, gradient), strict=True):
+        for total, found in zip(
+            sums, torch.autograd.grad(whole(part, weights), weights, gradient), strict=True
+        ):
             total += found
     return sums
 
@@ -51,21 +53,36 @@ def measure(pieces: int, x: Tensor, weights: list[Tensor], upstream: Tensor) -> 
         float(differentiate(x, weights, upstream, pieces)[0].sum())  # waits for the device
         seconds = time.perf_counter() - start
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
-    memory = {"pieces": pieces, "peak_mib": round(count.peak / 2**20, 2), "gflop": round(flops.total / 1e9, 2)}
+    memory = {
+        "pieces": pieces,
+        "peak_mib": round(count.peak / 2**20, 2),
+        "gflop": round(flops.total / 1e9, 2),
+    }
     return {**memory, "seconds": round(seconds, 3), "relative_error": f"{error:.1e}"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="CSV file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_arguments(parser)
     args = parser.parse_args()
     torch.manual_seed(0)
-    x, upstream = (torch.randn(TOKENS, WIDTH, dtype=torch.float64, device=args.device) for _ in range(2))
+    x, upstream = (
+        torch.randn(TOKENS, WIDTH, dtype=torch.float64, device=args.device) for _ in range(2)
+    )
     sizes = ((WIDTH, INNER), (INNER, WIDTH))
-    weights = [torch.randn(*size, dtype=torch.float64, device=args.device).requires_grad_() for size in sizes]
-    with contextlib.nullcontext() if args.output is None else args.output.open("w", newline="") as file:
+    weights = [
+        torch.randn(*size, dtype=torch.float64, device=args.device).requires_grad_()
+        for size in sizes
+    ]
+    with (
+        contextlib.nullcontext()
+        if args.output is None
+        else args.output.open("w", newline="") as file
+    ):
         writer = None if file is None else csv.DictWriter(file, FIELDS, lineterminator="\n")
         if writer is not None:
             writer.writeheader()
@@ -76,7 +93,9 @@ def main() -> int:
                 writer.writerow(found)
                 file.flush()
             exact = float(found["relative_error"]) <= BAR
-            return "  ".join(f"{name} {value:>8}" for name, value in found.items()) + FAILED * (not exact), exact
+            return "  ".join(f"{name} {value:>8}" for name, value in found.items()) + FAILED * (
+                not exact
+            ), exact
 
         rows = [(str(pieces), functools.partial(row, pieces)) for pieces in (1, 2, 4, 8, 16, 32)]
         return int(not print_rows(each(rows, args.row, Deadline(args.minutes))))

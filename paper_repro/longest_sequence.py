@@ -16,7 +16,15 @@ from paper_repro.harness import Job, Row, arguments, run
 from paper_repro.rows import Deadline
 
 EXPERIMENTS = (("Qwen3-4B", False), ("Qwen3-8B", False), ("Qwen3-14B", False), ("Qwen3-32B", True))
-METHODS = ("plain", "checkpointing", "trl", "trl-offload-liger", "liger", "streambp", "streambp-lean")
+METHODS = (
+    "plain",
+    "checkpointing",
+    "trl",
+    "trl-offload-liger",
+    "liger",
+    "streambp",
+    "streambp-lean",
+)
 
 
 def main() -> None:
@@ -25,11 +33,15 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=1024)
     parser.add_argument("--up-to", type=int, default=2**20)
     parser.add_argument("--halvings", type=int, default=3)
-    parser.add_argument("--shapes", nargs="+", help="of " + ", ".join(shape for shape, _ in EXPERIMENTS))
+    parser.add_argument(
+        "--shapes", nargs="+", help="of " + ", ".join(shape for shape, _ in EXPERIMENTS)
+    )
     parser.add_argument("--methods", nargs="+", default=METHODS)
     args = parser.parse_args()
     if args.device != "cuda":
-        parser.error("the budget is a GPU's; on a CPU, `streambp plan` computes the longest sequence instead")
+        parser.error(
+            "the budget is a GPU's; on a CPU, `streambp plan` computes the longest sequence instead"
+        )
     deadline = Deadline(args.minutes)
     for shape, lora in EXPERIMENTS:
         if args.shapes and shape not in args.shapes:
@@ -37,18 +49,29 @@ def main() -> None:
         for method in args.methods:
             longest = search(shape, lora, method, args, deadline)
             print(
-                f"--- {shape} {'LoRA' if lora else 'full'} {method}: {longest} tokens on {args.budget_gib} GiB", flush=True
+                f"--- {shape} {'LoRA' if lora else 'full'} {method}: {longest} tokens on {args.budget_gib} GiB",
+                flush=True,
             )
 
 
-def search(shape: str, lora: bool, method: str, args: argparse.Namespace, deadline: Deadline) -> str:
+def search(
+    shape: str, lora: bool, method: str, args: argparse.Namespace, deadline: Deadline
+) -> str:
     """The longest that ran, or why none did."""
 
     def attempt(length: int) -> Row | None:
         """None: there was no time for it."""
         if not deadline.left:
             return None
-        job = Job("longest_sequence", method, shape, (length,), lora=lora, budget_gib=args.budget_gib, seed=args.seed)
+        job = Job(
+            "longest_sequence",
+            method,
+            shape,
+            (length,),
+            lora=lora,
+            budget_gib=args.budget_gib,
+            seed=args.seed,
+        )
         return run(job, args.output, deadline)[0]
 
     good, length = 0, args.start

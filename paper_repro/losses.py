@@ -45,13 +45,23 @@ def ppo(method: Method, model: PreTrainedModel, ids: Tensor, seed: int) -> Tenso
     log_probs = method.log_probs(model, ids)
     advantages, old_values, returns = (torch.randn_like(log_probs) for _ in range(3))
     values = old_values + 0.1
-    return ppo_loss(log_probs, near(log_probs, seed), advantages, completions(log_probs), values, old_values, returns).loss
+    return ppo_loss(
+        log_probs,
+        near(log_probs, seed),
+        advantages,
+        completions(log_probs),
+        values,
+        old_values,
+        returns,
+    ).loss
 
 
 def near(log_probs: Tensor, seed: int) -> Tensor:
     """Log-probabilities of a model a little different [B, T - 1]."""
     generator = torch.Generator(log_probs.device).manual_seed(seed)
-    noise = torch.randn(log_probs.shape, generator=generator, device=log_probs.device, dtype=log_probs.dtype)
+    noise = torch.randn(
+        log_probs.shape, generator=generator, device=log_probs.device, dtype=log_probs.dtype
+    )
     return log_probs.detach() + 0.1 * noise
 
 

@@ -23,7 +23,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--chunk-size", type=lambda text: text if text == "auto" else int(text), default="auto")
+    parser.add_argument(
+        "--chunk-size", type=lambda text: text if text == "auto" else int(text), default="auto"
+    )
     args = parser.parse_args()
     jobs = [
         Job(

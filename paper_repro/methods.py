@@ -54,7 +54,9 @@ class Method:
     def log_probs(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
         """[B, T - 1] in float32."""
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        return -F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
+        return -F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(
+            ids.shape[0], -1
+        )
 
     @contextlib.contextmanager
     def step(self, model: PreTrainedModel) -> Iterator[None]:
@@ -65,7 +67,9 @@ class Method:
         """Kernels that the method stands for and that did not run on a GPU."""
         if device != "cuda":
             return []
-        problems = ["no fused kernel attended"] * (not any(name.endswith("backward") for name in found.ran))
+        problems = ["no fused kernel attended"] * (
+            not any(name.endswith("backward") for name in found.ran)
+        )
         if self.liger:
             problems += [f"{name} did not run" for name in LIGERS.values() if name not in found.ran]
             rotated = any("rope" in kernel for kernel in found.on_device)
@@ -112,7 +116,9 @@ class StreamBP(Method):
         """Our head's kernels as well; blocks that torch merges are a slower path."""
         problems = super().missing(found, device)
         if device == "cuda":
-            problems += [f"{kernel} did not run in Triton" for kernel in HEAD if kernel not in found.ran]
+            problems += [
+                f"{kernel} did not run in Triton" for kernel in HEAD if kernel not in found.ran
+            ]
             problems += [f"{NOT_FUSED} ran"] * (NOT_FUSED in found.ran)
         return problems
 
@@ -203,7 +209,9 @@ def liger(model: PreTrainedModel, fused_linear_cross_entropy: bool) -> None:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
     except ImportError as error:
         raise Unavailable("liger-kernel is not installed") from error
-    apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=fused_linear_cross_entropy, model=unwrapped(model))
+    apply_liger_kernel_to_qwen3(
+        fused_linear_cross_entropy=fused_linear_cross_entropy, model=unwrapped(model)
+    )
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:

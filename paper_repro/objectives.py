@@ -20,7 +20,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[9000])
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--methods", nargs="+", default=["checkpointing", "trl", "streambp"])
-    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES))
+    parser.add_argument(
+        "--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES)
+    )
     args = parser.parse_args()
     jobs = [
         Job(

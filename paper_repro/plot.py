@@ -18,7 +18,9 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--table", default="memory_and_time.csv")
     args = parser.parse_args()
@@ -32,11 +34,19 @@ def draw(rows: list[dict[str, str]], column: str, label: str, path: Path) -> Non
     figure, axes = plt.subplots(figsize=(7, 4.2))
     good = [row for row in rows if row["status"] == "ok" and row[column]]
     for method in dict.fromkeys(row["method"] for row in rows):
-        points = [(int(row["tokens"]), float(row[column])) for row in good if row["method"] == method]
+        points = [
+            (int(row["tokens"]), float(row[column])) for row in good if row["method"] == method
+        ]
         if points:
             ours = method.startswith("streambp")
-            style = {"linewidth": 2.4, "linestyle": "-"} if ours else {"linewidth": 1.4, "linestyle": "--"}
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=method, **style)
+            style = (
+                {"linewidth": 2.4, "linestyle": "-"}
+                if ours
+                else {"linewidth": 1.4, "linestyle": "--"}
+            )
+            axes.plot(
+                *zip(*sorted(points), strict=True), marker="o", markersize=4, label=method, **style
+            )
     first = rows[0]
     title = f"{first['shape']} ({first['trained']}), {first['device']}"
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label, title=title)

@@ -24,12 +24,24 @@ from paper_repro.rows import Deadline, add_minutes, first_line
 from tests.families import build, make_batch
 from tests.oracle import Gradients, gradients, lift_float32_casts, relative_l2
 
-FIELDS = ("dtype", "tokens", "chunks", "seed", "unpatched", "streambp", "ratio", "device", "versions")
+FIELDS = (
+    "dtype",
+    "tokens",
+    "chunks",
+    "seed",
+    "unpatched",
+    "streambp",
+    "ratio",
+    "device",
+    "versions",
+)
 SIZES = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=1024)
@@ -42,19 +54,28 @@ def main() -> None:
         writer.writeheader()
         for seed in range(args.seeds):
             if not deadline.left:
-                print(f"not run, {args.minutes:g} minutes are over: seeds from {seed} on", flush=True)
+                print(
+                    f"not run, {args.minutes:g} minutes are over: seeds from {seed} on", flush=True
+                )
                 break
             try:
                 for row in measure(seed, args):
                     writer.writerow(row)
                     file.flush()
             except Exception as error:  # the next seed may do
-                print(f"seed {seed}: FAILED, {type(error).__name__}: {first_line(error)}", flush=True)
+                print(
+                    f"seed {seed}: FAILED, {type(error).__name__}: {first_line(error)}", flush=True
+                )
 
 
 def measure(seed: int, args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    model = build("qwen3", seed=seed, **SIZES).to(args.device).bfloat16().float()  # the same weights in every dtype
-    batch = {name: x.to(args.device) for name, x in make_batch("plain", length=args.tokens, seed=seed).items()}
+    model = (
+        build("qwen3", seed=seed, **SIZES).to(args.device).bfloat16().float()
+    )  # the same weights in every dtype
+    batch = {
+        name: x.to(args.device)
+        for name, x in make_batch("plain", length=args.tokens, seed=seed).items()
+    }
     truth = oracle(model, batch)
     for dtype in (torch.bfloat16, torch.float32):
         if args.device == "cuda" and dtype == torch.float32:
@@ -62,13 +83,25 @@ def measure(seed: int, args: argparse.Namespace) -> Iterator[dict[str, object]]:
         model.to(dtype)
         noise = relative_l2(gradients(model, **batch)[1], truth)
         for chunks in (1, 4, 16):
-            streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=args.tokens // chunks, saves=()))
+            streambp.patch(
+                model,
+                streambp.StreamConfig(kernels="own", chunk_size=args.tokens // chunks, saves=()),
+            )
             error = relative_l2(gradients(model, **batch)[1], truth)
             if not math.isfinite(error):
                 raise FloatingPointError(f"gradients of {chunks} chunks in {dtype} are not finite")
             streambp.unpatch(model)
-            row = {"dtype": str(dtype).removeprefix("torch."), "tokens": args.tokens, "chunks": chunks, "seed": seed}
-            errors = {"unpatched": f"{noise:.4e}", "streambp": f"{error:.4e}", "ratio": f"{error / noise:.4f}"}
+            row = {
+                "dtype": str(dtype).removeprefix("torch."),
+                "tokens": args.tokens,
+                "chunks": chunks,
+                "seed": seed,
+            }
+            errors = {
+                "unpatched": f"{noise:.4e}",
+                "streambp": f"{error:.4e}",
+                "ratio": f"{error / noise:.4f}",
+            }
             print("  ".join(str(value) for value in (*row.values(), *errors.values())), flush=True)
             yield {**row, **errors, "device": device_name(args.device), "versions": versions()}
     model.to(torch.float32)

@@ -36,7 +36,9 @@ BACKWARD_ONLY = Setting(optimizer=0.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--host-gib", type=float, default=115.0)
     args = parser.parse_args()
@@ -45,17 +47,34 @@ def main() -> None:
         memory = Memory(int(gpu * GIB), int(args.host_gib * GIB), reserve=0.0)
         config = Qwen3Config(**SHAPES[shape], architectures=["Qwen3ForCausalLM"])
         profile = plan(
-            config, gpu_memory=memory.gpu, host_memory=memory.host, reserve=0.0, setting=BACKWARD_ONLY, lora=lora
+            config,
+            gpu_memory=memory.gpu,
+            host_memory=memory.host,
+            reserve=0.0,
+            setting=BACKWARD_ONLY,
+            lora=lora,
         ).profile
         named = {"shape": shape, "trained": f"LoRA {lora}" if lora else "full"}
         budget = {**named, "gpu_gib": gpu, "host_gib": args.host_gib}
         for method in profile.methods:
             found = longest(profile, method, memory, BACKWARD_ONLY)
-            lengths.append({**budget, "method": found.method, "tokens": found.seq_len, "stopped_by": found.binds})
+            lengths.append(
+                {
+                    **budget,
+                    "method": found.method,
+                    "tokens": found.seq_len,
+                    "stopped_by": found.binds,
+                }
+            )
             if method.offload == "cpu":
                 both = longest_on_both(profile, method, memory)
                 lengths.append(
-                    {**budget, "method": f"{found.method}, rest kept", "tokens": both, "stopped_by": "GPU and host"}
+                    {
+                        **budget,
+                        "method": f"{found.method}, rest kept",
+                        "tokens": both,
+                        "stopped_by": "GPU and host",
+                    }
                 )
         if gpu == 79.0:
             curves += [{**named, **row} for row in peaks(profile)]
@@ -63,7 +82,9 @@ def main() -> None:
         print("  ".join(str(value) for value in row.values()))
     write(args.output / "predicted_longest.csv", lengths)
     write(args.output / "predicted_memory.csv", curves)
-    draw([row for row in curves if row["shape"] == "Qwen3-8B"], args.output / "predicted_memory.png")
+    draw(
+        [row for row in curves if row["shape"] == "Qwen3-8B"], args.output / "predicted_memory.png"
+    )
 
 
 def longest_on_both(profile: Profile, method: Method, memory: Memory) -> int:
@@ -120,7 +141,11 @@ SHOWN = {
 def draw(rows: list[dict[str, object]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.5, 4.4))
     for method, label in SHOWN.items():
-        points = [(row["tokens"], row["peak_gib"]) for row in rows if row["method"] == method and row["peak_gib"] <= 400]
+        points = [
+            (row["tokens"], row["peak_gib"])
+            for row in rows
+            if row["method"] == method and row["peak_gib"] <= 400
+        ]
         ours = method.startswith("streambp")
         axes.plot(
             *zip(*points, strict=True),
@@ -132,10 +157,15 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
         )
     axes.axhline(80, color="grey", linewidth=1)
     axes.annotate("80 GiB", (LENGTHS[0], 82), fontsize=8, color="grey")
-    axes.set(xscale="log", xlabel="tokens in one sequence", ylabel="GPU memory (GiB)", ylim=(0, 140))
+    axes.set(
+        xscale="log", xlabel="tokens in one sequence", ylabel="GPU memory (GiB)", ylim=(0, 140)
+    )
     axes.set_xticks(LENGTHS, [f"{n // 1024}k" if n < 2**20 else "1M" for n in LENGTHS])
     axes.minorticks_off()
-    axes.set_title("Qwen3-8B, every parameter trained, forward and backward, bf16 (computed by the planner)", fontsize=10)
+    axes.set_title(
+        "Qwen3-8B, every parameter trained, forward and backward, bf16 (computed by the planner)",
+        fontsize=10,
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.93))
     figure.tight_layout()

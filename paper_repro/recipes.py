@@ -110,8 +110,19 @@ class Stash:
         return found
 
     def _sent(self, x: Tensor) -> Tensor:
-        place = next((i for i, host in enumerate(self.pool) if (host.shape, host.dtype) == (x.shape, x.dtype)), None)
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True) if place is None else self.pool.pop(place)
+        place = next(
+            (
+                i
+                for i, host in enumerate(self.pool)
+                if (host.shape, host.dtype) == (x.shape, x.dtype)
+            ),
+            None,
+        )
+        host = (
+            torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            if place is None
+            else self.pool.pop(place)
+        )
         stream = self._stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
@@ -135,7 +146,12 @@ class Stash:
 def attends(func: Any) -> bool:
     """Whether this is one of torch's fused attention operators, forward."""
     name = func.name()
-    return func.namespace == "aten" and "_scaled_dot_product" in name and "attention" in name and "backward" not in name
+    return (
+        func.namespace == "aten"
+        and "_scaled_dot_product" in name
+        and "attention" in name
+        and "backward" not in name
+    )
 
 
 class Keeping(TorchDispatchMode):

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import IO, Any
 
 MINUTES = 8.0
-FAILED_BEFORE = "STREAMBP_ROWS_FAILED"  # set for a process that takes another's place. [Note: lost devices]
+FAILED_BEFORE = (
+    "STREAMBP_ROWS_FAILED"  # set for a process that takes another's place. [Note: lost devices]
+)
 
 
 class Deadline:
@@ -42,23 +44,39 @@ class Deadline:
 
 
 def add_minutes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"begin no row after that; default {MINUTES:g}")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help=f"begin no row after that; default {MINUTES:g}",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--row and --minutes, as `each` wants them."""
-    parser.add_argument("--row", action="append", metavar="NAME", help="rows of this name alone (* stands for anything)")
+    parser.add_argument(
+        "--row",
+        action="append",
+        metavar="NAME",
+        help="rows of this name alone (* stands for anything)",
+    )
     add_minutes(parser)
 
 
 Result = tuple[str, bool]  # a line of the table, and whether it passed
 
 
-def each(rows: Iterable[tuple[str, Callable[[], Result]]], names: list[str] | None, deadline: Deadline) -> Iterator[Result]:
+def each(
+    rows: Iterable[tuple[str, Callable[[], Result]]], names: list[str] | None, deadline: Deadline
+) -> Iterator[Result]:
     """The rows of these names (None: all), one by one; an error is a row that did not pass. One line names those for which
     no time was left; it does not pass either."""
     late = []
-    wanted = [row for row in rows if names is None or any(fnmatch.fnmatch(row[0], pattern) for pattern in names)]
+    wanted = [
+        row
+        for row in rows
+        if names is None or any(fnmatch.fnmatch(row[0], pattern) for pattern in names)
+    ]
     for number, (name, measure) in enumerate(wanted, 1):
         if not deadline.left:
             late.append(name)
@@ -66,12 +84,22 @@ def each(rows: Iterable[tuple[str, Callable[[], Result]]], names: list[str] | No
         try:
             yield measure()
         except Exception as error:  # the next row may do
-            yield f"{name}: FAILED, {type(error).__name__}{place_of(error)}: {first_line(error)}", False
+            yield (
+                f"{name}: FAILED, {type(error).__name__}{place_of(error)}: {first_line(error)}",
+                False,
+            )
             if number < len(wanted) and device_is_lost():
-                yield "the GPU gives this process nothing but errors; the next rows run in a new one", False
+                yield (
+                    "the GPU gives this process nothing but errors; the next rows run in a new one",
+                    False,
+                )
                 start_again([name for name, _ in wanted[number:]], deadline)
     if late:
-        yield f"not run, {deadline.minutes:g} minutes are over: " + " ".join(f"--row '{name}'" for name in late), False
+        yield (
+            f"not run, {deadline.minutes:g} minutes are over: "
+            + " ".join(f"--row '{name}'" for name in late),
+            False,
+        )
     if not wanted:
         yield f"no row is named {' or '.join(map(repr, names or ['anything']))}", False
 
@@ -106,9 +134,11 @@ def place_of(error: BaseException) -> str:
     """The last line of this repository's code on an error's way; where a device works beside the host, it may be a later
     one than the line at fault."""
     root = str(Path(__file__).parents[1])
-    here = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)][
-        1:
-    ]  # not `each`
+    here = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(root)
+    ][1:]  # not `each`
     return f" in {os.path.relpath(here[-1].filename, root)}:{here[-1].lineno}" if here else ""
 
 
@@ -145,7 +175,9 @@ class Forked:
             try:
                 os.dup2(there, 1)
                 os.dup2(errors.fileno(), 2)
-                sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+                sys.stdout, sys.stderr = (
+                    os.fdopen(number, "w", closefd=False) for number in (1, 2)
+                )
                 call()
                 code = 0
             except BaseException:
@@ -170,7 +202,10 @@ class Forked:
 
 
 def run_child(
-    command: list[str] | Callable[[], object], cwd: Path, deadline: Deadline, line: Callable[[str], None]
+    command: list[str] | Callable[[], object],
+    cwd: Path,
+    deadline: Deadline,
+    line: Callable[[str], None],
 ) -> Ended:
     """Run a command, or a function in a `Forked` child, and hand on each line of its output as it comes; when the time is
     over it is killed."""
@@ -179,7 +214,9 @@ def run_child(
         if callable(command):
             child = Forked(command, errors)
         else:
-            child = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True)
+            child = subprocess.Popen(
+                command, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         over = threading.Event()
 
         def stop() -> None:

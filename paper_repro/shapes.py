@@ -8,7 +8,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 
 
-def shape(hidden: int, intermediate: int, layers: int, heads: int, tied: bool, **others: int) -> dict[str, int]:
+def shape(
+    hidden: int, intermediate: int, layers: int, heads: int, tied: bool, **others: int
+) -> dict[str, int]:
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -52,4 +54,6 @@ def build(shape: str, lora: bool, device: torch.device, seed: int) -> PreTrained
 def make_batch(model: PreTrainedModel, length: int, seed: int, rows: int = 1) -> torch.Tensor:
     """Random token ids [rows, length] on the model's device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.vocab_size, (rows, length), generator=generator).to(model.device)
+    return torch.randint(model.config.vocab_size, (rows, length), generator=generator).to(
+        model.device
+    )

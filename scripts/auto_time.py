@@ -1,4 +1,5 @@
-"""Processor time of a warm training step with saves="auto", beside the unpatched model and gradient checkpointing.
+"""Processor time of a warm training step with saves="auto", beside the unpatched model and gradient
+checkpointing.
 
 plain            unpatched, nothing is recomputed
 checkpointing    unpatched, with transformers' gradient checkpointing
@@ -7,8 +8,9 @@ saves="auto"     patched, what fits is kept; a short step runs as unpatched, wit
 
     OMP_NUM_THREADS=1 python scripts/auto_time.py --lengths 256 4096
 
-One thread, one process, the cases take turns; printed are milliseconds of processor time, the minimum over all steps, and
-the ratios to plain and to checkpointing. `describe` tells what "auto" kept.
+One thread, one process, the cases take turns; printed are milliseconds of processor time, the
+minimum over all steps, and the ratios to plain and to checkpointing. `describe` tells what "auto"
+kept.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def build(case: str, arguments: argparse.Namespace) -> torch.nn.Module:
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if case.startswith("saves"):
-        config = streambp.StreamConfig(saves="auto" if "auto" in case else (), unpatched_runs=not arguments.streamed)
+        config = streambp.StreamConfig(
+            saves="auto" if "auto" in case else (), unpatched_runs=not arguments.streamed
+        )
         streambp.patch(model, config)
     return model
 
@@ -62,11 +66,17 @@ def stepper(model: torch.nn.Module, length: int) -> Callable[[], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 4096], help="tokens of the one row")
-    parser.add_argument("--seconds", type=float, default=20.0, help="processor time for each length")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[256, 4096], help="tokens of the one row"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="processor time for each length"
+    )
     parser.add_argument("--streamed", action="store_true", help="with unpatched_runs=False")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,10 +1,12 @@
-"""The commands and files that README.md, CONTRIBUTING.md and docs/ name: do they parse, and do they exist?
+"""The commands and files that README.md, CONTRIBUTING.md and docs/ name: do they parse, and do they
+exist?
 
     python scripts/check_commands.py
 
-Prints every command with how it was checked, and exits with 1 if one is wrong. Commands are the lines of ```bash blocks,
-and code spans that begin with the name of a program. `streambp ...` must parse with the command line's own parser; a file
-or module of this project must exist, and the sources of its folder must name the flags. Other programs are not checked.
+Prints every command with how it was checked, and exits with 1 if one is wrong. Commands are the
+lines of ```bash blocks, and code spans that begin with the name of a program. `streambp ...` must
+parse with the command line's own parser; a file or module of this project must exist, and the
+sources of its folder must name the flags. Other programs are not checked.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def _sources(path: Path) -> str:
 
 
 def missing_files(page: str, text: str) -> list[str]:
-    """Paths in code spans that are files neither of this project, nor of its package, nor beside the page."""
+    """Paths in code spans that are files neither of this project, nor of its package, nor beside
+    the page."""
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     named = {path for span in spans for path in FILE.findall(span) if not path.startswith(FOREIGN)}
     bases = (ROOT, ROOT / "streambp", (ROOT / page).parent)
@@ -124,7 +127,10 @@ def _exists(base: Path, path: str) -> bool:
     """Whether a path is there, with every alternative in braces and some match of a star."""
     alternatives = re.split(r"\{(.*?)\}", path, maxsplit=1)
     if len(alternatives) == 3:
-        return all(_exists(base, alternatives[0] + name + alternatives[2]) for name in alternatives[1].split(","))
+        return all(
+            _exists(base, alternatives[0] + name + alternatives[2])
+            for name in alternatives[1].split(",")
+        )
     return any(base.glob(path)) if "*" in path else (base / path).exists()
 
 
@@ -136,7 +142,9 @@ def main() -> int:
         for command in commands(page, text):
             how, problem = check(command)
             wrong += problem is not None
-            print(f"{page}: {' '.join(command.words)}\n    {'WRONG: ' + problem if problem else how}")
+            print(
+                f"{page}: {' '.join(command.words)}\n    {'WRONG: ' + problem if problem else how}"
+            )
         for path in missing_files(page, text):
             wrong += 1
             print(f"{page}: {path}\n    WRONG: there is no such file")

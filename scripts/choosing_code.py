@@ -1,10 +1,12 @@
-"""Lines, classes and protocols of the code that chooses chunk sizes and saves, now and in another commit.
+"""Lines, classes and protocols of the code that chooses chunk sizes and saves, now and in another
+commit.
 
     python scripts/choosing_code.py                       # of this tree
     python scripts/choosing_code.py --against edff0b2     # beside a commit of this repository
 
-What moves tensors to the host is counted apart: it is asked by the code that chooses, and changes for reasons of its own.
-Lines are those of a file; code is without blank lines, comments and docstrings.
+What moves tensors to the host is counted apart: it is asked by the code that chooses, and changes
+for reasons of its own. Lines are those of a file; code is without blank lines, comments and
+docstrings.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ CHOOSES = (  # in one commit or another
     "layer/cost.py", "layer/store.py", "layer/oom.py", "offload/auto.py", "offload/fitting.py", "offload/policy.py",
     "offload/costs.py", "offload/link.py", "planner/auto.py", "planner/layer_costs.py",
 )  # fmt: skip
-MOVES = tuple(f"offload/{name}.py" for name in ("__init__", "arena", "engines", "manager", "stores", "transfers"))
+MOVES = tuple(
+    f"offload/{name}.py"
+    for name in ("__init__", "arena", "engines", "manager", "stores", "transfers")
+)
 
 
 class Count(NamedTuple):
@@ -42,17 +47,35 @@ def count(text: str) -> Count:
     """Of one file's text."""
     tree = ast.parse(text)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    protocols = [c for c in classes if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in c.bases)]
+    protocols = [
+        c
+        for c in classes
+        if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in c.bases)
+    ]
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     told = set[int]()  # lines of docstrings
     for node in (tree, *classes, *functions):
         first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        if (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and isinstance(first.value.value, str)
+        ):
             told |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     lines = text.splitlines()
-    code = [line for number, line in enumerate(lines, 1) if number not in told and line.strip() and line.lstrip()[0] != "#"]
+    code = [
+        line
+        for number, line in enumerate(lines, 1)
+        if number not in told and line.strip() and line.lstrip()[0] != "#"
+    ]
     names, of_protocols = (tuple(node.name for node in found) for found in (classes, protocols))
-    return Count(len(lines), len(code), len(functions), tuple(n for n in names if n not in of_protocols), of_protocols)
+    return Count(
+        len(lines),
+        len(code),
+        len(functions),
+        tuple(n for n in names if n not in of_protocols),
+        of_protocols,
+    )
 
 
 def in_tree(file: str) -> str | None:
@@ -86,7 +109,10 @@ def report(name: str, read: Callable[[str], str | None]) -> None:
             _row(f"  {file}", found)
         _row(title, total)
         if title == "chooses":
-            print(f"  classes: {', '.join(total.classes)}\n  protocols: {', '.join(total.protocols) or 'none'}")
+            print(
+                f"  classes: {', '.join(total.classes)}\n  protocols: "
+                f"{', '.join(total.protocols) or 'none'}"
+            )
 
 
 def _row(name: str, found: Count) -> None:
@@ -95,7 +121,9 @@ def _row(name: str, found: Count) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", metavar="COMMIT", help="a commit of this repository")
     arguments = parser.parse_args()
     if arguments.against:

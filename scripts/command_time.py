@@ -2,9 +2,10 @@
 
     python scripts/command_time.py
 
-Each line runs in a process of its own, after one that compiled the modules, beside a Python that does nothing and one that
-imports typer: their ratio is this machine's speed. Prints the median of `--runs`. `tests/test_command_line.py` asserts the
-cause of a short time, that no such line imports torch or transformers.
+Each line runs in a process of its own, after one that compiled the modules, beside a Python that
+does nothing and one that imports typer: their ratio is this machine's speed. Prints the median of
+`--runs`. `tests/test_command_line.py` asserts the cause of a short time, that no such line imports
+torch or transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import subprocess
 import sys
 import tempfile
 
-LINES = ("--help", "--version", "plan --help", "plan m --gpu-memory 80", "verify m --seq-len 5", "launch true")
+LINES = (
+    "--help",
+    "--version",
+    "plan --help",
+    "plan m --gpu-memory 80",
+    "verify m --seq-len 5",
+    "launch true",
+)
 PYTHON = {"python -c pass": ("-c", "pass"), "python -c 'import typer'": ("-c", "import typer")}
 
 

@@ -1,14 +1,16 @@
-"""Whether training steps at another commit gave the same bits: losses, gradients and what `describe` says, case by case.
+"""Whether training steps at another commit gave the same bits: losses, gradients and what
+`describe` says, case by case.
 
     mkdir /tmp/before && git archive 58ea65a | tar -x -C /tmp/before
     OMP_NUM_THREADS=1 python -m scripts.compare_commits --against /tmp/before
 
-Two processes of scripts/compare_served.py, one for each tree (it comes first in PYTHONPATH), build the same tiny models
-and batches with this tree's tests/zoo.py, patch them and run two steps: the first, in which layers are tried, and a warm
-one. Cases are all families, modes, `saves` and `offload` in float64, with transformers' float32 casts lifted, and a few in
-bfloat16. Printed for each case that differs is how far the tensors are apart, how far those of each tree are from the
-unpatched model's (in float64), and the lines of `describe` that are not the same. KNOWN lists the differences that are
-meant to be, each with its reason; the exit status is 1 if there are others.
+Two processes of scripts/compare_served.py, one for each tree (it comes first in PYTHONPATH), build
+the same tiny models and batches with this tree's tests/zoo.py, patch them and run two steps: the
+first, in which layers are tried, and a warm one. Cases are all families, modes, `saves` and
+`offload` in float64, with transformers' float32 casts lifted, and a few in bfloat16. Printed for
+each case that differs is how far the tensors are apart, how far those of each tree are from the
+unpatched model's (in float64), and the lines of `describe` that are not the same. KNOWN lists the
+differences that are meant to be, each with its reason; the exit status is 1 if there are others.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Known:
         families, modes, dtypes: globs of the cases.
         lines: what the lines of `describe` match that come or go; "": none may.
         within: the largest relative difference of a tensor.
-        same_with: settings of this tree's StreamConfig under which its tensors must be those of the other tree.
+        same_with: settings of this tree's StreamConfig under which its tensors must be those of the
+            other tree.
     """
 
     reason: str
@@ -69,7 +72,8 @@ class Known:
 KNOWN = (
     Known("describe names the kernels that attention took", lines=r"^[-+]attention +auto"),
     Known(
-        "describe begins with the last step, and tells sizes in the unit that fits and the size of a chunk before its rule",
+        "describe begins with the last step, and tells sizes in the unit that fits and the size "
+        "of a chunk before its rule",
         lines=r"^\+last step: |^[-+](chunk_size|saves|offload) |^\+ {12}(\S+|the graph) of \d+ layer|^\+ {12}auto:",
     ),
     Known(
@@ -77,14 +81,18 @@ KNOWN = (
         modes=("packed",),
         lines=r"^[-+]note +position_ids (restart|do not grow by one): attention ",
     ),
-    Known("describe says how the last call's rows were computed, or why as given", lines=r"^\+note +rows: "),
+    Known(
+        "describe says how the last call's rows were computed, or why as given",
+        lines=r"^\+note +rows: ",
+    ),
     Known(
         "padded rows are computed without their padding; with rows='as_given' they are not",
         modes=("padded",),
         same_with={"rows": "as_given"},
     ),
     Known(
-        "recurrences and convolutions start anew with each document of packed rows; with documents='as_given' they go on",
+        "recurrences and convolutions start anew with each document of packed rows; with "
+        "documents='as_given' they go on",
         families=STATES,
         modes=("packed",),
         lines=r"^\+.+ documents of packed rows, told by position_ids: |^-(layers)? +streams: ",
@@ -99,14 +107,27 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         command = [sys.executable, str(SERVED)]
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.root),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
         )
         served = self._reply("import streambp")
         if served != str(self.root):
-            raise SystemExit(f"{self.root} was to be compared, but the streambp that its process imports is in {served}.")
+            raise SystemExit(
+                f"{self.root} was to be compared, but the streambp that its process imports is in "
+                f"{served}."
+            )
 
     def _reply(self, asked: object) -> Any:
         assert self.process.stdout is not None
@@ -115,10 +136,15 @@ class Tree:
             status = self.process.wait()
             self.errors.seek(0)
             told = self.errors.read()[-2000:]
-            raise SystemExit(f"The process of {self.root} ended with status {status} at: {asked}. It printed:\n{told}")
+            raise SystemExit(
+                f"The process of {self.root} ended with status {status} at: {asked}. It "
+                f"printed:\n{told}"
+            )
         return json.loads(line)
 
-    def start(self, case: Case, settings: dict[str, Any] | None, file: str = "") -> Callable[[], dict[str, Any]]:
+    def start(
+        self, case: Case, settings: dict[str, Any] | None, file: str = ""
+    ) -> Callable[[], dict[str, Any]]:
         """Asks; what is returned waits for the reply."""
         assert self.process.stdin is not None
         request = {"case": dataclasses.asdict(case), "settings": settings, "file": file}
@@ -135,7 +161,8 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What is not the same in a case: the tensors or the error (in words), and lines of `describe`."""
+    """What is not the same in a case: the tensors or the error (in words), and lines of
+    `describe`."""
 
     what: str
     largest: float
@@ -158,7 +185,9 @@ class Difference:
         return list(dict.fromkeys(used))
 
     def _explains(self, known: Known, same_with: Callable[[dict[str, Any]], bool]) -> bool:
-        return self.largest <= known.within or (known.same_with is not None and same_with(known.same_with))
+        return self.largest <= known.within or (
+            known.same_with is not None and same_with(known.same_with)
+        )
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -173,23 +202,39 @@ def whole_error(found: dict[str, Tensor], oracle: dict[str, Tensor]) -> str:
     """Relative L2 error of all tensors taken together, or which of them are missing."""
     if found.keys() != oracle.keys():
         return f"{len(found.keys() ^ oracle.keys())} tensors missing or too many"
-    squares = [((found[n].double() - o.double()).square().sum(), o.double().square().sum()) for n, o in oracle.items()]
+    squares = [
+        ((found[n].double() - o.double()).square().sum(), o.double().square().sum())
+        for n, o in oracle.items()
+    ]
     return f"{float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5):.0e}"
 
 
 def tensors_apart(case: Case, here: Tree, there: Tree) -> tuple[str, float]:
     """In words and as a number; ("", 0.0) if torch.equal finds them the same."""
     ours, theirs = here.tensors(case, {}), there.tensors(case, {})
-    apart = {n: relative(ours[n], theirs[n]) for n in theirs if n in ours and not torch.equal(ours[n], theirs[n])}
+    apart = {
+        n: relative(ours[n], theirs[n])
+        for n in theirs
+        if n in ours and not torch.equal(ours[n], theirs[n])
+    }
     extra, missing = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
     parts = []
     if apart:
         name = max(apart, key=lambda n: apart[n])
-        parts.append(f"{len(apart)} of {len(theirs)} tensors differ, by up to {apart[name]:.1e} ({name})")
-    parts += [f"only {where}: {', '.join(names)}" for where, names in (("here", extra), ("there", missing)) if names]
+        parts.append(
+            f"{len(apart)} of {len(theirs)} tensors differ, by up to {apart[name]:.1e} ({name})"
+        )
+    parts += [
+        f"only {where}: {', '.join(names)}"
+        for where, names in (("here", extra), ("there", missing))
+        if names
+    ]
     if parts and case.dtype == "float64":
         oracle = here.tensors(dataclasses.replace(case, saves="none", offload="none"), None)
-        parts.append(f"from the unpatched model: here {whole_error(ours, oracle)}, there {whole_error(theirs, oracle)}")
+        parts.append(
+            f"from the unpatched model: here {whole_error(ours, oracle)}, there "
+            f"{whole_error(theirs, oracle)}"
+        )
     return "; ".join(parts), float("inf") if extra or missing else max(apart.values(), default=0.0)
 
 
@@ -205,7 +250,10 @@ def difference(case: Case, here: Tree, there: Tree) -> Difference | None:
         raise NothingComparedError(ours["error"])
     what, largest = "", 0.0
     if ours["error"] != theirs["error"]:
-        what, largest = f"here {ours['error'] or 'no error'}; there {theirs['error'] or 'no error'}", float("inf")
+        what, largest = (
+            f"here {ours['error'] or 'no error'}; there {theirs['error'] or 'no error'}",
+            float("inf"),
+        )
     elif ours["tensors"] != theirs["tensors"]:
         what, largest = tensors_apart(case, here, there)
     lines = () if what and largest == float("inf") else changed_lines(theirs["text"], ours["text"])
@@ -223,7 +271,9 @@ def changed_lines(before: str, after: str) -> tuple[str, ...]:
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     for family in arguments.families:
-        for mode, saves, offload in itertools.product(arguments.modes, arguments.saves, arguments.offload):
+        for mode, saves, offload in itertools.product(
+            arguments.modes, arguments.saves, arguments.offload
+        ):
             yield Case(family, mode, saves, offload)
             if (mode, saves, offload) in HALF:
                 yield Case(family, mode, saves, offload, "bfloat16")
@@ -245,25 +295,43 @@ def compare(arguments: argparse.Namespace, say: Callable[[str], object] = print)
         if found is None:
             continue
         before = there.start(case, {})()["tensors"]  # it remembers
-        known = found.known(case, lambda s, case=case, before=before: here.start(case, s)()["tensors"] == before)
+        known = found.known(
+            case, lambda s, case=case, before=before: here.start(case, s)()["tensors"] == before
+        )
         counts["known" if known else "not known"] += 1
         reasons.update(known)
         lines = () if known else found.lines
-        say("\n".join([f"{'known' if known else 'DIFFERS'}: {case}: {found.what or 'describe'}", *lines]))
+        say(
+            "\n".join(
+                [f"{'known' if known else 'DIFFERS'}: {case}: {found.what or 'describe'}", *lines]
+            )
+        )
     for tree in (here, there):
         tree.process.communicate()
     for reason, number in reasons.items():
         say(f"known in {number} cases: {reason}")
     equal = counts["cases"] - counts["known"] - counts["not known"]
-    say(f"{counts['cases']} cases: {equal} equal, {counts['known']} known to differ, {counts['not known']} not known")
+    say(
+        f"{counts['cases']} cases: {equal} equal, {counts['known']} known to differ, "
+        f"{counts['not known']} not known"
+    )
     return counts["not known"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", type=Path, help="the root of another commit's tree")
-    parser.add_argument("--tree", type=Path, default=HERE, help="the root of the tree that is compared with it")
-    for name, values in (("families", FAMILIES), ("modes", MODES), ("saves", SAVES), ("offload", OFFLOAD)):
+    parser.add_argument(
+        "--tree", type=Path, default=HERE, help="the root of the tree that is compared with it"
+    )
+    for name, values in (
+        ("families", FAMILIES),
+        ("modes", MODES),
+        ("saves", SAVES),
+        ("offload", OFFLOAD),
+    ):
         parser.add_argument(f"--{name}", nargs="*", default=values, choices=values)
     arguments = parser.parse_args()
     if arguments.against is None:

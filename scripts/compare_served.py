@@ -1,4 +1,5 @@
-"""One tree's process of scripts/compare_commits.py: it builds a case's model and batch, and runs two steps.
+"""One tree's process of scripts/compare_commits.py: it builds a case's model and batch, and runs
+two steps.
 
 It is started as a file, so that `streambp` is that of the tree in PYTHONPATH and nothing else is.
 """
@@ -56,7 +57,8 @@ class Case:
 
 
 def use_tests_of_this_tree() -> None:
-    """Make `tests` this tree's package, whatever PYTHONPATH says; its helpers import no streambp."""
+    """Make `tests` this tree's package, whatever PYTHONPATH says; its helpers import no
+    streambp."""
     spec = importlib.util.spec_from_file_location(
         "tests", HERE / "tests" / "__init__.py", submodule_search_locations=[str(HERE / "tests")]
     )
@@ -76,7 +78,9 @@ def build(family: str, dtype: torch.dtype, seed: int) -> nn.Module:
             projection_dim=16,
         )  # fmt: skip
         text = zoo.tiny_config("llama")
-        config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
+        config = LlavaConfig(
+            vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1
+        )
         torch.manual_seed(seed)
         model: nn.Module = LlavaForConditionalGeneration(config).to(dtype).train()
         with torch.no_grad():
@@ -102,7 +106,9 @@ def batch_of(family: str, mode: str, dtype: torch.dtype, seed: int) -> dict[str,
         ids[:, 8:12] = IMAGE
         batch["labels"] = batch["labels"].masked_fill(ids == IMAGE, -100)
         generator = torch.Generator().manual_seed(seed)
-        batch["pixel_values"] = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
+        batch["pixel_values"] = torch.randn(
+            2, 3, 8, 8, generator=generator, dtype=torch.float64
+        ).to(dtype)
     return batch
 
 
@@ -119,7 +125,9 @@ def documents_apart(batch: dict[str, Any]) -> Iterator[tuple[float, dict[str, An
 
 
 @functools.lru_cache(maxsize=4)
-def tensors_of(case: Case, settings: tuple[tuple[str, Any], ...] | None) -> tuple[dict[str, Tensor], str]:
+def tensors_of(
+    case: Case, settings: tuple[tuple[str, Any], ...] | None
+) -> tuple[dict[str, Tensor], str]:
     """The losses and gradients of two steps, and what `describe` says after them.
 
     Without settings unpatched, packed rows of layers with states as rows of their own.
@@ -133,10 +141,18 @@ def tensors_of(case: Case, settings: tuple[tuple[str, Any], ...] | None) -> tupl
             lift_float32_casts(patch)
             torch.set_default_dtype(torch.float64)
         try:
-            model, batch = build(case.family, dtype, seed), batch_of(case.family, case.mode, dtype, seed)
+            model, batch = (
+                build(case.family, dtype, seed),
+                batch_of(case.family, case.mode, dtype, seed),
+            )
             if settings is not None:
                 saves = () if case.saves == "none" else (case.saves,)
-                chosen: dict[str, Any] = {"chunk_size": CHUNK, "saves": saves, "offload": case.offload, **dict(settings)}
+                chosen: dict[str, Any] = {
+                    "chunk_size": CHUNK,
+                    "saves": saves,
+                    "offload": case.offload,
+                    **dict(settings),
+                }
                 streambp.patch(model, streambp.StreamConfig(**chosen))
                 return steps(model, [(1.0, batch)]), str(streambp.describe(model))
             apart = case.mode == "packed" and case.family in STATES
@@ -155,28 +171,43 @@ def steps(model: nn.Module, parts: list[tuple[float, dict[str, Any]]]) -> dict[s
             (loss if share == 1.0 else loss * share).backward()
             total = loss.detach() if share == 1.0 else total + loss.detach() * share
         found[f"{step} loss"] = total
-        found |= {f"{step} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found |= {
+            f"{step} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None
+        }
         model.zero_grad(set_to_none=True)
     return found
 
 
 def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Of a case: the digests of its tensors, or the error that it raises. The tensors go to the file that is named."""
+    """Of a case: the digests of its tensors, or the error that it raises. The tensors go to the
+    file that is named."""
     try:
         settings = request["settings"]
-        found, text = tensors_of(Case(**request["case"]), None if settings is None else tuple(settings.items()))
+        found, text = tensors_of(
+            Case(**request["case"]), None if settings is None else tuple(settings.items())
+        )
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "tensors": {}, "text": ""}
     bad = [name for name, tensor in found.items() if not tensor.isfinite().all()]
     if bad:
-        return {"error": f"not finite: {bad[0]} and {len(bad) - 1} others", "tensors": {}, "text": text}
+        return {
+            "error": f"not finite: {bad[0]} and {len(bad) - 1} others",
+            "tensors": {},
+            "text": text,
+        }
     if request["file"]:
         torch.save(found, request["file"])
-    return {"error": "", "tensors": {name: digest(tensor) for name, tensor in found.items()}, "text": text}
+    return {
+        "error": "",
+        "tensors": {name: digest(tensor) for name, tensor in found.items()},
+        "text": text,
+    }
 
 
 def serve() -> None:
@@ -186,7 +217,9 @@ def serve() -> None:
     use_tests_of_this_tree()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(json.dumps(str(Path(streambp.__file__).resolve().parent.parent)), file=replies, flush=True)
+    print(
+        json.dumps(str(Path(streambp.__file__).resolve().parent.parent)), file=replies, flush=True
+    )
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=replies, flush=True)
 

@@ -1,12 +1,14 @@
-"""Processor time of a warm step on a CPU with compiled regions (`kernels="compiled"`), beside the modules as they are.
+"""Processor time of a warm step on a CPU with compiled regions (`kernels="compiled"`), beside the
+modules as they are.
 
     OMP_NUM_THREADS=1 python scripts/compiled_time.py                   # lengths 2,048 and 4,096
     OMP_NUM_THREADS=1 python scripts/compiled_time.py --modules         # whole MLPs and norms, as a user compiles them
     OMP_NUM_THREADS=1 python scripts/compiled_time.py --lengths 512 --repeats 2 --backend aot_eager
 
-A model of four layers of 512 features, float32, in four chunks, nothing saved. Both step in turns in one process. Printed
-are seconds of processor time, the minimum of the repeats, their ratio, and how often compiled code ran in a step. What the
-compiler takes is not in it: its first steps come before.
+A model of four layers of 512 features, float32, in four chunks, nothing saved. Both step in turns
+in one process. Printed are seconds of processor time, the minimum of the repeats, their ratio, and
+how often compiled code ran in a step. What the compiler takes is not in it: its first steps come
+before.
 """
 
 from __future__ import annotations
@@ -56,11 +58,15 @@ def step(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--modules", action="store_true", help="compile whole MLPs and norms with Module.compile")
+    parser.add_argument(
+        "--modules", action="store_true", help="compile whole MLPs and norms with Module.compile"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -84,14 +90,20 @@ def main() -> None:
         tokens = torch.randint(0, 1024, (1, length))
         for model in (eager, compiled):
             kernels: Any = "own" if model is eager or arguments.modules else "compiled"
-            streambp.patch(model, streambp.StreamConfig(chunk_size=length // CHUNKS, saves=(), kernels=kernels))
+            streambp.patch(
+                model, streambp.StreamConfig(chunk_size=length // CHUNKS, saves=(), kernels=kernels)
+            )
             step(model, tokens)
         before = backend.runs
-        spent = [[step(model, tokens) for model in (eager, compiled)] for _ in range(arguments.repeats)]
+        spent = [
+            [step(model, tokens) for model in (eager, compiled)] for _ in range(arguments.repeats)
+        ]
         runs = (backend.runs - before) // arguments.repeats
         own, other = (min(row[index] for row in spent) for index in (0, 1))
         print(
-            f"T={length:,}: eager {own:.2f} s, compiled {other:.2f} s, {other / own:.2f} x, {runs} runs a step", flush=True
+            f"T={length:,}: eager {own:.2f} s, compiled {other:.2f} s, {other / own:.2f} x, "
+            f"{runs} runs a step",
+            flush=True,
         )
 
 

@@ -1,13 +1,15 @@
-"""Bytes that the elementwise parts of a layer move for a chunk, and seconds of a step by the planner, by `kernels`.
+"""Bytes that the elementwise parts of a layer move for a chunk, and seconds of a step by the
+planner, by `kernels`.
 
     python scripts/elementwise_bytes.py                                # bytes a token, forward and backward, of each part
     python scripts/elementwise_bytes.py --seconds                      # seconds on an H100 and an H200, 4k to 64k
 
-Shapes are those of Qwen3-8B in bfloat16. eager: what the planner's counting mode counts of transformers' own operations.
-compiled: what inductor counts of the buffers that its generated kernels read and write, fused as for a GPU; they are C++'s.
-liger: bytes that the loads and stores of Liger's kernels touch in Triton's interpreter (TRITON_INTERPRET=1 is set), if
-liger-kernel is installed; a norm's kernel loads its weight for each row anew, from a GPU's cache. planned: what the planner
-takes a step to move (`planner/fused_layers.py`).
+Shapes are those of Qwen3-8B in bfloat16. eager: what the planner's counting mode counts of
+transformers' own operations. compiled: what inductor counts of the buffers that its generated
+kernels read and write, fused as for a GPU; they are C++'s. liger: bytes that the loads and stores
+of Liger's kernels touch in Triton's interpreter (TRITON_INTERPRET=1 is set), if liger-kernel is
+installed; a norm's kernel loads its weight for each row anew, from a GPU's cache. planned: what the
+planner takes a step to move (`planner/fused_layers.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def parts(device: str) -> dict[str, Part]:
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         return nn.functional.silu(gate) * up
 
-    q, k = some(1, TOKENS, HEADS, SIZE).transpose(1, 2), some(1, TOKENS, KV_HEADS, SIZE).transpose(1, 2)
+    q, k = (
+        some(1, TOKENS, HEADS, SIZE).transpose(1, 2),
+        some(1, TOKENS, KV_HEADS, SIZE).transpose(1, 2),
+    )
     angles = [some(1, TOKENS, SIZE).detach() for _ in range(2)]
     rows = TOKENS * (HEADS + KV_HEADS)
     return {
@@ -128,8 +133,12 @@ def by_liger(touched: Touched) -> dict[str, Part]:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     functions: dict[str, Callable[..., Any]] = {
-        "norm of hidden states": lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", True),
-        "norms of queries and keys": lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", True),
+        "norm of hidden states": lambda x, w: LigerRMSNormFunction.apply(
+            x, w, 1e-6, 0.0, "llama", True
+        ),
+        "norms of queries and keys": lambda x, w: LigerRMSNormFunction.apply(
+            x, w, 1e-6, 0.0, "llama", True
+        ),
         "activation times up": lambda gate, up: LigerSiLUMulFunction.apply(gate * 1, up * 1),
         "rotation": lambda q, k, cos, sin: LigerRopeFunction.apply(q * 1, k * 1, cos, sin),
     }
@@ -151,7 +160,9 @@ def print_bytes() -> None:
     """KiB a token of each part, forward + backward."""
     table: dict[str, dict[str, tuple[int, int]]] = {
         "eager": {name: counted(run, inputs) for name, (run, inputs) in parts("meta").items()},
-        "compiled": {name: by_inductor(run, inputs) for name, (run, inputs) in parts("cpu").items()},
+        "compiled": {
+            name: by_inductor(run, inputs) for name, (run, inputs) in parts("cpu").items()
+        },
     }
     try:
         touched = Touched()
@@ -169,11 +180,16 @@ def print_bytes() -> None:
     except ImportError as error:
         print(f"without Liger's own kernels: {error}")
     for choice in CHOICES:
-        table[f"{choice}, planned"] = {name: counted(run, inputs) for name, (run, inputs) in planned(choice).items()}
+        table[f"{choice}, planned"] = {
+            name: counted(run, inputs) for name, (run, inputs) in planned(choice).items()
+        }
     print(f"\nKiB a token, forward + backward, by what counts them (torch {torch.__version__}):")
     print(f"{'':28}" + "".join(f"{name:>20}" for name in table))
     for name in table["eager"]:
-        cells = [f"{row[name][0] / TOKENS / 1024:.1f} + {row[name][1] / TOKENS / 1024:.1f}" for row in table.values()]
+        cells = [
+            f"{row[name][0] / TOKENS / 1024:.1f} + {row[name][1] / TOKENS / 1024:.1f}"
+            for row in table.values()
+        ]
         print(f"{name:28}" + "".join(f"{cell:>20}" for cell in cells))
 
 
@@ -187,19 +203,26 @@ def print_seconds(lengths: list[int]) -> None:
     for kernels in ("own", "compiled", "liger"):
         for device, memory in (("H100", 80 * GIB), ("H200", 141 * GIB)):
             for length in lengths:
-                options: Any = {"gpu_memory": memory, "setting": Setting(optimizer=0), "rates": device}
+                options: Any = {
+                    "gpu_memory": memory,
+                    "setting": Setting(optimizer=0),
+                    "rates": device,
+                }
                 choice = plan(config, length, kernels=kernels, cache=True, **options).choice  # type: ignore[arg-type]
                 text = "does not fit"
                 if choice is not None:
                     found = choice.seconds
                     text = (
-                        f"{found.total:.2f} s, elementwise {found.elementwise:.2f} ({choice.method}, {choice.chunk_size:,})"
+                        f"{found.total:.2f} s, elementwise {found.elementwise:.2f} "
+                        f"({choice.method}, {choice.chunk_size:,})"
                     )
                 print(f"{kernels:9}{device:6}{length:>8,}: {text}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", action="store_true", help="of a step, by the planner")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384, 65_536])
     parser.add_argument("--backend", default="inductor", help="of compiled parts")

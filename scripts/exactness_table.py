@@ -1,6 +1,8 @@
-"""Writes the table of docs/explanation/exactness.md that says what programs may do: `python scripts/exactness_table.py`.
+"""Writes the table of docs/explanation/exactness.md that says what programs may do: `python
+scripts/exactness_table.py`.
 
-Each row is a program of tests/what_programs_do.py, run on the unpatched model and on a streamed one in float64.
+Each row is a program of tests/what_programs_do.py, run on the unpatched model and on a streamed one
+in float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Writes docs/reference/families.md, or another file that is named: `python -m scripts.family_table [FILE]`.
+"""Writes docs/reference/families.md, or another file that is named: `python -m scripts.family_table
+[FILE]`.
 
 Takes about four minutes on one core.
 """
@@ -47,11 +48,18 @@ def row(name: str) -> tuple[str, bool]:
     gradient, loss, model = errors(name)
     description = streambp.describe(model)
     paths = [layer.path for layer in description.layers]
-    layers = ", ".join(f"{paths.count(path)} {path}" for path in ("streams", "checkpoints") if path in paths)
+    layers = ", ".join(
+        f"{paths.count(path)} {path}" for path in ("streams", "checkpoints") if path in paths
+    )
     head = "blockwise" if description.head.startswith("blockwise") else "logits"
-    note = "".join(f" ({mode}: {why})" for (family, mode), why in UNDEFINED.items() if family == name)
+    note = "".join(
+        f" ({mode}: {why})" for (family, mode), why in UNDEFINED.items() if family == name
+    )
     reasons = "; ".join(sorted({layer.reason for layer in description.layers} - {""}))
-    return f"| {name} | {layers}{note} | {head} | {gradient:.0e} | {loss:.0e} | {reasons} |", "streams" in paths
+    return (
+        f"| {name} | {layers}{note} | {head} | {gradient:.0e} | {loss:.0e} | {reasons} |",
+        "streams" in paths,
+    )
 
 
 def refusal(name: str) -> str:
@@ -59,7 +67,9 @@ def refusal(name: str) -> str:
     try:
         streambp.patch(model)
     except streambp.StreamBPError as error:
-        reason = str(error).split(". ", 1)[1] if "cannot be streamed. " in str(error) else str(error)
+        reason = (
+            str(error).split(". ", 1)[1] if "cannot be streamed. " in str(error) else str(error)
+        )
         return f"| {name} | {reason.split('. Use gradient')[0]} |"
     raise AssertionError(f"{name} was not refused")
 
@@ -73,8 +83,14 @@ def main(target: Path = TARGET) -> None:
         refused = [refusal(name) for name in sorted(set(zoo.NAMES) & REFUSED.keys())]
     streaming = sum(streams for _, streams in rows)
     text = HEADER + "\n".join(line for line, _ in rows)
-    text += f"\n\n{len(rows)} families are exact, {streaming} of them with streamed layers.\n\n## Refused\n\n"
-    text += "Nothing is changed and the message names the reason; use gradient checkpointing for these.\n\n"
+    text += (
+        f"\n\n{len(rows)} families are exact, {streaming} of them with streamed layers.\n\n## "
+        "Refused\n\n"
+    )
+    text += (
+        "Nothing is changed and the message names the reason; use gradient checkpointing for "
+        "these.\n\n"
+    )
     text += "| family | reason |\n|---|---|\n" + "\n".join(refused) + "\n"
     target.write_text(text)
     print(text)

@@ -3,10 +3,11 @@
     python scripts/first_step.py [--device cuda] [--shape Qwen3-8B] [--tokens 2048] [--lora]
     python scripts/first_step.py --device cpu --shape mini
 
-A first step counts itself, tries each layer, and compiles kernels; a program meets it once a process. The model without a
-patch, checkpointed, takes the same steps first, so that what it compiles is compiled. Then come the functions of the
-patched model's first step by the seconds below them, and by their own. Calls are the same in each run of a commit; of two
-commits they say what a change costs where the clock does not.
+A first step counts itself, tries each layer, and compiles kernels; a program meets it once a
+process. The model without a patch, checkpointed, takes the same steps first, so that what it
+compiles is compiled. Then come the functions of the patched model's first step by the seconds below
+them, and by their own. Calls are the same in each run of a commit; of two commits they say what a
+change costs where the clock does not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def seconds_of(model: nn.Module, ids: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="Qwen3-8B")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -49,7 +52,12 @@ def main() -> None:
     model = build(args.shape, args.lora, torch.device(args.device), 0)
     ids = torch.randint(0, 1000, (1, args.tokens), device=args.device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    print("unpatched, checkpointed:", *(f"{seconds_of(model, ids):.2f}" for _ in range(2)), "s", flush=True)
+    print(
+        "unpatched, checkpointed:",
+        *(f"{seconds_of(model, ids):.2f}" for _ in range(2)),
+        "s",
+        flush=True,
+    )
     model.gradient_checkpointing_disable()
     start = time.perf_counter()
     streambp.patch(model)
@@ -61,7 +69,13 @@ def main() -> None:
         first = seconds_of(model, ids)
         profile.disable()
         used = time.process_time() - used
-    print("patched:", f"{first:.2f}", *(f"{seconds_of(model, ids):.2f}" for _ in range(2)), "s;", streambp.last_step(model))
+    print(
+        "patched:",
+        f"{first:.2f}",
+        *(f"{seconds_of(model, ids):.2f}" for _ in range(2)),
+        "s;",
+        streambp.last_step(model),
+    )
     calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
     print(f"first step, profiled: {used:.2f} s of processor time, {calls:,} calls")
     for order in ("cumulative", "tottime"):

@@ -1,12 +1,14 @@
-"""Instructions of a warm training step of a model with tiny layers: `host_time.py` where a machine is too busy for a clock.
+"""Instructions of a warm training step of a model with tiny layers: `host_time.py` where a machine
+is too busy for a clock.
 
     OMP_NUM_THREADS=1 python scripts/host_instructions.py --against /path/to/tree/of/another/commit [--cases plain lora]
 
-The cases are those of `host_time.py`, in 6 layers; each runs 3 steps under valgrind's callgrind, which has to be installed
-and takes two minutes a case and tree. The counts are the same in each run. They weigh vector instructions of kernels like
-any other, and valgrind knows no AVX-512, so that Python has a smaller part than in time. What decides is what a tree adds.
-The clock stands still meanwhile: valgrind is fifty times slower, and saves="auto" looks for free host memory five times a
-second, which would be in each step.
+The cases are those of `host_time.py`, in 6 layers; each runs 3 steps under valgrind's callgrind,
+which has to be installed and takes two minutes a case and tree. The counts are the same in each
+run. They weigh vector instructions of kernels like any other, and valgrind knows no AVX-512, so
+that Python has a smaller part than in time. What decides is what a tree adds. The clock stands
+still meanwhile: valgrind is fifty times slower, and saves="auto" looks for free host memory five
+times a second, which would be in each step.
 """
 
 from __future__ import annotations
@@ -54,19 +56,30 @@ def run(case: str) -> None:
 
 def counted(tree: Path, case: str) -> int:
     """Instructions of one step."""
-    command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--callgrind-out-file=/dev/null"]
+    command = [
+        "valgrind",
+        "--tool=callgrind",
+        "--instr-atstart=no",
+        "--callgrind-out-file=/dev/null",
+    ]
     command += [sys.executable, "-W", "ignore", str(HERE / "host_instructions.py"), "--run", case]
     paths = os.pathsep.join((str(tree), str(HERE)))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    said = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stderr
     found = re.findall(r"Collected : (\d+)", said)
     return int(found[-1]) // STEPS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", type=Path, help="the root of another checkout")
-    parser.add_argument("--cases", nargs="+", default=["plain", "uncompared plain", "lora"], metavar="CASE")
+    parser.add_argument(
+        "--cases", nargs="+", default=["plain", "uncompared plain", "lora"], metavar="CASE"
+    )
     parser.add_argument("--run", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
@@ -75,7 +88,9 @@ def main() -> None:
     for case in given.cases:
         here = counted(HERE.parent, case)
         against = f"   against {counted(given.against.resolve(), case):,}" if given.against else ""
-        ratio = f"   ratio {here / int(against.split()[-1].replace(',', '')):.3f}" if against else ""
+        ratio = (
+            f"   ratio {here / int(against.split()[-1].replace(',', '')):.3f}" if against else ""
+        )
         print(f"{case:<24} {here:,} a step{against}{ratio}", flush=True)
 
 

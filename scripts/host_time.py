@@ -1,4 +1,5 @@
-"""Processor time of a warm training step of a model with many tiny layers: what streaming costs the host.
+"""Processor time of a warm training step of a model with many tiny layers: what streaming costs the
+host.
 
 checkpointing              unpatched, with gradient checkpointing
 plain, lora                patched, the sequence in one chunk
@@ -10,11 +11,12 @@ first plain, first lora    the first step of a new model, in which each layer is
     OMP_NUM_THREADS=1 python scripts/host_time.py                       # this tree
     OMP_NUM_THREADS=1 python scripts/host_time.py --against /path/to/tree/of/another/commit
 
-Printed are milliseconds of processor time, the minimum over all steps, and their ratio to checkpointing, or to the other
-tree, then of saves="auto" to the same without saves, and to the same without the witness, of the same model. With another
-tree two processes, one for each (it comes first in PYTHONPATH), take turns, so that a machine that is busy or slows down
-does so for both. Processes of one tree differ by some percent for as long as they live: `--processes 9` makes nine pairs,
-one after the other. A ratio is the median over the pairs, of the minimum in each process.
+Printed are milliseconds of processor time, the minimum over all steps, and their ratio to
+checkpointing, or to the other tree, then of saves="auto" to the same without saves, and to the same
+without the witness, of the same model. With another tree two processes, one for each (it comes
+first in PYTHONPATH), take turns, so that a machine that is busy or slows down does so for both.
+Processes of one tree differ by some percent for as long as they live: `--processes 9` makes nine
+pairs, one after the other. A ratio is the median over the pairs, of the minimum in each process.
 """
 
 from __future__ import annotations
@@ -40,8 +42,14 @@ import streambp
 HERE = Path(__file__).resolve().parent.parent
 UNCOMPARED = "uncompared "
 STREAMED = ("plain", "8 chunks", "lora", "auto", "auto 8 chunks")
-WARM = ("checkpointing", *STREAMED, *(UNCOMPARED + case for case in STREAMED if case != "auto"))  # which is not streamed
-COMPARES = "compare_backward" in streambp.StreamConfig.__dataclass_fields__  # the other tree may be older
+WARM = (
+    "checkpointing",
+    *STREAMED,
+    *(UNCOMPARED + case for case in STREAMED if case != "auto"),
+)  # which is not streamed
+COMPARES = (
+    "compare_backward" in streambp.StreamConfig.__dataclass_fields__
+)  # the other tree may be older
 WITHOUT_SAVES = {"auto": "plain", "auto 8 chunks": "8 chunks"}
 CASES = (*WARM, "first plain", "first lora")
 
@@ -61,7 +69,9 @@ def build(case: str, layers: int, length: int, width: int = 32) -> torch.nn.Modu
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
-    settings: dict[str, Any] = {"compare_backward": False} if case.startswith(UNCOMPARED) and COMPARES else {}
+    settings: dict[str, Any] = (
+        {"compare_backward": False} if case.startswith(UNCOMPARED) and COMPARES else {}
+    )
     case = case.removeprefix(UNCOMPARED)
     saves: tuple[str, ...] | Literal["auto"] = "auto" if case.startswith("auto") else ()
     if case.endswith("8 chunks"):
@@ -74,11 +84,14 @@ def build(case: str, layers: int, length: int, width: int = 32) -> torch.nn.Modu
     return streambp.patch(model, streambp.StreamConfig(saves=saves, **settings))
 
 
-def stepper(case: str, layers: int, length: int, width: int, models: dict[str, torch.nn.Module]) -> Callable[[], float]:
+def stepper(
+    case: str, layers: int, length: int, width: int, models: dict[str, torch.nn.Module]
+) -> Callable[[], float]:
     """A function that runs one step and returns its processor time in milliseconds.
 
     Args:
-        models: of cases that were built before; without the witness it is the model of the case with it.
+        models: of cases that were built before; without the witness it is the model of the case
+            with it.
     """
     base = case.removeprefix(UNCOMPARED)
     if base not in models:
@@ -101,7 +114,9 @@ def stepper(case: str, layers: int, length: int, width: int, models: dict[str, t
 
 def serve(arguments: argparse.Namespace) -> None:
     """Run a few steps of a case for each line that comes in, and print the shortest."""
-    made = functools.partial(stepper, layers=arguments.layers, length=arguments.length, width=arguments.width)
+    made = functools.partial(
+        stepper, layers=arguments.layers, length=arguments.length, width=arguments.width
+    )
     models: dict[str, torch.nn.Module] = {}
     steps = {case: made(case, models=models) for case in WARM if case in arguments.cases}
     for step in steps.values():
@@ -118,10 +133,16 @@ def serve(arguments: argparse.Namespace) -> None:
 
 def served(tree: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-    command += [f"--{name}={getattr(arguments, name)}" for name in ("layers", "length", "width", "steps")]
+    command += [
+        f"--{name}={getattr(arguments, name)}" for name in ("layers", "length", "width", "steps")
+    ]
     command += ["--cases", *arguments.cases]
     found = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": str(tree)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert found.stdout is not None
     found.stdout.readline()
@@ -155,20 +176,34 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
         others += [found[peer, HERE] for peer in peers if peer in arguments.cases]
         ratios = [statistics.median(map(operator.truediv, here, other)) for other in others]
         told = zip(others, ratios, strict=True)
-        yield f"{case:<24} {min(here):8.1f} ms" + "".join(f"   against {min(x):8.1f} ms   ratio {r:.3f}" for x, r in told)
+        yield f"{case:<24} {min(here):8.1f} ms" + "".join(
+            f"   against {min(x):8.1f} ms   ratio {r:.3f}" for x, r in told
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", type=Path, help="the root of another checkout")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=list(CASES),
+        metavar="CASE",
+        help=", ".join(CASES),
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--length", type=int, default=128, help="tokens of the one row")
     parser.add_argument("--width", type=int, default=32, help="features of a layer")
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each tree and case")
     parser.add_argument(
-        "--processes", type=int, default=1, help="of each tree, one after the other: some are slower for life"
+        "--processes",
+        type=int,
+        default=1,
+        help="of each tree, one after the other: some are slower for life",
     )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,13 +1,15 @@
-"""What the package is made of, by folder: lines, functions, classes, protocols, named notes, tiny functions, comments.
+"""What the package is made of, by folder: lines, functions, classes, protocols, named notes, tiny
+functions, comments.
 
     python scripts/house.py                    # the tree as it stands
     python scripts/house.py --commit v0.2.0    # a commit
     python scripts/house.py --commit v0.2.0 --and-now   # both, as "before -> after"
     python scripts/house.py --used-once layer           # the functions of a folder that one place of the package uses
 
-code: lines that are neither blank nor comment nor docstring. tiny: functions whose body, without its docstring, has at most
-three lines. notes: each `[Note: name]` with its text behind it, which other places cite. comments: lines that are, or end
-in, a comment, for 1,000 lines of code. longest: lines of the longest function. Only Python is counted.
+code: lines that are neither blank nor comment nor docstring. tiny: functions whose body, without
+its docstring, has at most three lines. notes: each `[Note: name]` with its text behind it, which
+other places cite. comments: lines that are, or end in, a comment, for 1,000 lines of code. longest:
+lines of the longest function. Only Python is counted.
 """
 
 from __future__ import annotations
@@ -27,8 +29,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "streambp"
 TINY = 3
-NOTE = re.compile(r"^\s*(?:#\s*|\"\"\")?\[Note: [^\]]+\] [A-Z`]", re.MULTILINE)  # a citation ends its sentence
-COLUMNS = ("lines", "code", "functions", "tiny", "classes", "protocols", "notes", "comments", "longest")
+NOTE = re.compile(
+    r"^\s*(?:#\s*|\"\"\")?\[Note: [^\]]+\] [A-Z`]", re.MULTILINE
+)  # a citation ends its sentence
+COLUMNS = (
+    "lines",
+    "code",
+    "functions",
+    "tiny",
+    "classes",
+    "protocols",
+    "notes",
+    "comments",
+    "longest",
+)
 
 
 @dataclasses.dataclass
@@ -66,10 +80,14 @@ def counts_of(source: str) -> Counts:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            documented |= set(lines_of(node.body[0])) if ast.get_docstring(node) is not None else set()
+            documented |= (
+                set(lines_of(node.body[0])) if ast.get_docstring(node) is not None else set()
+            )
         if isinstance(node, ast.ClassDef):
             found.classes += 1
-            found.protocols += "Protocol" in {ast.unparse(base).partition("[")[0] for base in node.bases}
+            found.protocols += "Protocol" in {
+                ast.unparse(base).partition("[")[0] for base in node.bases
+            }
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found.functions += 1
             found.tiny += body_lines(node) <= TINY
@@ -101,7 +119,9 @@ def sources(commit: str | None) -> Iterator[tuple[str, str]]:
         for path in sorted((ROOT / PACKAGE).rglob("*.py")):
             yield path.relative_to(ROOT / PACKAGE).as_posix(), path.read_text(encoding="utf-8")
         return
-    packed = subprocess.run(["git", "archive", commit, PACKAGE], cwd=ROOT, check=True, capture_output=True).stdout
+    packed = subprocess.run(
+        ["git", "archive", commit, PACKAGE], cwd=ROOT, check=True, capture_output=True
+    ).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         for member in archive:
             content = archive.extractfile(member) if member.name.endswith(".py") else None
@@ -140,7 +160,8 @@ def densities(counts: Counts) -> str:
 
 
 def used_once(folder: str) -> Iterator[str]:
-    """A line for each function of a folder whose name one place of the package reads: `T` where a test names it, too."""
+    """A line for each function of a folder whose name one place of the package reads: `T` where a
+    test names it, too."""
     names: collections.Counter[str] = collections.Counter()
     for _, source in sources(None):
         for node in ast.walk(ast.parse(source)):
@@ -157,10 +178,16 @@ def used_once(folder: str) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--commit", help="count this commit instead of the tree")
     parser.add_argument("--and-now", action="store_true", help="compare the commit with the tree")
-    parser.add_argument("--used-once", metavar="FOLDER", help="list its functions that one place of the package uses")
+    parser.add_argument(
+        "--used-once",
+        metavar="FOLDER",
+        help="list its functions that one place of the package uses",
+    )
     options = parser.parse_args()
     if options.used_once:
         print("\n".join(used_once(options.used_once)))

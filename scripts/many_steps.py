@@ -1,9 +1,11 @@
-"""Does a step cost more after a thousand steps? `OMP_NUM_THREADS=1 python scripts/many_steps.py [--steps 1000] [MODE ...]`.
+"""Does a step cost more after a thousand steps? `OMP_NUM_THREADS=1 python scripts/many_steps.py
+[--steps 1000] [MODE ...]`.
 
-Each mode trains a small Llama on batches of random sizes: `chunk` (chunks of 16 tokens, no saves), `auto` (the defaults),
-`prefixes` (rows that begin alike, computed once) and `launch` (as `streambp launch` sets it, a loss of its own on lazy
-logits). Twenty times on the way one batch, the same each time, is trained twice: the second time its calls of functions are
-counted, and afterwards the objects that Python's collector knows and the process's resident memory. The script prints the
+Each mode trains a small Llama on batches of random sizes: `chunk` (chunks of 16 tokens, no saves),
+`auto` (the defaults), `prefixes` (rows that begin alike, computed once) and `launch` (as `streambp
+launch` sets it, a loss of its own on lazy logits). Twenty times on the way one batch, the same each
+time, is trained twice: the second time its calls of functions are counted, and afterwards the
+objects that Python's collector knows and the process's resident memory. The script prints the
 slopes of these three over the second half of the steps, where whatever is filled once is full.
 """
 
@@ -38,7 +40,8 @@ MODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """What was seen after so many steps. calls: of Python functions in a step. resident: bytes; None where nobody tells."""
+    """What was seen after so many steps. calls: of Python functions in a step. resident: bytes;
+    None where nobody tells."""
 
     step: int
     calls: int
@@ -58,7 +61,11 @@ def small_llama() -> nn.Module:
 def batch(mode: str, length: int, rows: int) -> Tensor:
     """Random tokens [B, T]; in the mode `prefixes` T is longer by a prompt that all rows share."""
     tokens = torch.randint(VOCABULARY, (rows, length))
-    return tokens if mode != "prefixes" else torch.cat((torch.randint(VOCABULARY, (1, PROMPT)).expand(rows, -1), tokens), 1)
+    return (
+        tokens
+        if mode != "prefixes"
+        else torch.cat((torch.randint(VOCABULARY, (1, PROMPT)).expand(rows, -1), tokens), 1)
+    )
 
 
 def trained(model: Any, optimizer: torch.optim.Optimizer, mode: str, tokens: Tensor) -> None:
@@ -81,7 +88,9 @@ def counted(step: Callable[[], None]) -> int:
         nonlocal calls
         calls += event == "call"
 
-    with torch.autograd.set_multithreading_enabled(False):  # the profiler sees the thread that it was set in
+    with torch.autograd.set_multithreading_enabled(
+        False
+    ):  # the profiler sees the thread that it was set in
         sys.setprofile(see)
         try:
             step()
@@ -93,7 +102,9 @@ def counted(step: Callable[[], None]) -> int:
 def resident() -> int | None:
     """Bytes of the process in memory, where the system tells."""
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
+    return (
+        int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
+    )
 
 
 def run(mode: str, steps: int) -> list[Point]:
@@ -103,7 +114,9 @@ def run(mode: str, steps: int) -> list[Point]:
     random = torch.Generator().manual_seed(1)
     same, found = batch(mode, 41, 2), []
     for step in range(1, steps + 1):
-        length, rows = (int(torch.randint(low, high, (), generator=random)) for low, high in ((2, 120), (1, 4)))
+        length, rows = (
+            int(torch.randint(low, high, (), generator=random)) for low, high in ((2, 120), (1, 4))
+        )
         trained(model, optimizer, mode, batch(mode, length, rows))
         if step % max(1, steps // POINTS) == 0:
             trained(model, optimizer, mode, same)
@@ -114,7 +127,8 @@ def run(mode: str, steps: int) -> list[Point]:
 
 
 def slope(points: list[Point], name: str) -> float:
-    """Of a field, for a step, by least squares over the second half of the points; NaN where nobody tells it."""
+    """Of a field, for a step, by least squares over the second half of the points; NaN where nobody
+    tells it."""
     half = points[len(points) // 2 :]
     values = [getattr(point, name) for point in half]
     if None in values:
@@ -131,17 +145,24 @@ def told(mode: str, points: list[Point]) -> str:
         for name in ("objects", "calls", "resident")
     )
     grown = (
-        "" if last.resident is None or first.resident is None else f", MiB {first.resident >> 20} to {last.resident >> 20}"
+        ""
+        if last.resident is None or first.resident is None
+        else f", MiB {first.resident >> 20} to {last.resident >> 20}"
     )
     return (
-        f"{mode:9} a step, steps {points[len(points) // 2].step} to {last.step}: {slopes}; objects {first.objects:,} to "
-        f"{last.objects:,}, calls of a step {first.calls:,} to {last.calls:,}{grown}"
+        f"{mode:9} a step, steps {points[len(points) // 2].step} to {last.step}: {slopes}; objects "
+        f"{first.objects:,} to {last.objects:,}, calls of a step {first.calls:,} to "
+        f"{last.calls:,}{grown}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modes", nargs="*", metavar="MODE", help=f"of {', '.join(MODES)}; all if none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "modes", nargs="*", metavar="MODE", help=f"of {', '.join(MODES)}; all if none is given"
+    )
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
     for mode in args.modes or MODES:

@@ -1,19 +1,23 @@
-"""Mixtures of experts in half precision: is none refused, and is streaming as precise as the unpatched model?
+"""Mixtures of experts in half precision: is none refused, and is streaming as precise as the
+unpatched model?
 
     python scripts/mixture_table.py --models 40 --out mixtures.jsonl      # goes on where the file ends
     python scripts/mixture_table.py --family gpt-oss --models 8 --out mixtures.jsonl
     python scripts/mixture_table.py --models 0 --out mixtures.jsonl       # the table of what the file holds
 
-Random models with the hidden width, the routing and the head size of released ones, and with few layers, few and narrow
-experts and a small vocabulary. Each takes one step in one chunk unpatched and one streamed in several, in bfloat16 and with
-float32 weights under bfloat16 autocast, under eager attention and torch's own; the truth is the unpatched model in float32.
-gpt-oss attends eagerly alone.
+Random models with the hidden width, the routing and the head size of released ones, and with few
+layers, few and narrow experts and a small vocabulary. Each takes one step in one chunk unpatched
+and one streamed in several, in bfloat16 and with float32 weights under bfloat16 autocast, under
+eager attention and torch's own; the truth is the unpatched model in float32. gpt-oss attends
+eagerly alone.
 
-[Note: choices of the truth] A router that ties to rounding sends a token to other experts in one run than in another,
-streamed or not, and one such token makes an error three times as large. Few tokens do it, so that the mean error of free
-runs is decided by luck: its own standard error is up to 13 % with 32 models. So errors are compared where both sides
-choose as the truth does, which leaves rounding alone, and how often a side would choose otherwise is counted apart, from
-scores behind the same choices: both could show that streaming is less precise. The free runs' errors are printed, too.
+[Note: choices of the truth] A router that ties to rounding sends a token to other experts in one
+run than in another, streamed or not, and one such token makes an error three times as large. Few
+tokens do it, so that the mean error of free runs is decided by luck: its own standard error is up
+to 13 % with 32 models. So errors are compared where both sides choose as the truth does, which
+leaves rounding alone, and how often a side would choose otherwise is counted apart, from scores
+behind the same choices: both could show that streaming is less precise. The free runs' errors are
+printed, too.
 """
 
 from __future__ import annotations
@@ -103,17 +107,20 @@ def build(family: str, seed: int, **overrides: Any) -> nn.Module:
 
 
 class Chosen:
-    """What `topk` chose in a first forward; later ones get it handed out. [Note: choices of the truth]
+    """What `topk` chose in a first forward; later ones get it handed out. [Note: choices of the
+    truth]
 
-    Chunks come in any order, and again in backward: a token is known by its scores, which lie closest to its own of the
-    first forward. Other tokens' lie a hundred times as far.
+    Chunks come in any order, and again in backward: a token is known by its scores, which lie
+    closest to its own of the first forward. Other tokens' lie a hundred times as far.
 
-    otherwise: of a later forward, how many tokens of all routers would have chosen otherwise. off: how far scores lie from
-    those of the first, squared and relative, in sum.
+    otherwise: of a later forward, how many tokens of all routers would have chosen otherwise. off:
+    how far scores lie from those of the first, squared and relative, in sum.
     """
 
     def __init__(self) -> None:
-        self.made: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}  # by the sizes of a token's scores
+        self.made: dict[
+            tuple[int, ...], list[tuple[Tensor, Tensor]]
+        ] = {}  # by the sizes of a token's scores
         self.counts = self.recording = True
         self.otherwise, self.off = 0, 0.0
 
@@ -150,7 +157,9 @@ class Chosen:
         self.recording = False
 
 
-def step(model: nn.Module, ids: Tensor, autocast: bool = False, chosen: Chosen | None = None) -> list[Tensor]:
+def step(
+    model: nn.Module, ids: Tensor, autocast: bool = False, chosen: Chosen | None = None
+) -> list[Tensor]:
     """The gradients of one step, parameter by parameter, in float32."""
     model.zero_grad(set_to_none=True)
     with contextlib.nullcontext() if chosen is None else chosen():
@@ -168,12 +177,18 @@ def step(model: nn.Module, ids: Tensor, autocast: bool = False, chosen: Chosen |
 
 def error(found: list[Tensor], truth: list[Tensor]) -> float:
     """Relative L2 error of the whole gradient."""
-    off, size = (sum(float(x.double().square().sum()) for x in part) for part in (map(torch.sub, found, truth), truth))
+    off, size = (
+        sum(float(x.double().square().sum()) for x in part)
+        for part in (map(torch.sub, found, truth), truth)
+    )
     return float((off / size) ** 0.5)
 
 
-def measure(family: str, seed: int, precision: str, attention: str, models: dict[str, Any]) -> dict[str, Any]:
-    """One row: how far the streamed and the unpatched step lie from the truth; or what refused the model.
+def measure(
+    family: str, seed: int, precision: str, attention: str, models: dict[str, Any]
+) -> dict[str, Any]:
+    """One row: how far the streamed and the unpatched step lie from the truth; or what refused the
+    model.
 
     Args:
         models: the model, its copy in bfloat16, tokens and truth, for the rows of one seed.
@@ -188,7 +203,12 @@ def measure(family: str, seed: int, precision: str, attention: str, models: dict
         models["weights"] = copy.deepcopy(plain).bfloat16()
     model, ids, truth, chosen = models[precision], models["ids"], models["truth"], models["chosen"]
     model.set_attn_implementation(attention)
-    row: dict[str, Any] = {"family": family, "seed": seed, "precision": precision, "attention": attention}
+    row: dict[str, Any] = {
+        "family": family,
+        "seed": seed,
+        "precision": precision,
+        "attention": attention,
+    }
     autocast = precision == "autocast"
 
     def compare(who: str) -> None:
@@ -200,7 +220,9 @@ def measure(family: str, seed: int, precision: str, attention: str, models: dict
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=()))
     try:
         compare("streamed")
-        whole = [layer.reason for layer in streambp.describe(model).layers if layer.path != "streams"]
+        whole = [
+            layer.reason for layer in streambp.describe(model).layers if layer.path != "streams"
+        ]
         row |= {"whole": whole}
     except streambp.StreamBPError as refused:
         row |= {"refused": f"{type(refused).__name__}: {refused}"}
@@ -217,14 +239,18 @@ def ratio(rows: list[dict[str, Any]], name: str) -> str:
         return "-"
     found = statistics.mean(ours) / mean
     apart = [our - found * other for our, other in zip(ours, stock, strict=True)]
-    return f"{found:.3f} ± {statistics.stdev(apart) / len(rows) ** 0.5 / mean if len(rows) > 1 else 0.0:.3f}"
+    return (
+        f"{found:.3f} ± "
+        f"{statistics.stdev(apart) / len(rows) ** 0.5 / mean if len(rows) > 1 else 0.0:.3f}"
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Means over the models of each family, precision and attention; a ratio is one of means, with its standard error."""
+    """Means over the models of each family, precision and attention; a ratio is one of means, with
+    its standard error."""
     lines = [
-        "| family | bfloat16 | attention | models | refused | not in chunks | error unpatched | streamed | ratio "
-        "| scores, ratio | otherwise: unpatched | streamed | free runs, ratio |",
+        "| family | bfloat16 | attention | models | refused | not in chunks | error unpatched | "
+        "streamed | ratio | scores, ratio | otherwise: unpatched | streamed | free runs, ratio |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     keys = [
@@ -250,12 +276,29 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=40, help="of each family (default %(default)s)")
-    parser.add_argument("--family", choices=list(FAMILIES), action="append", help="this one alone; may be given again")
-    parser.add_argument("--out", type=Path, help="a file of rows, one JSON a line; rows that it has are not measured again")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", type=int, default=40, help="of each family (default %(default)s)"
+    )
+    parser.add_argument(
+        "--family",
+        choices=list(FAMILIES),
+        action="append",
+        help="this one alone; may be given again",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a file of rows, one JSON a line; rows that it has are not measured again",
+    )
     given = parser.parse_args()
-    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out and given.out.exists() else []
+    rows = (
+        [json.loads(line) for line in given.out.read_text().splitlines()]
+        if given.out and given.out.exists()
+        else []
+    )
     done = {(row["family"], row["seed"], row["precision"], row["attention"]) for row in rows}
     start = time.monotonic()
     for seed in range(given.models):
@@ -271,7 +314,8 @@ def main() -> None:
                         with given.out.open("a") as file:
                             file.write(json.dumps(rows[-1]) + "\n")
     print(
-        f"\ntorch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, CPU\n\n{table(rows)}"
+        f"\ntorch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{platform.machine()}, CPU\n\n{table(rows)}"
     )
 
 

@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python scripts/plan_time.py                       # this tree
     OMP_NUM_THREADS=1 python scripts/plan_time.py --against /path/to/tree/of/another/commit
 
-Each model is planned in a process of its own, for one tree (it comes first in PYTHONPATH) and then for the other, so that a
-machine that is busy is so for both. Printed are seconds of processor time without imports, the least of `--times` runs: of
-the first plan beside what it may take, and of a second one of the same model where the tree keeps what was counted. Memory
-is every number of every method's phases, in both regimes, and of the host; the exit code is 1 where one of them differs
+Each model is planned in a process of its own, for one tree (it comes first in PYTHONPATH) and then
+for the other, so that a machine that is busy is so for both. Printed are seconds of processor time
+without imports, the least of `--times` runs: of the first plan beside what it may take, and of a
+second one of the same model where the tree keeps what was counted. Memory is every number of every
+method's phases, in both regimes, and of the host; the exit code is 1 where one of them differs
 between the trees.
 """
 
@@ -27,7 +28,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent.parent
 BYTES = 0.05  # by which lines of the same bytes may differ: they are solved for in float64
 LAW = ("one", "tokens", "chunk", "chunks")  # of the features of a law, the first
-BARS = {"Qwen3-8B": 6, "Qwen3-30B-A3B": 9, "gemma3-27b": 12, "Qwen3.5-9B": 20}  # seconds of a first plan; 1 of a second
+BARS = {
+    "Qwen3-8B": 6,
+    "Qwen3-30B-A3B": 9,
+    "gemma3-27b": 12,
+    "Qwen3.5-9B": 20,
+}  # seconds of a first plan; 1 of a second
 MODELS = tuple(BARS)
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32}
 
@@ -36,8 +42,18 @@ def configs() -> dict[str, Callable[[], Any]]:
     """The models' shapes."""
     import transformers as t
 
-    dense = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8}
-    sparse = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_key_value_heads": 4}
+    dense = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+    }
+    sparse = {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+    }
     experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     gemma = {
         "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
@@ -76,21 +92,28 @@ def count(name: str) -> dict[str, Any]:
         for field, value in zip(LAW, phase["law"], strict=False)
     }
     for method in methods:
-        numbers |= {f"{method['name']}, host, {field}": value for field, value in zip(LAW, method["host"], strict=False)}
+        numbers |= {
+            f"{method['name']}, host, {field}": value
+            for field, value in zip(LAW, method["host"], strict=False)
+        }
     return {"spent": spent, "numbers": numbers}
 
 
 def counted(tree: Path, name: str, times: int) -> dict[str, Any]:
     """`count` in processes with that tree; the least seconds."""
     runs = [_counted(tree, name) for _ in range(times)]
-    return runs[0] | {"spent": [min(spent) for spent in zip(*(run["spent"] for run in runs), strict=True)]}
+    return runs[0] | {
+        "spent": [min(spent) for spent in zip(*(run["spent"] for run in runs), strict=True)]
+    }
 
 
 def _counted(tree: Path, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": folder}
         command = [sys.executable, "-W", "ignore", __file__, "--count", name]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -102,10 +125,14 @@ def differing(ours: dict[str, float], theirs: dict[str, float]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", type=Path, metavar="TREE", help="of another commit")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="MODEL")
-    parser.add_argument("--times", type=int, default=1, metavar="N", help="runs of each (default %(default)s)")
+    parser.add_argument(
+        "--times", type=int, default=1, metavar="N", help="runs of each (default %(default)s)"
+    )
     parser.add_argument("--count", choices=MODELS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.count:
@@ -114,7 +141,10 @@ def main() -> int:
     wrong = 0
     for name in arguments.models:
         ours = counted(HERE, name, arguments.times)
-        line = f"{name:16} {ours['spent'][0]:6.1f} s (bar {BARS[name]}), a second plan {ours['spent'][1]:.2f} s (bar 1)"
+        line = (
+            f"{name:16} {ours['spent'][0]:6.1f} s (bar {BARS[name]}), a second plan "
+            f"{ours['spent'][1]:.2f} s (bar 1)"
+        )
         if arguments.against is not None:
             theirs = counted(arguments.against, name, arguments.times)
             different = differing(ours["numbers"], theirs["numbers"])

@@ -1,24 +1,28 @@
-"""Processor time of a training step as one packed row, against each row for itself: of rows that share a prompt, or that
-are padded.
+"""Processor time of a training step as one packed row, against each row for itself: of rows that
+share a prompt, or that are padded.
 
     OMP_NUM_THREADS=1 python scripts/prefix_time.py                            # 16 rows: a prompt of 256, completions of 32
     OMP_NUM_THREADS=1 python scripts/prefix_time.py --prompt 256 --completion 32 --rows 16 --layers 4 --hidden 256
     OMP_NUM_THREADS=1 python scripts/prefix_time.py --only padded --longest 1024
 
-Labels are of completions. Printed are seconds of processor time, the minimum over all steps, of a batch whose rows share
-their prompt and of one that shares nothing, and the ratio of rows to tree beside the ratio of their tokens; the second is
-also what looking for prefixes costs where there are none. Rows and tree take turns on one model, patched anew for each
-turn: a machine that is busy or slows down does so for both, and the weights lie at the same addresses (two models of equal
-weights differ by 5 % either way). The last columns are the look alone, in milliseconds, and the operators that the tree's
-step runs and the rows' step does not, or the other way round: they do not depend on how busy the machine is. Where nothing
-is shared these few, and the look, are all that sharing costs.
+Labels are of completions. Printed are seconds of processor time, the minimum over all steps, of a
+batch whose rows share their prompt and of one that shares nothing, and the ratio of rows to tree
+beside the ratio of their tokens; the second is also what looking for prefixes costs where there are
+none. Rows and tree take turns on one model, patched anew for each turn: a machine that is busy or
+slows down does so for both, and the weights lie at the same addresses (two models of equal weights
+differ by 5 % either way). The last columns are the look alone, in milliseconds, and the operators
+that the tree's step runs and the rows' step does not, or the other way round: they do not depend on
+how busy the machine is. Where nothing is shared these few, and the look, are all that sharing
+costs.
 
-Of padded rows the time as one packed row over that as rows stands beside the share of tokens that are no padding. In layers
-with states each row is a chunk of its own: `states` says how many tokens' time that costs.
+Of padded rows the time as one packed row over that as rows stands beside the share of tokens that
+are no padding. In layers with states each row is a chunk of its own: `states` says how many tokens'
+time that costs.
 
-The last lines are the cost where nothing is shared, measured inside the steps: processor time of a call of the model that
-sharing adds, which is the call's without the rows' own forward, beside the whole step's. Both steps run the same code but
-for that, so where a machine's processor time varies by 5 % from step to step, this tells what the ratio cannot.
+The last lines are the cost where nothing is shared, measured inside the steps: processor time of a
+call of the model that sharing adds, which is the call's without the rows' own forward, beside the
+whole step's. Both steps run the same code but for that, so where a machine's processor time varies
+by 5 % from step to step, this tells what the ratio cannot.
 """
 
 from __future__ import annotations
@@ -56,7 +60,9 @@ def build(arguments: argparse.Namespace) -> torch.nn.Module:
 
 def batch_of(arguments: argparse.Namespace, shared: bool) -> dict[str, torch.Tensor]:
     length = arguments.prompt + arguments.completion
-    ids = torch.randint(0, 1024, (arguments.rows, length), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, 1024, (arguments.rows, length), generator=torch.Generator().manual_seed(1)
+    )
     if shared:
         ids[:, : arguments.prompt] = ids[0, : arguments.prompt].clone()
     labels = ids.clone()
@@ -74,7 +80,9 @@ def padded_batch(longest: int, shares: tuple[float, ...]) -> dict[str, torch.Ten
     """Rows that are padded on the right, [8, longest]."""
     lengths = torch.tensor([round(longest * share) for share in shares])
     mask = torch.arange(longest) < lengths[:, None]  # [8, longest]
-    ids = torch.randint(0, 1024, mask.shape, generator=torch.Generator().manual_seed(1)).masked_fill(~mask, 0)
+    ids = torch.randint(
+        0, 1024, mask.shape, generator=torch.Generator().manual_seed(1)
+    ).masked_fill(~mask, 0)
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
@@ -97,7 +105,8 @@ def turn(model: torch.nn.Module, batch: dict[str, torch.Tensor], share: bool) ->
 
 
 def look(batch: dict[str, torch.Tensor]) -> float:
-    """Milliseconds of processor time that finding the tree takes, or that there is none; the minimum of some."""
+    """Milliseconds of processor time that finding the tree takes, or that there is none; the
+    minimum of some."""
     spent = []
     for _ in range(20):
         start = time.process_time()
@@ -129,7 +138,8 @@ def operators(model: torch.nn.Module, batch: dict[str, torch.Tensor], share: boo
 
 
 class Added:
-    """Stands for the object that shares prefixes, and takes the time of its calls without the rows' own forward."""
+    """Stands for the object that shares prefixes, and takes the time of its calls without the rows'
+    own forward."""
 
     def __init__(self, prefixes: SharedPrefixes) -> None:
         self.prefixes = prefixes
@@ -156,9 +166,15 @@ class Added:
 
 
 def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Seconds of processor time that sharing adds to a step which shares nothing, and the step's: the least of six each."""
+    """Seconds of processor time that sharing adds to a step which shares nothing, and the step's:
+    the least of six each."""
     streambp.patch(model, streambp.StreamConfig(rows="packed"))
-    wrapper = next(found for part in model.modules() for found in forwards(part) if isinstance(found, BackboneForward))
+    wrapper = next(
+        found
+        for part in model.modules()
+        for found in forwards(part)
+        if isinstance(found, BackboneForward)
+    )
     step(model, batch)
     assert wrapper.prefixes is not None
     counted = Added(wrapper.prefixes)
@@ -168,7 +184,9 @@ def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float
     return min(spent for _, spent in steps), min(whole for whole, _ in steps)
 
 
-def ratio_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], turns: int) -> tuple[float, float]:
+def ratio_of(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], turns: int
+) -> tuple[float, float]:
     """Seconds of processor time as rows and as one packed row, each the least of its turns."""
     pairs = [(turn(model, batch, False), turn(model, batch, True)) for _ in range(turns)]
     plain, once = (min(times) for times in zip(*pairs, strict=True))
@@ -188,7 +206,10 @@ def shared(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
         more, fewer = (sum((counts[i] - counts[1 - i]).values()) for i in (1, 0))
         calls = f"operators {sum(counts[0].values())}, {more} more and {fewer} fewer"
         ratio = arguments.rows * per_row / tokens
-        print(f"{what}: {times}, ratio of tokens {ratio:.2f}, look {look(batch):.2f} ms, {calls}", flush=True)
+        print(
+            f"{what}: {times}, ratio of tokens {ratio:.2f}, look {look(batch):.2f} ms, {calls}",
+            flush=True,
+        )
 
 
 def padded(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
@@ -198,11 +219,16 @@ def padded(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
         plain, once = ratio_of(model, batch, arguments.turns)
         share = float(batch["attention_mask"].double().mean())
         times = f"rows {plain:.3f} s, packed {once:.3f} s, packed / rows {once / plain:.3f}"
-        print(f"{name} tokens: {times}, share of tokens {share:.3f}, ratio of both {once / plain / share:.3f}", flush=True)
+        print(
+            f"{name} tokens: {times}, share of tokens {share:.3f}, ratio of both "
+            f"{once / plain / share:.3f}",
+            flush=True,
+        )
 
 
 def states(_: torch.nn.Module, arguments: argparse.Namespace) -> None:
-    """A model of layers with states, in which each row is a chunk: what a chunk costs beside its tokens."""
+    """A model of layers with states, in which each row is a chunk: what a chunk costs beside its
+    tokens."""
     config = Lfm2Config(
         vocab_size=1024,
         hidden_size=arguments.hidden,
@@ -221,7 +247,10 @@ def states(_: torch.nn.Module, arguments: argparse.Namespace) -> None:
         of_a_token = plain / batch["input_ids"].numel()
         chunk = (once - of_a_token * tokens) / (rows - 1)
         times = f"rows {plain:.3f} s, packed {once:.3f} s"
-        costs = f"a chunk costs {1000 * chunk:.2f} ms beside its tokens, as {chunk / of_a_token:.0f} tokens do"
+        costs = (
+            f"a chunk costs {1000 * chunk:.2f} ms beside its tokens, as {chunk / of_a_token:.0f} "
+            "tokens do"
+        )
         print(f"layers with states, {rows} rows of up to {longest}: {times}; {costs}", flush=True)
 
 
@@ -243,7 +272,9 @@ PARTS = {"shared": shared, "padded": padded, "states": states, "nothing": nothin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     shape = {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256}
     for name, default in {**shape, "longest": 512, "turns": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

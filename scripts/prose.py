@@ -1,11 +1,13 @@
-"""Count sentences that are hard to read and packed code, by folder of streambp/, and keep folders from getting worse.
+"""Count sentences that are hard to read and packed code, by folder of streambp/, and keep folders
+from getting worse.
 
 python scripts/prose.py                     one row for each folder, and a total
 python scripts/prose.py --worst 40          the sentences that break most rules, with file and line
 python scripts/prose.py --lower             write today's counts into the limits, where they are lower
 
-A sentence is a docstring's or comment's text between full stops. Section headers, tables, code, tensor shapes and sentences
-of fewer than three words are left out. Each rule is one regular expression or one count:
+A sentence is a docstring's or comment's text between full stops. Section headers, tables, code,
+tensor shapes and sentences of fewer than three words are left out. Each rule is one regular
+expression or one count:
 
     clause     opens with a noun clause: What, Whether, Why, How, Who, Which, Where, Those that
     fragment   opens with a preposition or a pronoun in place of a subject or a verb: Of, By, Within, As, Not, It, They
@@ -16,9 +18,10 @@ of fewer than three words are left out. Each rule is one regular expression or o
     inline     defines an attribute or argument in running text, `name: meaning`, outside of an Args or Attributes section
     private    two or more words that this project uses in a sense of its own
 
-Beside them: function docstrings whose first word is no verb, lines beyond 100 columns, and for 1,000 lines of code
-conditional expressions, comprehensions, and assignments of a tuple to several targets. Limits are shares and densities in
-tests/prose_limits.json; `tests/test_prose_limits.py` holds each folder to its row.
+Beside them: function docstrings whose first word is no verb, lines beyond 100 columns, and for
+1,000 lines of code conditional expressions, comprehensions, and assignments of a tuple to several
+targets. Limits are shares and densities in tests/prose_limits.json; `tests/test_prose_limits.py`
+holds each folder to its row.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ RULES = ("clause", "fragment", "stacked", "vague", "long", "list", "inline", "pr
 COLUMNS = 100
 MOST_WORDS = 30
 
-CLAUSE = re.compile(r"^(what|whether|why|how|who|which|where|that which|those (that|which|of))\b", re.IGNORECASE)
+CLAUSE = re.compile(
+    r"^(what|whether|why|how|who|which|where|that which|those (that|which|of))\b", re.IGNORECASE
+)
 FRAGMENT = re.compile(
     r"^(of|by|with|within|without|as|from|for|not|nor|beside|besides|it|they|its|their|these|those|the same|so many|"
     r"up to|at|to|in|on|than|else|to be)\b(?! (be|example|now|instance)\b)",
@@ -60,7 +65,9 @@ PRIVATE = re.compile(
     r"gives?|given|knows?|asks?|asked|says?|said|apart|for good|takes notice)\b",
     re.IGNORECASE,
 )
-SECTION = re.compile(r"^\s*(Args|Arguments|Attributes|Returns|Raises|Yields|Examples?|Notes?|Warning)s?:\s*$")
+SECTION = re.compile(
+    r"^\s*(Args|Arguments|Attributes|Returns|Raises|Yields|Examples?|Notes?|Warning)s?:\s*$"
+)
 ENTRY = re.compile(r"^\s*[\w`*., ]{1,60}(\([^)]*\))?: ")
 CITATION = re.compile(r"\[Note: [^\]]*\]")
 TOOLS = ("type:", "noqa", "fmt:", "pylint", "mypy", "!", "Copyright", "Licensed", "SPDX")
@@ -89,10 +96,14 @@ Row = Counter[str]
 
 
 def blocks(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield the docstrings and comment blocks of a file: the line, the text, and whether the text is a docstring."""
+    """Yield the docstrings and comment blocks of a file: the line, the text, and whether the text
+    is a docstring."""
     source = path.read_text("utf-8")
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+        ):
             text = ast.get_docstring(node)
             if text:
                 yield node.body[0].lineno, text, True
@@ -134,7 +145,9 @@ def sentences(text: str, is_docstring: bool) -> list[tuple[str, bool]]:
         if SECTION.match(line):
             close()
             inside = True
-        elif not line.strip() or indented or "   " in line.strip():  # a blank line, a listing, a table
+        elif (
+            not line.strip() or indented or "   " in line.strip()
+        ):  # a blank line, a listing, a table
             close()
         elif inside and ENTRY.match(line):
             close()
@@ -167,26 +180,41 @@ def broken(sentence: str, in_section: bool) -> list[str]:
 
 
 def begins_with_verb(docstring: str) -> bool:
-    """True if a docstring begins with a verb ("Return", "Computes"), with "True if" or with "Context manager that"."""
+    """True if a docstring begins with a verb ("Return", "Computes"), with "True if" or with
+    "Context manager that"."""
     match = re.match(r"[^A-Za-z]*([A-Za-z_]+)(?: ([A-Za-z]+))?", docstring)
     if match is None:
         return False
     first, second = match[1].lower(), (match[2] or "").lower()
-    stems = {first, first.removesuffix("s"), first.removesuffix("es"), first.removesuffix("ies") + "y"}
+    stems = {
+        first,
+        first.removesuffix("s"),
+        first.removesuffix("es"),
+        first.removesuffix("ies") + "y",
+    }
     return bool(stems & VERBS) or (first, second) in (("true", "if"), ("context", "manager"))
 
 
 def count_code(path: Path) -> Row:
-    """Return counts of one file: lines of code, wide ones, packed expressions, and docstrings of functions."""
+    """Return counts of one file: lines of code, wide ones, packed expressions, and docstrings of
+    functions."""
     source = path.read_text("utf-8")
-    lines = [line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")]
+    lines = [
+        line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")
+    ]
     row: Row = Counter(lines=len(lines), wide=sum(len(line) > COLUMNS for line in lines))
     for node in ast.walk(ast.parse(source)):
         row["ifexp"] += isinstance(node, ast.IfExp)
-        row["comprehensions"] += isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)
+        row["comprehensions"] += isinstance(
+            node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+        )
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
             row["tuples"] += isinstance(node.value, ast.Tuple)
-        docstring = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
+        docstring = (
+            ast.get_docstring(node)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            else None
+        )
         if docstring:
             row["docstrings"] += 1
             row["no verb"] += not begins_with_verb(docstring)
@@ -194,7 +222,8 @@ def count_code(path: Path) -> Row:
 
 
 def counts_of(root: Path) -> tuple[dict[str, Row], list[tuple[int, str, str]]]:
-    """Return the counts of each folder inside `root`, and every sentence: rules broken, its place, and its text."""
+    """Return the counts of each folder inside `root`, and every sentence: rules broken, its place,
+    and its text."""
     rows: dict[str, Row] = {}
     places: list[tuple[int, str, str]] = []
     for path in sorted(root.rglob("*.py")):
@@ -214,7 +243,8 @@ def counts_of(root: Path) -> tuple[dict[str, Row], list[tuple[int, str, str]]]:
 
 
 def rates_of(row: Row) -> dict[str, float]:
-    """Return what is limited: percentages of sentences, docstrings and lines, and densities for 1,000 lines of code."""
+    """Return what is limited: percentages of sentences, docstrings and lines, and densities for
+    1,000 lines of code."""
     per_line = 1000 / max(1, row["lines"])
     return {
         "any rule": round(100 * row["any rule"] / max(1, row["sentences"]), 1),
@@ -228,7 +258,8 @@ def rates_of(row: Row) -> dict[str, float]:
 
 
 def exceeded(rows: dict[str, Row], limits: dict[str, dict[str, float]]) -> list[str]:
-    """Return a line for each rate of a folder that is above its limit; a new folder has the limits of the total."""
+    """Return a line for each rate of a folder that is above its limit; a new folder has the limits
+    of the total."""
     found = []
     for folder, row in rows.items():
         bars = limits.get(folder, limits["all"])
@@ -247,7 +278,8 @@ def with_total(rows: dict[str, Row]) -> dict[str, Row]:
 
 
 def lower(limits: dict[str, dict[str, float]], rows: dict[str, Row]) -> dict[str, dict[str, float]]:
-    """Return the limits, each no higher than today's rate; a folder without limits gets today's rates."""
+    """Return the limits, each no higher than today's rate; a folder without limits gets today's
+    rates."""
     found = {}
     for folder, row in rows.items():
         today = rates_of(row)

@@ -1,7 +1,9 @@
-"""Writes what the pages take from the code: `python scripts/reference.py`. `--check` only says which pages differ.
+"""Writes what the pages take from the code: `python scripts/reference.py`. `--check` only says
+which pages differ.
 
-A page marks such a place with `<!-- from code: NAME -->` and `<!-- end -->`. NAME is a key of `FACTS`. So a fact (the rule
-of chunk sizes, the number of families, a table of settings) stands once, in the code, and pages show it.
+A page marks such a place with `<!-- from code: NAME -->` and `<!-- end -->`. NAME is a key of
+`FACTS`. So a fact (the rule of chunk sizes, the number of families, a table of settings) stands
+once, in the code, and pages show it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ sys.path.insert(0, str(ROOT))
 PLACE = re.compile(r"(<!-- from code: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 FAMILIES = ROOT / "docs" / "reference" / "families.md"
 TRAINERS = ("SFT", "DPO", "GRPO", "PPO")
-LAUNCH_FLAGS = "Settings"  # the panel of flags that are `StreamConfig`'s fields: the page of settings has them
+LAUNCH_FLAGS = (
+    "Settings"  # the panel of flags that are `StreamConfig`'s fields: the page of settings has them
+)
 
 
 def pages() -> list[Path]:
@@ -33,9 +37,13 @@ def pages() -> list[Path]:
 
 def arguments_of(docstring: str) -> dict[str, str]:
     """The text of each argument of a docstring's `Args:`, on one line."""
-    part = re.search(r"^Args:\n(.*?)(?:^\S|\Z)", inspect.cleandoc(docstring), re.DOTALL | re.MULTILINE)
+    part = re.search(
+        r"^Args:\n(.*?)(?:^\S|\Z)", inspect.cleandoc(docstring), re.DOTALL | re.MULTILINE
+    )
     assert part is not None, docstring
-    found = re.findall(r"^    (\w[\w, ]*): (.*?)(?=^    \w[\w, ]*: |\Z)", part[1], re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        r"^    (\w[\w, ]*): (.*?)(?=^    \w[\w, ]*: |\Z)", part[1], re.DOTALL | re.MULTILINE
+    )
     return {name: " ".join(text.split()) for name, text in found}
 
 
@@ -77,10 +85,19 @@ def trainer_fields() -> str:
     """`Stream*Config`'s own fields, read as text: TRL need not be installed."""
     folder = ROOT / "streambp" / "integrations" / "trl"
     rows = []
-    for module, name in [("settings", "StreamArguments"), *((kind.lower(), f"Stream{kind}Config") for kind in TRAINERS)]:
+    for module, name in [
+        ("settings", "StreamArguments"),
+        *((kind.lower(), f"Stream{kind}Config") for kind in TRAINERS),
+    ]:
         tree = ast.parse((folder / f"{module}.py").read_text("utf-8"))
-        found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-        told = arguments_of(ast.get_docstring(found) or "") if "Args:" in (ast.get_docstring(found) or "") else {}
+        found = next(
+            node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+        )
+        told = (
+            arguments_of(ast.get_docstring(found) or "")
+            if "Args:" in (ast.get_docstring(found) or "")
+            else {}
+        )
         of = "all" if name == "StreamArguments" else f"`{name}`"
         rows += [(code(fields), of, cell(sentence(text))) for fields, text in told.items()]
     return table(("field", "of", "meaning"), rows)
@@ -96,8 +113,14 @@ def command_line() -> str:
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         told = re.sub(r"\s+", " ", command.help or "").strip()
         parts.append(f"\n## streambp {name}\n\n{told}\n")
-        (made,) = (found.callback for found in app.registered_commands if found.callback.__name__ == name)  # type: ignore[union-attr]
-        files = {field for field, hint in typing.get_type_hints(made).items() if Path in (hint, *typing.get_args(hint))}
+        (made,) = (
+            found.callback for found in app.registered_commands if found.callback.__name__ == name
+        )  # type: ignore[union-attr]
+        files = {
+            field
+            for field, hint in typing.get_type_hints(made).items()
+            if Path in (hint, *typing.get_args(hint))
+        }
         rows = [row for parameter in command.params if (row := option(parameter, files))]
         parts.append(table(("option", "value", "meaning"), rows))
     return "".join(parts)
@@ -111,17 +134,34 @@ def option(parameter: Any, files: set[str]) -> tuple[str, str, str] | None:
     named = parameter.param_type_name == "option"
     names = [*parameter.opts, *parameter.secondary_opts] if named else [parameter.name.upper()]
     flag = bool(getattr(parameter, "is_flag", False))
-    value = "" if flag or not named else parameter.metavar or ("FILE" if parameter.name in files else "TEXT")
+    value = (
+        ""
+        if flag or not named
+        else parameter.metavar or ("FILE" if parameter.name in files else "TEXT")
+    )
     default = parameter.default
-    known = not flag and isinstance(default, str | int | float) and not isinstance(default, bool) and default != ""
+    known = (
+        not flag
+        and isinstance(default, str | int | float)
+        and not isinstance(default, bool)
+        and default != ""
+    )
     told = cell(getattr(parameter, "help", "") or "")
     told += f" (default: {default})" if known and "default" not in told else ""
-    return ", ".join(f"`{name}`" for name in names), f"`{cell(value)}`" if value else "", sentence(told)
+    return (
+        ", ".join(f"`{name}`" for name in names),
+        f"`{cell(value)}`" if value else "",
+        sentence(told),
+    )
 
 
 def errors() -> str:
     module = importlib.import_module("streambp.errors")
-    names = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Exception)]
+    names = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ]
     rows = []
     for name in [*names, "DeviceMemoryError"]:
         found = getattr(module, name)
@@ -136,16 +176,20 @@ def chunk_rule() -> str:
 
     sizes = [f"{size:,}" for size in CHUNK_TOKENS]
     return (
-        f"On a GPU streambp takes the fastest of {', '.join(sizes[:-1])} and {sizes[-1]} tokens over all rows of the batch "
-        "that fits into the free memory. "
-        f"Elsewhere a chunk is 1/{chunks.AUTO_CHUNKS} of the sequence, between {chunks.AUTO_MIN_TOKENS:,} and "
+        f"On a GPU streambp takes the fastest of {', '.join(sizes[:-1])} and {sizes[-1]} tokens "
+        "over all rows of the batch that fits into the free memory. Elsewhere a chunk is "
+        f"1/{chunks.AUTO_CHUNKS} of the sequence, between {chunks.AUTO_MIN_TOKENS:,} and "
         f"{chunks.AUTO_MAX_TOKENS:,} tokens."
     )
 
 
 def families() -> str:
     """How many families have no layer that runs whole, by the page that the tests fill."""
-    rows = re.findall(r"^\| [\w-]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|", FAMILIES.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| [\w-]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|",
+        FAMILIES.read_text("utf-8"),
+        re.MULTILINE,
+    )
     return str(sum("streams" in layers and "checkpoints" not in layers for layers in rows))
 
 
@@ -155,7 +199,9 @@ def versions() -> str:
     pythons = re.findall(r"Python :: (3\.\d+)", text)
     from streambp.libraries import TESTED
 
-    lowest = {name: re.search(rf'"{name}>=([\d.]+)"', text)[1] for name in ("torch", "transformers")}  # type: ignore[index]
+    lowest = {
+        name: re.search(rf'"{name}>=([\d.]+)"', text)[1] for name in ("torch", "transformers")
+    }  # type: ignore[index]
     ranges = [f"{name} {lowest[name]} to {'.'.join(map(str, TESTED[name]))}" for name in lowest]
     return f"Python {pythons[0]} to {pythons[-1]}, {', '.join(ranges)}"
 

@@ -3,11 +3,11 @@
     python scripts/same_code.py --against HEAD~1                  # every Python file of the package
     python scripts/same_code.py --against HEAD~1 streambp/head    # the files below these paths
 
-Every Python file of the working tree is compared with the same file at the commit. Docstrings of modules,
-classes and functions are removed from both trees; every other difference counts, and so does a file that
-exists on one side only. Comments are no part of a syntax tree, but linters, type checkers and coverage read
-some of them (`# noqa`, `# type: ignore`): those must be the same, in the same order. The exit code is 1 if a
-file differs.
+Every Python file of the working tree is compared with the same file at the commit. Docstrings of
+modules, classes and functions are removed from both trees; every other difference counts, and so
+does a file that exists on one side only. Comments are no part of a syntax tree, but linters, type
+checkers and coverage read some of them (`# noqa`, `# type: ignore`): those must be the same, in the
+same order. The exit code is 1 if a file differs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def directives(source: str) -> list[str]:
 
 
 def difference(before: str, after: str) -> str | None:
-    """Return the first difference of two sources beside docstrings and comments; None if there is none."""
+    """Return the first difference of two sources beside docstrings and comments; None if there is
+    none."""
     trees = (bare_code(before).splitlines(), bare_code(after).splitlines())
     for old, new in zip(*trees, strict=False):
         if old != new:
@@ -60,7 +61,8 @@ def difference(before: str, after: str) -> str | None:
 
 
 def sources_at(commit: str, paths: Sequence[str], root: Path = ROOT) -> dict[str, str]:
-    """Return the sources of the Python files below `paths` at a commit, by their path in the repository."""
+    """Return the sources of the Python files below `paths` at a commit, by their path in the
+    repository."""
     command = ["git", "ls-tree", "-r", "-z", "--name-only", "--full-name", commit, "--", *paths]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     found = {}
@@ -73,7 +75,8 @@ def sources_at(commit: str, paths: Sequence[str], root: Path = ROOT) -> dict[str
 
 
 def sources_now(paths: Sequence[str], root: Path = ROOT) -> dict[str, str]:
-    """Return the sources of the Python files below `paths` in the working tree, untracked files included."""
+    """Return the sources of the Python files below `paths` in the working tree, untracked files
+    included."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *paths]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     names = sorted({name for name in listed.split("\0") if name.endswith(".py")})
@@ -97,8 +100,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Print the files whose code differs and return the exit code."""
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=summary)
-    parser.add_argument("--against", metavar="COMMIT", required=True, help="compare with this commit")
-    parser.add_argument("paths", nargs="*", default=["streambp"], help="files or folders; default: streambp")
+    parser.add_argument(
+        "--against", metavar="COMMIT", required=True, help="compare with this commit"
+    )
+    parser.add_argument(
+        "paths", nargs="*", default=["streambp"], help="files or folders; default: streambp"
+    )
     options = parser.parse_args(arguments)
     before = sources_at(options.against, options.paths, root)
     after = sources_now(options.paths, root)

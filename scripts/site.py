@@ -1,6 +1,8 @@
-"""A hook of mkdocs (mkdocs.yml): README.md is the site's home, CONTRIBUTING.md and CHANGELOG.md are pages of it.
+"""A hook of mkdocs (mkdocs.yml): README.md is the site's home, CONTRIBUTING.md and CHANGELOG.md are
+pages of it.
 
-They stay where a repository has them, once. Their links, which are relative to the repository's root, are rewritten.
+They stay where a repository has them, once. Their links, which are relative to the repository's
+root, are rewritten.
 """
 
 from __future__ import annotations
@@ -13,12 +15,17 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def moved(text: str, repository: str | None) -> str:
-    """A page of the root as a page of the site: links into docs/, to other such pages, else into the repository."""
+    """A page of the root as a page of the site: links into docs/, to other such pages, else into
+    the repository."""
 
     def link(found: re.Match[str]) -> str:
         mark, label, target, anchor = found[1], found[2], found[3], found[4] or ""
@@ -26,13 +33,18 @@ def moved(text: str, repository: str | None) -> str:
             return f"{mark}[{label}]({target.removeprefix('docs/')}{anchor})"
         if target in PAGES:
             return f"{mark}[{label}]({PAGES[target]}{anchor})"
-        return f"[{label}]({repository.rstrip('/')}/blob/main/{target}{anchor})" if repository else label
+        return (
+            f"[{label}]({repository.rstrip('/')}/blob/main/{target}{anchor})"
+            if repository
+            else label
+        )
 
     return LINK.sub(link, text)
 
 
 def on_config(config: Any) -> Any:
-    """The repository, for the link in the header and for files that are no pages, where a workflow builds the site."""
+    """The repository, for the link in the header and for files that are no pages, where a workflow
+    builds the site."""
     server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
     if server and name and not config.repo_url:
         config.repo_url, config.repo_name = f"{server}/{name}", name

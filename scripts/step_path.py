@@ -1,10 +1,11 @@
 """What one warm, plain training step runs of streambp: `python scripts/step_path.py`.
 
-The step is a forward with labels and a backward of a small Qwen3 (3 layers, 4 chunks, no options), after two steps that
-warm it up. `--saves auto` saves what fits, as the default does: here that is all, which is more code than computing it
-again. With `--chunks 1` besides, it is the step of `streambp.patch(model)`, which runs a short sequence as unpatched. The
-script prints how many of the package's files and functions the step runs, how many calls it makes, and how many functions
-run before the first chunk. Counts are the same on every machine; they do not measure time.
+The step is a forward with labels and a backward of a small Qwen3 (3 layers, 4 chunks, no options),
+after two steps that warm it up. `--saves auto` saves what fits, as the default does: here that is
+all, which is more code than computing it again. With `--chunks 1` besides, it is the step of
+`streambp.patch(model)`, which runs a short sequence as unpatched. The script prints how many of the
+package's files and functions the step runs, how many calls it makes, and how many functions run
+before the first chunk. Counts are the same on every machine; they do not measure time.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ class StepPath:
 
 
 def plain_step(saves: Any, chunks: int) -> Any:
-    """A function that makes one step of a small model that is patched with these `StreamConfig.saves`."""
+    """A function that makes one step of a small model that is patched with these
+    `StreamConfig.saves`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=TOKENS,
     )  # fmt: skip
-    model = streambp.patch(Qwen3ForCausalLM(config), streambp.StreamConfig(chunk_size=TOKENS // chunks, saves=saves))
+    model = streambp.patch(
+        Qwen3ForCausalLM(config), streambp.StreamConfig(chunk_size=TOKENS // chunks, saves=saves)
+    )
     tokens = torch.randint(64, (1, TOKENS))
 
     def step() -> None:
@@ -57,9 +61,17 @@ def plain_step(saves: Any, chunks: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", action="store_true", help="also print each file with its functions and calls")
-    parser.add_argument("--before", action="store_true", help="also print the functions before the first chunk, in order")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--files", action="store_true", help="also print each file with its functions and calls"
+    )
+    parser.add_argument(
+        "--before",
+        action="store_true",
+        help="also print the functions before the first chunk, in order",
+    )
     parser.add_argument("--saves", choices=("none", "auto"), default="none")
     parser.add_argument("--chunks", type=int, default=4)
     args = parser.parse_args()
@@ -67,7 +79,9 @@ def main() -> None:
     step()
     step()
     path = StepPath(Path(streambp.__file__).parent)
-    with torch.autograd.set_multithreading_enabled(False):  # the profiler sees the thread that it was set in
+    with torch.autograd.set_multithreading_enabled(
+        False
+    ):  # the profiler sees the thread that it was set in
         sys.setprofile(path.see)
         try:
             step()
@@ -86,7 +100,10 @@ def report(calls: list[tuple[str, str]], each: bool, in_order: bool) -> None:
     if first is None:
         print("no layer ran in chunks: all of the step as unpatched")
     else:
-        print(f"before the first chunk: {len(before)} functions in {len({file for file, _ in before})} files")
+        print(
+            f"before the first chunk: {len(before)} functions in "
+            f"{len({file for file, _ in before})} files"
+        )
     if each:
         made = collections.Counter(file for file, _ in calls)
         for file, count in made.most_common():

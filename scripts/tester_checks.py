@@ -1,4 +1,5 @@
-"""Whether a row of docs/transformers-testers.md shows anything: inputs that are cut, and gradients that are not zero."""
+"""Whether a row of docs/transformers-testers.md shows anything: inputs that are cut, and gradients
+that are not zero."""
 
 from __future__ import annotations
 
@@ -30,12 +31,19 @@ def why_nothing(description: Any, chunks: list[int], expected: dict[str, Any]) -
     """Why a model that agrees shows nothing of chunks; "" if it does."""
     if any(layer.path == "streams" for layer in description.layers) and max(chunks, default=0) < 2:
         return "all its layers ran in one chunk"
-    inside = [grad for name, grad in expected.items() if any(f"{layer.name}." in name for layer in description.layers)]
-    return "" if any(bool(grad.any()) for grad in inside) else "the gradients of its layers are zero"
+    inside = [
+        grad
+        for name, grad in expected.items()
+        if any(f"{layer.name}." in name for layer in description.layers)
+    ]
+    return (
+        "" if any(bool(grad.any()) for grad in inside) else "the gradients of its layers are zero"
+    )
 
 
 def give_every_row_a_token(batch: dict[str, Any]) -> None:
-    """Some testers' random masks say that all tokens are padding, for which every gradient is zero."""
+    """Some testers' random masks say that all tokens are padding, for which every gradient is
+    zero."""
     mask = batch.get("attention_mask")
     if mask is not None and mask.dim() == 2:
         batch["attention_mask"] = mask.masked_fill((mask == 0).all(1, keepdim=True), 1)

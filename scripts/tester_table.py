@@ -1,8 +1,9 @@
 """Writes docs/transformers-testers.md: `python scripts/tester_table.py TREE [FAMILY ...]`.
 
-TREE is a source tree of transformers, whose `tests/models/*/test_modeling_*.py` build a tiny model of every class. Every
-class runs in a process of its own, forked from one that has imported everything. About twenty minutes on one core. With
-names of families (folders of tests/models) only these are run, and nothing is written.
+TREE is a source tree of transformers, whose `tests/models/*/test_modeling_*.py` build a tiny model
+of every class. Every class runs in a process of its own, forked from one that has imported
+everything. About twenty minutes on one core. With names of families (folders of tests/models) only
+these are run, and nothing is written.
 """
 
 from __future__ import annotations
@@ -29,8 +30,19 @@ TARGET = ROOT / "docs" / "transformers-testers.md"
 CHUNK_SIZE = 3
 LIMIT = 240.0  # seconds for a class
 EXACT = 1e-10
-RANDOM = ("dropout", "pdrop", "jitter", "layerdrop", "drop_rate", "drop_path", "mask_time_prob", "mask_feature_prob")
-UNUSED = tuple(f"tests.test_{name}_mixin" for name in ("pipeline", "tensor_parallel", "fsdp", "training"))
+RANDOM = (
+    "dropout",
+    "pdrop",
+    "jitter",
+    "layerdrop",
+    "drop_rate",
+    "drop_path",
+    "mask_time_prob",
+    "mask_feature_prob",
+)
+UNUSED = tuple(
+    f"tests.test_{name}_mixin" for name in ("pipeline", "tensor_parallel", "fsdp", "training")
+)
 WANTED = re.compile("CausalLM|ConditionalGeneration|LMHead|DoubleHeads|2Text|ToText")
 MODULE = re.compile(r"No module named '([^']+)'")
 NAME = re.compile(r"cannot import name '([^']+)' from '([^']+)'")
@@ -38,7 +50,8 @@ NAME = re.compile(r"cannot import name '([^']+)' from '([^']+)'")
 
 @dataclasses.dataclass
 class Row:
-    """A model class of a family: what became of it, why if it does not stream, and the figures if it was run."""
+    """A model class of a family: what became of it, why if it does not stream, and the figures if
+    it was run."""
 
     family: str
     model: str
@@ -50,7 +63,9 @@ class Row:
 
     def __str__(self) -> str:
         error = "" if self.error is None else f"{self.error:.0e}"
-        return " | ".join((self.family, self.model, self.outcome, self.layers, self.head, error, self.why))
+        return " | ".join(
+            (self.family, self.model, self.outcome, self.layers, self.head, error, self.why)
+        )
 
 
 def main() -> None:
@@ -84,7 +99,8 @@ def main() -> None:
 
 
 def import_with_stand_ins(name: str) -> types.ModuleType:
-    """Import, with stand-ins for what the tests want for other purposes: packages, and helpers of another transformers."""
+    """Import, with stand-ins for what the tests want for other purposes: packages, and helpers of
+    another transformers."""
     for _ in range(40):
         try:
             return importlib.import_module(name)
@@ -136,7 +152,11 @@ def testers(module: types.ModuleType) -> Iterator[tuple[type, type]]:
     """The module's test classes that build models, each with the model classes that it builds."""
     found: dict[str, tuple[type, type]] = {}
     for test in vars(module).values():
-        if not (inspect.isclass(test) and issubclass(test, unittest.TestCase) and test.__module__ == module.__name__):
+        if not (
+            inspect.isclass(test)
+            and issubclass(test, unittest.TestCase)
+            and test.__module__ == module.__name__
+        ):
             continue
         try:
             case = test()
@@ -160,7 +180,9 @@ def in_a_process(test: type, model_class: type, family: str) -> Row:
     row_of = Row(family, model_class.__name__, "crashed", "its process ended")
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: theirs.send(dataclasses.asdict(row(test, model_class, family))))
+    process = context.Process(
+        target=lambda: theirs.send(dataclasses.asdict(row(test, model_class, family)))
+    )
     process.start()
     theirs.close()
     try:
@@ -203,10 +225,18 @@ def row(test: type, model_class: type, family: str) -> Row:
         try:
             found_loss, found = gradients(ours, batch)
         except streambp.StreamBPError as error:
-            return dataclasses.replace(result, outcome="refused in the first step", why=short(error))
+            return dataclasses.replace(
+                result, outcome="refused in the first step", why=short(error)
+            )
         except Exception as error:
             return dataclasses.replace(result, outcome="crashed", why=short(error))
-        compared(result, described := streambp.describe(ours), (loss, expected), (found_loss, found), oracle)
+        compared(
+            result,
+            described := streambp.describe(ours),
+            (loss, expected),
+            (found_loss, found),
+            oracle,
+        )
         if result.error is not None and not result.error <= EXACT:
             noise = oracle.worst_error(gradients(model, batch)[1], expected)
             result.why = f"two unpatched runs differ by {noise:.0e}; {result.why}"
@@ -220,9 +250,14 @@ def row(test: type, model_class: type, family: str) -> Row:
 def compared(result: Row, description: Any, expected: Any, found: Any, oracle: Any) -> None:
     """Fill in what the patched model did, and how far its loss and gradients are off."""
     paths = [layer.path for layer in description.layers]
-    result.layers = ", ".join(f"{paths.count(path)} {path}" for path in ("streams", "checkpoints") if path in paths)
+    result.layers = ", ".join(
+        f"{paths.count(path)} {path}" for path in ("streams", "checkpoints") if path in paths
+    )
     result.why = "; ".join(sorted({layer.reason for layer in description.layers} - {""}))
-    result.head = next((kind for kind in ("blockwise", "logits", "none") if kind in description.head), description.head)
+    result.head = next(
+        (kind for kind in ("blockwise", "logits", "none") if kind in description.head),
+        description.head,
+    )
     if found[1].keys() != expected[1].keys():
         differing = sorted(found[1].keys() ^ expected[1].keys())
         result.outcome, result.why = "INEXACT", f"gradients of {differing[:3]} on one side only"
@@ -234,7 +269,9 @@ def compared(result: Row, description: Any, expected: Any, found: Any, oracle: A
 
 def load(name: str) -> Any:
     """A module of this project; by path, because `tests` is theirs here."""
-    spec = importlib.util.spec_from_file_location(f"streambp_{Path(name).stem}", ROOT / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"streambp_{Path(name).stem}", ROOT / f"{name}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -243,7 +280,8 @@ def load(name: str) -> Any:
 
 
 def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
-    """The tester's model in float64 and train mode with nothing random in it, and its inputs, with random labels."""
+    """The tester's model in float64 and train mode with nothing random in it, and its inputs, with
+    random labels."""
     import torch
 
     torch.manual_seed(0)
@@ -253,7 +291,9 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
     config = copy.deepcopy(config)
     make_deterministic(config)
     texts = (config, getattr(config, "text_config", None))
-    if any(getattr(text, "attn_logit_softcapping", None) is not None for text in texts):  # their sdpa leaves it out
+    if any(
+        getattr(text, "attn_logit_softcapping", None) is not None for text in texts
+    ):  # their sdpa leaves it out
         config._attn_implementation = "eager"
     model = model_class(config).double().train()
     for module in model.modules():
@@ -272,15 +312,21 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
     batch = {name: value for name, value in labelled.items() if name in accepted or name in plain}
     load("scripts/tester_checks").give_every_row_a_token(batch)
     if "labels" in batch and not batch["labels"].is_floating_point():
-        batch["labels"] = torch.randint(0, classes_of(model, batch["labels"].dim()), batch["labels"].shape)
+        batch["labels"] = torch.randint(
+            0, classes_of(model, batch["labels"].dim()), batch["labels"].shape
+        )
         leave_out_what_padding_predicts(batch)
-    batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    batch = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in batch.items()
+    }
     batch.pop("use_cache", None)
     return model, batch
 
 
 def leave_out_what_padding_predicts(batch: dict[str, Any]) -> None:
-    """Left padding reads nothing, for which eager attention gives the mean over all tokens and streamed layers 0."""
+    """Left padding reads nothing, for which eager attention gives the mean over all tokens and
+    streamed layers 0."""
     mask, labels = batch.get("attention_mask"), batch["labels"]
     if mask is not None and mask.shape == labels.shape and labels.dim() == 2:
         empty = mask.cumsum(-1) == 0
@@ -289,7 +335,8 @@ def leave_out_what_padding_predicts(batch: dict[str, Any]) -> None:
 
 
 def classes_of(model: Any, dims: int) -> int:
-    """How many different labels there are: the vocabulary of a language model, two for everything else."""
+    """How many different labels there are: the vocabulary of a language model, two for everything
+    else."""
     head = model.get_output_embeddings() if dims > 1 else None
     weight = getattr(head, "weight", None)
     return 2 if weight is None else weight.shape[0]
@@ -306,7 +353,8 @@ def make_deterministic(config: Any) -> None:
 
 
 def gradients(model: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The loss, or the mean square of what the model returns if that has none, and its gradients."""
+    """The loss, or the mean square of what the model returns if that has none, and its
+    gradients."""
     import torch
 
     torch.manual_seed(1)
@@ -325,7 +373,11 @@ def gradients(model: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def short(error: Exception) -> str:
     text = re.sub(r"/\S+/(?=\S)", "", " ".join(str(error).split()))
     text = text.split("cannot be streamed. ", 1)[-1].split(". Use gradient checkpointing for it")[0]
-    return text[:200] if type(error).__module__.startswith("streambp") else f"{type(error).__name__}: {text[:160]}"
+    return (
+        text[:200]
+        if type(error).__module__.startswith("streambp")
+        else f"{type(error).__name__}: {text[:160]}"
+    )
 
 
 HEADER = """# transformers' own tiny models
@@ -356,7 +408,11 @@ SECTIONS = {
     "not built": "Not run: the tester does not build its model here",
     "not imported": "Not run: the test module is not imported here",
 }
-NO_DECODER = ("It has no stack of transformers decoder layers", "its attention is bidirectional", "is bidirectional")
+NO_DECODER = (
+    "It has no stack of transformers decoder layers",
+    "its attention is bidirectional",
+    "is bidirectional",
+)
 
 
 def page(rows: list[Row], tree: str) -> str:
@@ -364,9 +420,19 @@ def page(rows: list[Row], tree: str) -> str:
     import torch
     import transformers
 
-    encoders = [row for row in rows if row.outcome == "refused" and any(why in row.why for why in NO_DECODER)]
-    listed = {name: [row for row in rows if row.outcome == name and row not in encoders] for name in SECTIONS}
-    counts = [f"{len(found)} {SECTIONS[name][0].lower() + SECTIONS[name][1:]}" for name, found in listed.items()]
+    encoders = [
+        row
+        for row in rows
+        if row.outcome == "refused" and any(why in row.why for why in NO_DECODER)
+    ]
+    listed = {
+        name: [row for row in rows if row.outcome == name and row not in encoders]
+        for name in SECTIONS
+    }
+    counts = [
+        f"{len(found)} {SECTIONS[name][0].lower() + SECTIONS[name][1:]}"
+        for name, found in listed.items()
+    ]
     version = re.search(r'version="([^"]+)"', (Path(tree) / "setup.py").read_text())
     text = HEADER.format(
         chunk_size=CHUNK_SIZE,
@@ -378,15 +444,27 @@ def page(rows: list[Row], tree: str) -> str:
     )
     for name, found in listed.items():
         text += f"\n## {SECTIONS[name]}\n\n" + (table(found, name) if found else "None.\n")
-    text += "\n## No decoders\n\nEncoders, encoder-decoders and models without transformers' decoder layers; refused when "
-    text += "patched.\n\n" + textwrap.fill(", ".join(row.model for row in encoders) + ".", 125) + "\n"
+    text += (
+        "\n## No decoders\n\nEncoders, encoder-decoders and models without transformers' decoder "
+        "layers; refused when "
+    )
+    text += (
+        "patched.\n\n" + textwrap.fill(", ".join(row.model for row in encoders) + ".", 125) + "\n"
+    )
     return text
 
 
 def table(rows: list[Row], outcome: str) -> str:
     if outcome in ("streams", "runs whole", "INEXACT"):
-        lines = ["| family | class | layers | head | error | why not all in chunks |", "|---|---|---|---|---|---|"]
-        lines += [f"| {r.family} | {r.model} | {r.layers} | {r.head} | {r.error or 0:.0e} | {cell(r.why)} |" for r in rows]
+        lines = [
+            "| family | class | layers | head | error | why not all in chunks |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r.family} | {r.model} | {r.layers} | {r.head} | {r.error or 0:.0e} | "
+            f"{cell(r.why)} |"
+            for r in rows
+        ]
     else:
         lines = ["| family | class | reason |", "|---|---|---|"]
         lines += [f"| {r.family} | {r.model} | {cell(r.why)} |" for r in rows]

@@ -1,10 +1,12 @@
-"""TRL's own tests, stock and under `streambp launch`: `python scripts/trl_tests.py --tests DIR [-k WORDS]`
+"""TRL's own tests, stock and under `streambp launch`: `python scripts/trl_tests.py --tests DIR [-k
+WORDS]`
 
-DIR is the folder `tests` of a checkout of TRL whose release is the installed one or near it. The tests ask the hub for
-tiny models and data; nothing is downloaded. A cache of stand-ins is made first: models of the same classes with random
-weights, a tokenizer of bytes, and the texts of the checkout's own script. What has no stand-in (images, remote code)
-cannot run, and neither can what the stock run cannot do for another reason: both are counted with the reason. A test
-that passes in stock has to pass under launch, in chunks of 8 tokens, without saves, so that everything streams.
+DIR is the folder `tests` of a checkout of TRL whose release is the installed one or near it. The
+tests ask the hub for tiny models and data; nothing is downloaded. A cache of stand-ins is made
+first: models of the same classes with random weights, a tokenizer of bytes, and the texts of the
+checkout's own script. What has no stand-in (images, remote code) cannot run, and neither can what
+the stock run cannot do for another reason: both are counted with the reason. A test that passes in
+stock has to pass under launch, in chunks of 8 tokens, without saves, so that everything streams.
 `--files NAME ...` chooses files of DIR, `--part 1/4` each fourth test.
 """
 
@@ -37,8 +39,20 @@ SIZES = {
     "num_experts_per_tok": 2, "max_position_embeddings": 2048, "rotary_dim": 4, "layer_types": None,
 }  # fmt: skip
 FILES = tuple(f"test_{name}_trainer.py" for name in ("sft", "dpo", "kto", "reward", "rloo", "grpo"))
-LAUNCH = ("-m", "streambp", "launch", "--chunk-size", "8", "--saves", "", "--no-unpatched-runs", "--")
-NO_HUB = re.compile(r"Offline|LocalEntryNotFound|couldn't connect|could not be found|does not appear to have|offline mode")
+LAUNCH = (
+    "-m",
+    "streambp",
+    "launch",
+    "--chunk-size",
+    "8",
+    "--saves",
+    "",
+    "--no-unpatched-runs",
+    "--",
+)
+NO_HUB = re.compile(
+    r"Offline|LocalEntryNotFound|couldn't connect|could not be found|does not appear to have|offline mode"
+)
 
 
 def tokenizer() -> Any:
@@ -49,8 +63,13 @@ def tokenizer() -> Any:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    found = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     found.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
     found.chat_template = template.read_text() if template.exists() else None
@@ -90,12 +109,16 @@ def datasets_of(checkout: Path) -> dict[str, Any]:
     """The sets of texts that the checkout's script makes, by their configuration's name."""
     from datasets import DatasetDict
 
-    spec = importlib.util.spec_from_file_location("zen", checkout / "scripts" / "generate_zen_dataset.py")
+    spec = importlib.util.spec_from_file_location(
+        "zen", checkout / "scripts" / "generate_zen_dataset.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module, found, real = importlib.util.module_from_spec(spec), {}, DatasetDict.push_to_hub
     spec.loader.exec_module(module)
-    DatasetDict.push_to_hub = lambda self, *_, config_name, **__: found.setdefault(config_name, self)
+    DatasetDict.push_to_hub = lambda self, *_, config_name, **__: found.setdefault(
+        config_name, self
+    )
     try:
         module.main(0.1, True, "")
     finally:
@@ -104,9 +127,10 @@ def datasets_of(checkout: Path) -> dict[str, Any]:
 
 
 def pytest_configure() -> None:
-    """As a plugin of pytest: `load_dataset` gives what the checkout's script makes, and TRL has the questions for packages
-    (`is_joblib_available`) that the checkout's release had, and a function that fails for each name that it lost. All
-    arguments of trainers choose the CPU: TRL's default, bfloat16, is refused otherwise where there is no GPU."""
+    """As a plugin of pytest: `load_dataset` gives what the checkout's script makes, and TRL has the
+    questions for packages (`is_joblib_available`) that the checkout's release had, and a function
+    that fails for each name that it lost. All arguments of trainers choose the CPU: TRL's default,
+    bfloat16, is refused otherwise where there is no GPU."""
     import datasets
     import transformers
     import trl
@@ -126,11 +150,25 @@ def pytest_configure() -> None:
             there = importlib.util.find_spec(package) is not None
             setattr(import_utils, name, lambda there=there: there)
     for file in (Path(os.environ[CHECKOUT]) / "tests").glob("test_*_trainer.py"):
-        for wanted in (node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)):
-            if (wanted.module or "").startswith("trl.trainer."):  # names that the installed release no longer has
+        for wanted in (
+            node
+            for node in ast.parse(file.read_text("utf-8")).body
+            if isinstance(node, ast.ImportFrom)
+        ):
+            if (wanted.module or "").startswith(
+                "trl.trainer."
+            ):  # names that the installed release no longer has
                 module = importlib.import_module(str(wanted.module))
-                for name in (alias.name for alias in wanted.names if not hasattr(module, alias.name)):
-                    setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"TRL {trl.__version__} has no {name}"))
+                for name in (
+                    alias.name for alias in wanted.names if not hasattr(module, alias.name)
+                ):
+                    setattr(
+                        module,
+                        name,
+                        lambda *_, name=name, **__: pytest.fail(
+                            f"TRL {trl.__version__} has no {name}"
+                        ),
+                    )
     real, made = datasets.load_dataset, datasets_of(Path(os.environ[CHECKOUT]))
 
     def load(path: str, name: str | None = None, split: str | None = None, **kwargs: Any) -> Any:
@@ -154,7 +192,9 @@ def streams(record_property: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         from streambp.layer.function import StreamedLayer
 
         forward = StreamedLayer.forward
-        counted = staticmethod(lambda *args, **kwargs: calls.append(None) or forward(*args, **kwargs))  # type: ignore[func-returns-value]
+        counted = staticmethod(
+            lambda *args, **kwargs: calls.append(None) or forward(*args, **kwargs)
+        )  # type: ignore[func-returns-value]
         monkeypatch.setattr(StreamedLayer, "forward", counted)
     yield
     record_property("streams", len(calls))
@@ -163,7 +203,8 @@ def streams(record_property: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def run(
     tests: Path, cache: Path, arguments: list[str], part: str, launched: bool, report: Path
 ) -> dict[str, tuple[str, str, int]]:
-    """Each test's outcome, if it did not pass what it said last, and how many calls of layers streamed."""
+    """Each test's outcome, if it did not pass what it said last, and how many calls of layers
+    streamed."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -172,14 +213,30 @@ def run(
     }  # fmt: skip
     plugins = ("-p", Path(__file__).stem, "-p", "no:cacheprovider")
     pytest = ("-m", "pytest", "-q", *plugins, "-o", "addopts=", f"--junitxml={report}")
-    command = [sys.executable, *(LAUNCH if launched else ()), *((sys.executable,) if launched else ()), *pytest, *arguments]
-    subprocess.run(command, cwd=tests.parent, env=environment, stdout=subprocess.DEVNULL, check=False)
+    command = [
+        sys.executable,
+        *(LAUNCH if launched else ()),
+        *((sys.executable,) if launched else ()),
+        *pytest,
+        *arguments,
+    ]
+    subprocess.run(
+        command, cwd=tests.parent, env=environment, stdout=subprocess.DEVNULL, check=False
+    )
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         bad = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         said = "" if bad is None else f"{bad.get('message', '')} {bad.text or ''}"
-        counts = (int(each.get("value", 0)) for each in case.iter("property") if each.get("name") == "streams")
-        found[f"{case.get('classname')}::{case.get('name')}"] = ("passed" if bad is None else bad.tag, said, sum(counts))
+        counts = (
+            int(each.get("value", 0))
+            for each in case.iter("property")
+            if each.get("name") == "streams"
+        )
+        found[f"{case.get('classname')}::{case.get('name')}"] = (
+            "passed" if bad is None else bad.tag,
+            said,
+            sum(counts),
+        )
     return found
 
 
@@ -191,36 +248,63 @@ def reason(outcome: str, said: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", type=Path, required=True, metavar="DIR", help="the folder tests of a checkout of TRL")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tests",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the folder tests of a checkout of TRL",
+    )
     parser.add_argument("--files", nargs="*", default=FILES, metavar="NAME", help="of this folder")
     parser.add_argument("-k", default="", metavar="WORDS", help="as pytest takes it")
-    parser.add_argument("--part", default="1/1", metavar="N/M", help="each M-th test, from the N-th one on")
+    parser.add_argument(
+        "--part", default="1/1", metavar="N/M", help="each M-th test, from the N-th one on"
+    )
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for folder in ("tests", "scripts"):  # without the checkout's own trl, which would stand before the installed one
+        for folder in (
+            "tests",
+            "scripts",
+        ):  # without the checkout's own trl, which would stand before the installed one
             shutil.copytree(args.tests.resolve().parent / folder, scratch / "checkout" / folder)
         tests = scratch / "checkout" / "tests"
         paths = [tests / name for name in args.files]
         arguments = [*map(str, paths), *(["-k", args.k] if args.k else [])]
         text = "".join(path.read_text("utf-8") for path in paths)
         asked = set(re.findall(rf"{HUB}/(tiny-[\w.-]+)", text))
-        missing = {name: why for name in sorted(asked) if (why := stand_in(name, scratch / "hub")) is not None}
+        missing = {
+            name: why
+            for name in sorted(asked)
+            if (why := stand_in(name, scratch / "hub")) is not None
+        }
         print(
-            f"stand-ins for {len(asked) - len(missing)} of {len(asked)} models; none for {', '.join(missing) or 'no other'}"
+            f"stand-ins for {len(asked) - len(missing)} of {len(asked)} models; none for "
+            f"{', '.join(missing) or 'no other'}"
         )
-        stock, launched = (run(tests, scratch, arguments, args.part, how, scratch / f"{how}.xml") for how in (False, True))
-    passed, ours = ({name for name, (how, *_) in found.items() if how == "passed"} for found in (stock, launched))
+        stock, launched = (
+            run(tests, scratch, arguments, args.part, how, scratch / f"{how}.xml")
+            for how in (False, True)
+        )
+    passed, ours = (
+        {name for name, (how, *_) in found.items() if how == "passed"}
+        for found in (stock, launched)
+    )
     streamed = sum(launched[name][2] > 0 for name in ours)
     print(
-        f"stock: {len(stock)} tests, {len(passed)} passed; under streambp launch: {len(ours)} passed, {streamed} of them "
-        "with streamed layers"
+        f"stock: {len(stock)} tests, {len(passed)} passed; under streambp launch: {len(ours)} "
+        f"passed, {streamed} of them with streamed layers"
     )
     others = Counter(reason(*stock[name][:2]) for name in sorted(stock.keys() - passed))
     for why, number in others.most_common():
         print(f"  not runnable in stock: {number} x {why}")
-    for title, names in (("passed in stock alone", passed - ours), ("passed under launch alone", ours - passed)):
+    for title, names in (
+        ("passed in stock alone", passed - ours),
+        ("passed under launch alone", ours - passed),
+    ):
         print(f"{title}: {len(names)}")
         for name in sorted(names):
             said = (launched if name in passed else stock).get(name, ("", "did not run"))[1]

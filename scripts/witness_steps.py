@@ -1,8 +1,10 @@
-"""Does the witness raise where nothing changes? `python scripts/witness_steps.py [--steps 2000] [CASE ...]`
+"""Does the witness raise where nothing changes? `python scripts/witness_steps.py [--steps 2000]
+[CASE ...]`
 
-Each case trains a small model in chunks, with dropout where its attention has it, on batches of random sizes, in bfloat16
-and float16: of all parameters, and by autocast, under a GradScaler in float16. All saves take turns. The script prints how
-many tensors were compared, how many alarms there were, and the largest difference, in units of what is allowed.
+Each case trains a small model in chunks, with dropout where its attention has it, on batches of
+random sizes, in bfloat16 and float16: of all parameters, and by autocast, under a GradScaler in
+float16. All saves take turns. The script prints how many tensors were compared, how many alarms
+there were, and the largest difference, in units of what is allowed.
 """
 
 from __future__ import annotations
@@ -52,12 +54,17 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
     alarms, random = 0, torch.Generator().manual_seed(1)
     try:
         for saves in SAVES:
-            model: Any = zoo.build(family, torch.float32 if autocast else dtype, attention_dropout=0.1).train()
+            model: Any = zoo.build(
+                family, torch.float32 if autocast else dtype, attention_dropout=0.1
+            ).train()
             streambp.patch(model, streambp.StreamConfig(chunk_size=8, saves=saves, rows="as_given"))
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             scaler = torch.amp.GradScaler("cpu", enabled=autocast and dtype == torch.float16)
             for _ in range(steps // len(SAVES)):
-                length, rows = (int(torch.randint(low, high, (), generator=random)) for low, high in ((2, 40), (1, 4)))
+                length, rows = (
+                    int(torch.randint(low, high, (), generator=random))
+                    for low, high in ((2, 40), (1, 4))
+                )
                 tokens = torch.randint(3, 50, (rows, length), generator=random)
                 with torch.autocast("cpu", dtype, enabled=autocast):
                     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -75,17 +82,21 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(FAMILIES))
-    parser.add_argument("--steps", type=int, default=2000, help="of each case and dtype (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="of each case and dtype (default %(default)s)"
+    )
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     for case in given.cases or FAMILIES:
         for (name, dtype), autocast in itertools.product(DTYPES.items(), (False, True)):
             seen, alarms, furthest = run(FAMILIES[case], dtype, autocast, given.steps)
             print(
-                f"{case:15} {'autocast ' * autocast + name:17} {given.steps} steps: {seen} compared, {alarms} alarms, "
-                f"{furthest:.3f} of the limit",
+                f"{case:15} {'autocast ' * autocast + name:17} {given.steps} steps: {seen} "
+                f"compared, {alarms} alarms, {furthest:.3f} of the limit",
                 flush=True,
             )
 

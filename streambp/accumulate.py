@@ -48,7 +48,9 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         with torch.no_grad():
             return add_product(total, left, right)
-    wide = torch.float32 if left.dtype in HALF else left.dtype  # torch.promote_types costs a dispatch
+    wide = (
+        torch.float32 if left.dtype in HALF else left.dtype
+    )  # torch.promote_types costs a dispatch
     if wide != left.dtype and left.device.type == "cpu":
         left, right = left.to(wide), right.to(wide)
     if total is None:

@@ -1,9 +1,11 @@
-"""References of a patch to the modules that it is on, which keep nothing alive and are not copied along.
+"""References of a patch to the modules that it is on, which keep nothing alive and are not copied
+along.
 
-The wrappers of a patch share one state. Whoever copies a part of what was given to `patch` (an EMA of the model inside of
-DDP, a reference policy out of a wrapper of two models) copies the wrappers in that part, and their state with them. If the
-state held the other parts, the copy would have them, too; and whoever lets go of a part would keep it. So the state refers
-to modules and wrappers weakly. A copied or pickled state refers to none, and each copied wrapper enters itself.
+The wrappers of a patch share one state. Whoever copies a part of what was given to `patch` (an EMA
+of the model inside of DDP, a reference policy out of a wrapper of two models) copies the wrappers
+in that part, and their state with them. If the state held the other parts, the copy would have
+them, too; and whoever lets go of a part would keep it. So the state refers to modules and wrappers
+weakly. A copied or pickled state refers to none, and each copied wrapper enters itself.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Living(Sequence[T], Generic[T]):
 
 
 class Home:
-    """The module that was given to `patch`, as long as somebody else keeps it; then the outermost one that streams."""
+    """The module that was given to `patch`, as long as somebody else keeps it; then the outermost
+    one that streams."""
 
     def __init__(self, given: nn.Module | None = None) -> None:
         self._given = None if given is None else weakref.ref(given)

@@ -24,7 +24,8 @@ DIGITS = 18  # of a whole number
 
 
 def amount(known: Callable[[str, Any], int], longest: bool = False) -> Callable[[Any], Any]:
-    """Return a parser for text that `known` accepts, such as 64k or 80GiB, and "max" if `longest`."""
+    """Return a parser for text that `known` accepts, such as 64k or 80GiB, and "max" if
+    `longest`."""
 
     def parse(text: Any) -> Any:
         if longest and text == "max":
@@ -44,7 +45,9 @@ size = amount(parse_bytes)
 
 def number(low: int, high: float | None = None, whole: bool = True) -> Callable[[Any], Any]:
     """Return a parser for numbers in a range: whole numbers, or all finite numbers."""
-    told = f"a {'whole ' if whole else ''}number from {low}" + ("" if high is None else f" to {high:g}")
+    told = f"a {'whole ' if whole else ''}number from {low}" + (
+        "" if high is None else f" to {high:g}"
+    )
 
     def parse(text: Any) -> Any:
         found: float = math.nan
@@ -65,9 +68,15 @@ def one_of(*names: Any) -> dict[str, Any]:
         for name in names:
             if str(text) == str(name):
                 return name
-        raise typer.BadParameter(f"is {shown(text)}; it must be one of {', '.join(map(str, names))}")
+        raise typer.BadParameter(
+            f"is {shown(text)}; it must be one of {', '.join(map(str, names))}"
+        )
 
-    return {"parser": parse, "metavar": "|".join(map(str, names)), "autocompletion": lambda: list(map(str, names))}
+    return {
+        "parser": parse,
+        "metavar": "|".join(map(str, names)),
+        "autocompletion": lambda: list(map(str, names)),
+    }
 
 
 def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
@@ -86,7 +95,10 @@ def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
         path = program if context is None else context.command_path
         parameter: Any = getattr(error, "param", None)
         if isinstance(error, typer.BadParameter) and parameter is not None and error.message:
-            option = next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or parameter.name)
+            option = next(
+                (name for name in parameter.opts if name.startswith("--")),
+                parameter.metavar or parameter.name,
+            )
             told = f"{option} {error.message.strip().rstrip('.')}."
         else:
             told = str(error.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]

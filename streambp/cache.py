@@ -18,7 +18,9 @@ class ChunkCache:
             arguments.
     """
 
-    def __init__(self, start: int, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None) -> None:
+    def __init__(
+        self, start: int, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    ) -> None:
         self.start = start
         self._read = read
         self._stop = start  # end of the positions that were read
@@ -29,7 +31,9 @@ class ChunkCache:
 
     get_query_offset = get_seq_length  # the position of the chunk's first query
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return K [B, H_kv, e, D] and V up to the chunk's end.
 
         A cache without `read` returns its arguments.

@@ -145,7 +145,9 @@ def names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
         words = re.findall(r"[A-Za-z_]\w*", annotation)
         return any(word.endswith(ENDING) or is_cache_class(names.get(word)) for word in words)
     parts = typing.get_args(annotation)
-    return any(names_a_cache(part, names) for part in parts) if parts else is_cache_class(annotation)
+    return (
+        any(names_a_cache(part, names) for part in parts) if parts else is_cache_class(annotation)
+    )
 
 
 def _is_mapping(annotation: Any) -> bool:
@@ -165,7 +167,8 @@ def _called_as_caches(code: CodeType) -> frozenset[str]:
 
 
 def _assigned(code: CodeType) -> dict[str, set[str]]:
-    """Return the variables that a function assigns to others, unchanged, by the name of the other."""
+    """Return the variables that a function assigns to others, unchanged, by the name of the
+    other."""
     sources: dict[str, set[str]] = {}
     before: Any = None
     for step in dis.get_instructions(code):

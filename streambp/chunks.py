@@ -20,8 +20,8 @@ AUTO_MIN_TOKENS = 2048
 AUTO_MAX_TOKENS = 8192
 AUTO_RULE = (
     f"auto: an {AUTO_CHUNKS}th of the sequence, "
-    f"at least {AUTO_MIN_TOKENS:,} and at most {AUTO_MAX_TOKENS:,} tokens over all rows of the batch, rounded down to a "
-    "power of two in each row"
+    f"at least {AUTO_MIN_TOKENS:,} and at most {AUTO_MAX_TOKENS:,} tokens over all rows of the "
+    "batch, rounded down to a power of two in each row"
 )
 
 
@@ -89,12 +89,16 @@ class ChunkPlan:
 
     def __post_init__(self) -> None:
         if not self.ends:
-            object.__setattr__(self, "ends", (*range(self.size, self.length, self.size), self.length))
+            object.__setattr__(
+                self, "ends", (*range(self.size, self.length, self.size), self.length)
+            )
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """Return the chunks, first to last."""
-        return tuple(Chunk(index, *ends) for index, ends in enumerate(itertools.pairwise((0, *self.ends))))
+        return tuple(
+            Chunk(index, *ends) for index, ends in enumerate(itertools.pairwise((0, *self.ends)))
+        )
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -169,7 +173,9 @@ class ChunkPlan:
         `least` positions remain.
         """
         size, ends = max(self.size, least), list[int]()
-        for start, stop in itertools.pairwise(sorted({0, self.length, *itertools.chain.from_iterable(forks)})):
+        for start, stop in itertools.pairwise(
+            sorted({0, self.length, *itertools.chain.from_iterable(forks)})
+        ):
             ends += [*range(start + size, stop - least + 1, size), stop]
         return ChunkPlan(self.length, self.size, tuple(ends), forks)
 
@@ -216,12 +222,18 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
     """
     ideal, most = seq_len / (MIN_CHUNKS + 0.25), (seq_len - 1) // (MIN_CHUNKS - 1)
     near = range(max(2, int(ideal) - NEAR), min(most, int(ideal) + NEAR) + 1)
-    best = min((size for size in near if seq_len % size), key=lambda size: abs(size - ideal), default=None)
+    best = min(
+        (size for size in near if seq_len % size), key=lambda size: abs(size - ideal), default=None
+    )
     if best is None:
-        raise ConfigError(f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, say.")
+        raise ConfigError(
+            f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, "
+            "say."
+        )
     if chunk_size is not None and not (2 <= chunk_size <= most and seq_len % chunk_size):
         raise ConfigError(
-            f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} chunks with a shorter last "
-            f"one, which it takes to try every boundary. Choose a smaller --chunk-size, such as {best}, or leave it out."
+            f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} "
+            "chunks with a shorter last one, which it takes to try every boundary. Choose a "
+            f"smaller --chunk-size, such as {best}, or leave it out."
         )
     return chunk_size or best

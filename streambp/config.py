@@ -147,7 +147,8 @@ class StreamConfig:
         if self.share_prefixes is not None:
             rows = "packed" if self.share_prefixes else "as_given"
             warnings.warn(
-                f"share_prefixes={self.share_prefixes} is now rows='{rows}', and will go with the next release.",
+                f"share_prefixes={self.share_prefixes} is now rows='{rows}', and will go with the "
+                "next release.",
                 DeprecationWarning,
                 stacklevel=3,  # the line that builds the configuration
             )
@@ -157,18 +158,21 @@ class StreamConfig:
             start, last, count = name.partition(LAST)
             if last and not (start and count.isdecimal() and len(count) <= DIGITS and int(count)):
                 raise ConfigError(
-                    f"saves names {shown(name)}; behind {LAST} comes how many of the last layers save it, such as "
-                    "'attn_out@12'. Without it all do."
+                    f"saves names {shown(name)}; behind {LAST} comes how many of the last layers "
+                    "save it, such as 'attn_out@12'. Without it all do."
                 )
         for field in ("host_memory", "gpu_memory"):
             moves = self.offload != "none" or (field == "host_memory" and self.weights != "device")
             if getattr(self, field) is not None and not moves:
-                raise ConfigError(f"{field} is set, but offload='none' moves nothing; set offload='cpu' or 'auto' too.")
+                raise ConfigError(
+                    f"{field} is set, but offload='none' moves nothing; set offload='cpu' or "
+                    "'auto' too."
+                )
         for field in ("eval_logits", "lazy_logits"):
             if getattr(self, field) and not self.head:
                 raise ConfigError(
-                    f"{field} is set, but head=False builds the logits in every call, so that it would change nothing; "
-                    f"leave {field} out, or set head=True."
+                    f"{field} is set, but head=False builds the logits in every call, so that it "
+                    f"would change nothing; leave {field} out, or set head=True."
                 )
 
 
@@ -188,5 +192,7 @@ def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> Stre
     """
     unknown = [name for name in found if name not in FIELDS]
     if unknown:
-        raise ConfigError(f"{source} has the settings {shown(unknown)}; it may have {list(FIELDS)}.")
+        raise ConfigError(
+            f"{source} has the settings {shown(unknown)}; it may have {list(FIELDS)}."
+        )
     return dataclasses.replace(base, **found)

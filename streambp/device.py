@@ -84,13 +84,18 @@ def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
     As in `x.to`, a number means an accelerator, and a device type without a number the current
     device.
     """
-    devices = [torch.device(w) for w in wanted if isinstance(w, str | torch.device) or type(w) is int]
+    devices = [
+        torch.device(w) for w in wanted if isinstance(w, str | torch.device) or type(w) is int
+    ]
     devices += [w.device for w in wanted if isinstance(w, Tensor)]
     for device in devices:
         if device.type != x.device.type:
             return True
         unsaid = device.index is None and is_accelerator(device)
-        if (torch.accelerator.current_device_index() if unsaid else device.index) not in (None, x.device.index):
+        if (torch.accelerator.current_device_index() if unsaid else device.index) not in (
+            None,
+            x.device.index,
+        ):
             return True
     return False
 
@@ -119,9 +124,16 @@ def forget_error(device: torch.device) -> None:
         torch.empty(1, device=device).fill_(1.0)
 
 
-LIBRARIES = re.compile(r"\b(CUDA|cuDNN|CUDNN\w*|cuBLAS\w*|CUBLAS\w*|HIP|MIOpen|hipBLAS\w*|FlashAttention|Triton)\b")
-FULL = re.compile(r"out[ _]of[ _]memory|ALLOC_FAILED|bad_alloc|can't allocate memory", re.IGNORECASE)
-WHOSE = re.compile(r"CUDA|cuDNN|cuBLAS|cuSPARSE|cuSOLVER|HIP|MIOpen|rocBLAS|Triton|RMM|bad_alloc|Allocator", re.IGNORECASE)
+LIBRARIES = re.compile(
+    r"\b(CUDA|cuDNN|CUDNN\w*|cuBLAS\w*|CUBLAS\w*|HIP|MIOpen|hipBLAS\w*|FlashAttention|Triton)\b"
+)
+FULL = re.compile(
+    r"out[ _]of[ _]memory|ALLOC_FAILED|bad_alloc|can't allocate memory", re.IGNORECASE
+)
+WHOSE = re.compile(
+    r"CUDA|cuDNN|cuBLAS|cuSPARSE|cuSOLVER|HIP|MIOpen|rocBLAS|Triton|RMM|bad_alloc|Allocator",
+    re.IGNORECASE,
+)
 MEMORY_ERRORS = (RuntimeError, MemoryError)  # classes that `is_out_of_memory` accepts
 KERNELS = ("streambp.attention.kernels", "triton.")  # modules that contain little but kernel calls
 
@@ -177,7 +189,9 @@ def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
 
 def raised_among_kernels(error: BaseException) -> bool:
     """True if the error passed through a module of `KERNELS`."""
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = (
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
     return any(module.startswith(KERNELS) for module in modules)
 
 
@@ -205,7 +219,11 @@ def products_rounded_to(device: str) -> torch.dtype | None:
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that disables autocast for this device type."""
-    return contextlib.nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
+    return (
+        contextlib.nullcontext()
+        if autocast_dtype(device) is None
+        else torch.autocast(device, enabled=False)
+    )
 
 
 # called for each attention of each chunk

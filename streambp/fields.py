@@ -40,7 +40,13 @@ def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
         except Exception:  # comparing a value with choices runs the value's own code
             fits = False
         if not fits:
-            bound = "" if low == -MOST else f" from {low:g}" if high == MOST else f" from {low:g} to {high:,}"
+            bound = (
+                ""
+                if low == -MOST
+                else f" from {low:g}"
+                if high == MOST
+                else f" from {low:g} to {high:,}"
+            )
             raise ConfigError(f"{field} is {shown(value)}; it must be {_told(hint, bound)}.")
 
 
@@ -60,7 +66,12 @@ def _told(hint: Any, bound: str) -> str:
         return "a tuple of names"
     if parts:
         return ", or ".join(_told(part, bound) for part in parts)
-    words = {bool: "True or False", int: f"a whole number{bound}", float: f"a number{bound}", str: "text"}
+    words = {
+        bool: "True or False",
+        int: f"a whole number{bound}",
+        float: f"a number{bound}",
+        str: "text",
+    }
     return words.get(hint, "None" if hint is type(None) else f"a {hint.__name__}")
 
 
@@ -76,7 +87,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-UNITS = {"": 1, "B": 1, **{f"{p}{b}": base**n for n, p in enumerate("KMGT", 1) for b, base in (("B", 1000), ("iB", 1024))}}
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{
+        f"{p}{b}": base**n
+        for n, p in enumerate("KMGT", 1)
+        for b, base in (("B", 1000), ("iB", 1024))
+    },
+}
 # no two units differ in case alone
 UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}
 SHORT = {prefix: f"{prefix}iB" for prefix in "KMGT"}  # users write 80G for a GPU's 80GiB
@@ -90,10 +109,19 @@ def parse_tokens(field: str, value: int | str) -> int:
     Raises:
         ConfigError: the value has another form, or is not positive.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+(?=[kKM]))?)([kKM]?)", str(value)) if type(value) in (int, str) else None
-    number = 0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+(?=[kKM]))?)([kKM]?)", str(value))
+        if type(value) in (int, str)
+        else None
+    )
+    number = (
+        0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+    )
     if not 1 <= number <= MOST:
-        raise ConfigError(f"{field} is {shown(value)}; it must be a positive number of tokens such as 65536, 64k or 1M.")
+        raise ConfigError(
+            f"{field} is {shown(value)}; it must be a positive number of tokens such as 65536, 64k "
+            "or 1M."
+        )
     return int(number)
 
 
@@ -115,11 +143,13 @@ def parse_bytes(field: str, value: int | str) -> int:
     if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number <= MOST:
         units = ", ".join(unit for unit in UNITS if unit)
         raise ConfigError(
-            f"{field} is {shown(value)}; it must be a positive number of bytes, or text of a number and a unit, such as "
+            f"{field} is {shown(value)}; it must be a positive number of bytes, or text of a "
+            "number and a unit, such as "
             f'"96GiB". The units are {units}; a number without one is bytes.'
         )
     if match is not None and not unit and number < FEW:
         raise ConfigError(
-            f"{field} is {shown(value)}, which has no unit; did you mean {match[1]}GiB? Bytes are {match[1]}B."
+            f"{field} is {shown(value)}, which has no unit; did you mean {match[1]}GiB? Bytes are "
+            f"{match[1]}B."
         )
     return int(number)

@@ -35,7 +35,9 @@ from streambp.known_names import (
 REGION = "_streambp_region"  # attribute of a forward whose code `patch` compiles: the compiled code
 
 
-def foreign_forward(module_class: type[nn.Module], forward: Callable[..., Any] | None = None) -> str | None:
+def foreign_forward(
+    module_class: type[nn.Module], forward: Callable[..., Any] | None = None
+) -> str | None:
     """Return the full name of another library's function that runs in a module's call; None: none
     runs.
 
@@ -95,7 +97,9 @@ def trls_head(function: Any) -> dict[str, Any] | None:
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != TRLS_HEAD or not home_of(function).startswith("trl."):
         return None
-    found = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
+    found = dict(
+        zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True)
+    )
     return found if all(name in found for name in TRLS_SETTINGS) else None
 
 
@@ -109,7 +113,8 @@ def home_of(function: Any) -> str:
 
 
 def package_of(function: Any) -> str:
-    """Return the top-level package of a callable, such as "peft"; for a partial, of its function."""
+    """Return the top-level package of a callable, such as "peft"; for a partial, of its
+    function."""
     return home_of(_called(function)).partition(".")[0]
 
 
@@ -177,7 +182,9 @@ def compiled_around(
     """
     root = model if root is None else root
     insides = {id(module) for layer in layers for module in layer.modules() if module is not layer}
-    heads = {id(m.get_output_embeddings()) for m in root.modules() if isinstance(m, PreTrainedModel)}
+    heads = {
+        id(m.get_output_embeddings()) for m in root.modules() if isinstance(m, PreTrainedModel)
+    }
     computing, forwards = {id(module) for module in root.modules()} - heads, set(map(id, ours))
     around, apart = False, set()
     for name, module in (*model.named_modules(), *root.named_modules()):
@@ -193,7 +200,10 @@ def has_compiled_parts(layer: nn.Module) -> bool:
     """True if compiled code runs inside the layer: compiled modules, or regions that `patch`
     compiles.
     """
-    return any(module is not layer and (is_compiled(module) or is_region(module)) for module in layer.modules())
+    return any(
+        module is not layer and (is_compiled(module) or is_region(module))
+        for module in layer.modules()
+    )
 
 
 def is_region(module: nn.Module) -> bool:
@@ -207,4 +217,8 @@ def name_of(function: Any) -> str:
     class's.
     """
     code = getattr(function, "__code__", None)
-    return str(code.co_name if code is not None else getattr(function, "__qualname__", type(function).__name__))
+    return str(
+        code.co_name
+        if code is not None
+        else getattr(function, "__qualname__", type(function).__name__)
+    )

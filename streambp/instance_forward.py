@@ -66,7 +66,9 @@ def forwards(module: nn.Module) -> Iterator[Any]:
         if isinstance(forward, Unbound):
             forward = forward.of(module)
         yield forward
-        within = None if isinstance(forward, InstanceForward) else getattr(forward, "__wrapped__", None)
+        within = (
+            None if isinstance(forward, InstanceForward) else getattr(forward, "__wrapped__", None)
+        )
         forward = within or getattr(forward, "previous", None)
 
 
@@ -164,7 +166,10 @@ class InstanceForward:
         If that is accelerate's mixed precision, which `unwrap_model` has removed since, return its
         inside.
         """
-        if self.unwrapped is not None and self.module.__dict__.get(ACCELERATE_ORIGINAL) is not self.unwrapped:
+        if (
+            self.unwrapped is not None
+            and self.module.__dict__.get(ACCELERATE_ORIGINAL) is not self.unwrapped
+        ):
             self.stood, self.unwrapped = self.unwrapped, None
         return self.stood
 
@@ -197,7 +202,10 @@ class InstanceForward:
     def stands_as(self, forward: Any) -> bool:
         """True if a module's forward is this wrapper, bound to the module or not."""
         if isinstance(forward, MethodType):
-            return isinstance(forward.__func__, Unbound | InstanceForward) and forward.__func__.index == self.index
+            return (
+                isinstance(forward.__func__, Unbound | InstanceForward)
+                and forward.__func__.index == self.index
+            )
         return forward is self
 
     def leave(self, own: dict[str, Any]) -> None:

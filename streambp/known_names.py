@@ -62,11 +62,14 @@ LABELS = ("labels", "shift_labels")
 Z_LOSS = "z_loss_coefficient"
 # embedding attribute: a Trainer's hook adds noise by row length
 NOISY_EMBEDDINGS = "neftune_noise_alpha"
-# Inkling 2 from transformers 5.24 on: [T, T], distance of each query and key, for a bias of each pair
+# Inkling 2 from transformers 5.24 on: [T, T], distance of each query and key, for a bias of each
+# pair
 DISTANCES = "relative_distance"
 PER_KEY = ("alibi", DISTANCES)  # BLOOM, Inkling 2: arguments whose last dimension is the keys
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
-DOCUMENT_ENDS = "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules
+DOCUMENT_ENDS = (
+    "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules
+)
 
 # ---- transformers: the attention interface
 
@@ -168,7 +171,9 @@ FUSED_MLP = ("gate_up_proj", "down_proj", "activation_fn")
 ACTIVATIONS = ("act_fn", "activation_fn")  # attributes of an MLP or of experts
 NORM = "RMSNorm"  # ending of the class names of norms with one weight
 PLANNED_CONVOLUTION = frozenset({"hidden_states", *CONVOLUTION})
-PLANNED_DELTA_RULE = frozenset({"query", "key", "value", "g", "beta", "chunk_size", "initial_state"})
+PLANNED_DELTA_RULE = frozenset(
+    {"query", "key", "value", "g", "beta", "chunk_size", "initial_state"}
+)
 PLANNED_MAMBA1 = frozenset({"xz", "x_proj_weight", "delta_proj_weight", "out_proj_weight"})
 PLANNED_SCAN = frozenset({"dt_softplus", "dt_limit", "return_final_states", "chunk_size"})
 PLANNED_MAMBA2 = frozenset({"zxbcdt", "outproj_weight", "headdim", "ngroups"})
@@ -306,7 +311,13 @@ IMAGES_OF_ROWS = "num_images"  # number of images in each row; images are then n
 # ParallelismConfig attributes: the number of ranks that share a sequence
 SPLITS = ("cp_size", "sp_size")
 # Settings of GRPOConfig that its subclass for PPO does not use.
-GRPOS_OWN = ("loss_type", "delta", "epsilon_high", "importance_sampling_level", "top_entropy_quantile")
+GRPOS_OWN = (
+    "loss_type",
+    "delta",
+    "epsilon_high",
+    "importance_sampling_level",
+    "top_entropy_quantile",
+)
 
 # ---- verl, ms-swift and Unsloth, which no environment of the tests has
 
@@ -349,4 +360,12 @@ MODULES_ARE_HARMLESS = (*HOOKS_ARE_HARMLESS, "peft", "liger_kernel", "torchao", 
 # Packages whose forwards compute a loss with torch's operations. [Note: foreign forwards]
 FORWARDS_ARE_PLAIN = (*HOOKS_ARE_HARMLESS, "peft")
 # Packages whose objects are compared by class alone. [Note: fingerprint]
-OBJECTS_ARE_KNOWN = ("torch", "transformers", "peft", "deepspeed", "builtins", "collections", "functools")
+OBJECTS_ARE_KNOWN = (
+    "torch",
+    "transformers",
+    "peft",
+    "deepspeed",
+    "builtins",
+    "collections",
+    "functools",
+)

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from streambp.errors import MissingLibraryError
 
 # streambp's extra for each library, by import name; programs that install streambp have no extra.
-EXTRAS = {"trl": "trl", "deepspeed": "deepspeed", "peft": "peft", "accelerate": "accelerate", "liger_kernel": "liger"}
+EXTRAS = {
+    "trl": "trl",
+    "deepspeed": "deepspeed",
+    "peft": "peft",
+    "accelerate": "accelerate",
+    "liger_kernel": "liger",
+}
 PROGRAMS = {"axolotl": "axolotl", "swift": "ms-swift", "verl": "verl"}
 TESTED = {"torch": (2, 14), "transformers": (5, 24), "trl": (1, 16)}  # newest tested releases
 
@@ -30,7 +36,9 @@ def required(library: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] != library:
             raise
         what = f"'streambp[{EXTRAS[library]}]'" if library in EXTRAS else PROGRAMS[library]
-        raise MissingLibraryError(f"{library} is not installed. Install it: pip install {what}.") from error
+        raise MissingLibraryError(
+            f"{library} is not installed. Install it: pip install {what}."
+        ) from error
     warn_of_untested(library)
 
 
@@ -46,7 +54,8 @@ def warn_of_untested(*libraries: str) -> None:
             if found is not None and (int(found[1]), int(found[2])) > newest:
                 shown = ".".join(map(str, newest))
                 warnings.warn(
-                    f"{library} {version} is newer than {shown}, the newest that streambp was tested with. Check your "
-                    f"model with `streambp verify`, or install {library} {shown}.",
+                    f"{library} {version} is newer than {shown}, the newest that streambp was "
+                    f"tested with. Check your model with `streambp verify`, or install {library} "
+                    f"{shown}.",
                     stacklevel=3,
                 )

@@ -76,6 +76,9 @@ def changed_arguments(
     # torch's tree functions are many times slower
     if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
         own = tuple([change(value) if isinstance(value, kind) else value for value in args])
-        return own, {name: change(value) if isinstance(value, kind) else value for name, value in kwargs.items()}
+        return own, {
+            name: change(value) if isinstance(value, kind) else value
+            for name, value in kwargs.items()
+        }
     found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(kind, change, (args, kwargs))
     return found

@@ -111,12 +111,22 @@ TABLE = (
 )  # fmt: skip
 DEVICES: Mapping[str, Rates] = {rates.name: rates for rates in TABLE}
 DEFAULT = "H200"
-USUAL = {"RTX4090": 24, "RTX5090": 32, "A100-40GB": 40, "L40S": 48, "H100": 80, "H200": 141, "B200": 192}  # GB
+USUAL = {
+    "RTX4090": 24,
+    "RTX5090": 32,
+    "A100-40GB": 40,
+    "L40S": 48,
+    "H100": 80,
+    "H200": 141,
+    "B200": 192,
+}  # GB
 
 
 def device_of(memory: int) -> str | None:
     """Return the usual device with `memory` bytes, in GB or GiB; None: no device has this size."""
-    near = (name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30)
+    near = (
+        name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30
+    )
     return next(near, None)
 
 
@@ -136,10 +146,12 @@ def rates_of(name: str | Path | Rates) -> Rates:
     if Path(name).suffix == ".json" or Path(name).is_file():
         return read_rates(Path(name))
     near = difflib.get_close_matches(wanted, [_plain(known) for known in DEVICES], 1)
-    hint = next((f" Did you mean {known}?" for known in DEVICES if near and _plain(known) == near[0]), "")
+    hint = next(
+        (f" Did you mean {known}?" for known in DEVICES if near and _plain(known) == near[0]), ""
+    )
     raise ConfigError(
-        f"The device {str(name)!r} is not in the table, which has {', '.join(DEVICES)}.{hint} Run `streambp plan "
-        "--measure-device FILE` on it and pass the file."
+        f"The device {str(name)!r} is not in the table, which has {', '.join(DEVICES)}.{hint} Run "
+        "`streambp plan --measure-device FILE` on it and pass the file."
     )
 
 
@@ -161,9 +173,15 @@ def read_rates(file: Path) -> Rates:
     """
     try:
         fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        return Rates(**{field.name: fields[field.name] for field in dataclasses.fields(Rates) if field.name in fields})
+        return Rates(
+            **{
+                field.name: fields[field.name]
+                for field in dataclasses.fields(Rates)
+                if field.name in fields
+            }
+        )
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise StreamBPError(
-            f"No rates of a device could be read from {str(file)!r} ({reason(error)}). `streambp plan --measure-device "
-            "FILE` writes such a file."
+            f"No rates of a device could be read from {str(file)!r} ({reason(error)}). `streambp "
+            "plan --measure-device FILE` writes such a file."
         ) from error

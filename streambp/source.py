@@ -64,8 +64,12 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _copied(function: FunctionType, space: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+def _copied(
+    function: FunctionType, space: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
     """Copy a function with other globals and another closure."""
-    found = FunctionType(function.__code__, space, function.__name__, function.__defaults__, closure)
+    found = FunctionType(
+        function.__code__, space, function.__name__, function.__defaults__, closure
+    )
     found.__kwdefaults__, found.__qualname__ = function.__kwdefaults__, function.__qualname__
     return found

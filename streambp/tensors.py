@@ -31,7 +31,9 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
             continue
         shape = _shown(text)
         if not isinstance(given, Tensor):
-            raise StreamBPError(f"{name} is a {type(given).__name__}; it must be {KINDS[kind]} {shape}.")
+            raise StreamBPError(
+                f"{name} is a {type(given).__name__}; it must be {KINDS[kind]} {shape}."
+            )
         if not _is_of(given.dtype, kind):
             raise StreamBPError(f"{name} is of {given.dtype}; it must be {KINDS[kind]} {shape}.")
         dims = text.split()
@@ -40,7 +42,9 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
             if dim != ANY_DIMS:
                 rest.append(dim)
         count = given.dim() - len(rest)
-        found: dict[str, Any] = {ANY_DIMS: tuple(given.shape[: max(0, count)])} if ANY_DIMS in dims else {}
+        found: dict[str, Any] = (
+            {ANY_DIMS: tuple(given.shape[: max(0, count)])} if ANY_DIMS in dims else {}
+        )
         found.update(zip(rest, given.shape[max(0, count) :], strict=False))
         if count < 0 or (count > 0 and ANY_DIMS not in dims):
             raise StreamBPError(f"{name} has shape {tuple(given.shape)}; it must be {shape}.")
@@ -49,8 +53,9 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
             if known != size:
                 asked = dim if dim == ANY_DIMS else f"{dim} = {known}"
                 raise StreamBPError(
-                    f"{name} has shape {tuple(given.shape)}, which does not fit {whose}, {tuple(wanted[whose][0].shape)}; "
-                    f"it must be {shape} with {asked} as {whose} has."
+                    f"{name} has shape {tuple(given.shape)}, which does not fit {whose}, "
+                    f"{tuple(wanted[whose][0].shape)}; it must be {shape} with {asked} as {whose} "
+                    "has."
                 )
 
 

@@ -43,10 +43,16 @@ KEPT = {
     (home.__name__, value.__name__): value
     for home in HOMES
     for value in (*vars(home).values(), *vars(Tensor).values())
-    if isinstance(value, FunctionType) and value.__globals__ is vars(home) and not value.__code__.co_freevars
+    if isinstance(value, FunctionType)
+    and value.__globals__ is vars(home)
+    and not value.__code__.co_freevars
 }
 OF_PYTHON = vars(torch._tensor)
-METHODS = {name: value for name, value in vars(Tensor).items() if getattr(value, "__globals__", None) is OF_PYTHON}
+METHODS = {
+    name: value
+    for name, value in vars(Tensor).items()
+    if getattr(value, "__globals__", None) is OF_PYTHON
+}
 
 
 def asked_of(func: Any) -> Any:
@@ -64,22 +70,29 @@ def asked_of(func: Any) -> Any:
     if isinstance(func, OF_C):
         return func
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        "torch._dynamo"
+    ):
         frame = frame.f_back  # the frame of `torch.compiler.disable`
     if frame.f_code is handle_torch_function.__code__ and frame.f_back is not None:
         code, names = frame.f_back.f_code, frame.f_back.f_globals
-        if getattr(func, "__code__", None) is code or func not in (names.get(code.co_name), vars(Tensor).get(code.co_name)):
+        if getattr(func, "__code__", None) is code or func not in (
+            names.get(code.co_name),
+            vars(Tensor).get(code.co_name),
+        ):
             return func  # an inner function, or a call in another function's name
         kept = KEPT.get((names["__name__"], code.co_name))
         # The function was wrapped before the import. Torch passes all arguments, so defaults are
         # not needed.
         return kept or FunctionType(code, names, code.co_name)
-    stands_for = [name for name, value in vars(Tensor).items() if value is func and hasattr(TensorBase, name)]
+    stands_for = [
+        name for name, value in vars(Tensor).items() if value is func and hasattr(TensorBase, name)
+    ]
     if len(stands_for) > 1:
         raise StreamBPError(
-            f"{getattr(func, '__qualname__', func)} stands in the place of several methods of torch.Tensor "
-            f"({', '.join(stands_for)}), and was called with logits that do not exist yet. Give each method a function of "
-            "its own, or use StreamConfig(head=False)."
+            f"{getattr(func, '__qualname__', func)} stands in the place of several methods of "
+            f"torch.Tensor ({', '.join(stands_for)}), and was called with logits that do not exist "
+            "yet. Give each method a function of its own, or use StreamConfig(head=False)."
         )
     return getattr(TensorBase, stands_for[0]) if stands_for else func
 
@@ -89,7 +102,9 @@ def rule_name(func: Any) -> str:
 
     Other functions (custom operators) get a name without a rule.
     """
-    if isinstance(func, OF_C) or any(getattr(func, "__globals__", None) is vars(home) for home in HOMES):
+    if isinstance(func, OF_C) or any(
+        getattr(func, "__globals__", None) is vars(home) for home in HOMES
+    ):
         return str(func.__name__)
     return f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}"
 

@@ -22,7 +22,9 @@ SHARING = ROWS != "auto"
 if SHARING:  # in this process, wherever a test does not say otherwise
     names = [field.name for field in dataclasses.fields(StreamConfig)]
     given = zip(names, StreamConfig.__init__.__defaults__ or (), strict=True)
-    StreamConfig.__init__.__defaults__ = tuple(ROWS if name == "rows" else value for name, value in given)
+    StreamConfig.__init__.__defaults__ = tuple(
+        ROWS if name == "rows" else value for name, value in given
+    )
 
 
 def pytest_report_header() -> str:
@@ -30,15 +32,18 @@ def pytest_report_header() -> str:
     return (
         f"STREAMBP_TEST_SEED={seeds.BASE}, STREAMBP_TEST_ROWS={ROWS}, "
         f"STREAMBP_TEST_DEVICE_THREAD={int(IN_A_THREAD)}, STREAMBP_TEST_DEVICE={tested.DEVICE}, "
-        f"ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, OMP_NUM_THREADS={torch.get_num_threads()}"
+        f"ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, "
+        f"OMP_NUM_THREADS={torch.get_num_threads()}"
     )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under -n each worker starts with its part of the files, and takes over from others at the end.
+    """Under -n each worker starts with its part of the files, and takes over from others at the
+    end.
 
-    xdist's own way deals tests out by turns: then what a file shares (oracles, trained models, imports) is made in each.
+    xdist's own way deals tests out by turns: then what a file shares (oracles, trained models,
+    imports) is made in each.
     """
     if config.getoption("dist") != "load":
         return None
@@ -49,13 +54,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks `full` what `@pytest.mark.fast(...)` leaves out, and skips what needs a device that is not there."""
+    """Marks `full` what `@pytest.mark.fast(...)` leaves out, and skips what needs a device that is
+    not there."""
     tiers.leave_out(items)
     if not tested.EMULATED:
         for item in items:
             mark = item.get_closest_marker("emulated")
             if mark and not (mark.kwargs.get("any") and tested.DEVICE.type != "cpu"):
-                item.add_marker(pytest.mark.skip(reason=tested.WHY_NOT or "needs STREAMBP_TEST_DEVICE=emulated"))
+                item.add_marker(
+                    pytest.mark.skip(reason=tested.WHY_NOT or "needs STREAMBP_TEST_DEVICE=emulated")
+                )
     if not torch.cuda.is_available():
         for item in items:
             mark = item.get_closest_marker("gpu")
@@ -64,7 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What imports left, half a million objects, is not looked at again by full collections: each took 0.3 s and more."""
+    """What imports left, half a million objects, is not looked at again by full collections: each
+    took 0.3 s and more."""
     gc.collect()
     gc.freeze()
 
@@ -82,7 +91,8 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=SHARING)
 def _sees_padding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests with this mark have rows where others have packed ones: they ask for what packed rows do not hand out."""
+    """Tests with this mark have rows where others have packed ones: they ask for what packed rows
+    do not hand out."""
     real = streambp.patch
 
     def patch(model: Any, config: StreamConfig | None = None, **kwargs: Any) -> Any:
@@ -94,7 +104,8 @@ def _sees_padding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True)
 def _streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps after the first stream as well, where they would run as unpatched. [Note: micro-batches as unpatched]"""
+    """Steps after the first stream as well, where they would run as unpatched. [Note: micro-batches
+    as unpatched]"""
     monkeypatch.setattr(unpatched, "SHARE", 0.0)
 
 
@@ -103,7 +114,8 @@ IN_A_THREAD = os.environ.get("STREAMBP_TEST_DEVICE_THREAD", "0") == "1"
 
 @pytest.fixture(autouse=IN_A_THREAD)
 def backward_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Backward runs in another thread than forward, as on a GPU; the number of the thread, once for each call."""
+    """Backward runs in another thread than forward, as on a GPU; the number of the thread, once for
+    each call."""
     return device_thread.use(monkeypatch)
 
 
@@ -124,5 +136,9 @@ def attended_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the query chunks that streamed attention saw."""
     seen: list[int] = []
     real = prefix.ChunkMask.attend
-    monkeypatch.setattr(prefix.ChunkMask, "attend", lambda self, given: seen.append(given.q.shape[2]) or real(self, given))
+    monkeypatch.setattr(
+        prefix.ChunkMask,
+        "attend",
+        lambda self, given: seen.append(given.q.shape[2]) or real(self, given),
+    )
     return seen

@@ -1,4 +1,5 @@
-"""Counts Linear FLOPs and written bytes, on meta tensors as well; live bytes are counted by the planner's `LiveBytes`."""
+"""Counts Linear FLOPs and written bytes, on meta tensors as well; live bytes are counted by the
+planner's `LiveBytes`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ aten = torch.ops.aten
 
 
 class LinearFlops(TorchDispatchMode):
-    """Twice the multiply-adds of 2-D matrix products, which is what Linears make; attention's are batched."""
+    """Twice the multiply-adds of 2-D matrix products, which is what Linears make; attention's are
+    batched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +26,9 @@ class LinearFlops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in (aten.mm, aten.addmm, aten.addmm_):
-            a, b = [x for x in args if isinstance(x, Tensor)][-2:]  # a sum comes first, a dtype last
+            a, b = [x for x in args if isinstance(x, Tensor)][
+                -2:
+            ]  # a sum comes first, a dtype last
             self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
         return result
 
@@ -32,8 +36,8 @@ class LinearFlops(TorchDispatchMode):
 class Dispatches(TorchDispatchMode):
     """How many operations torch was asked for, by where in the package that was and by name.
 
-    origin: the innermost frame in streambp, "layer/shadows.py:add"; what the layer's own modules ask for, and what autograd
-    does by itself, counts as the "model"'s.
+    origin: the innermost frame in streambp, "layer/shadows.py:add"; what the layer's own modules
+    ask for, and what autograd does by itself, counts as the "model"'s.
     """
 
     def __init__(self) -> None:
@@ -46,7 +50,9 @@ class Dispatches(TorchDispatchMode):
 
     def of(self, *origins: str) -> int:
         """Of all origins that begin like one of these."""
-        return sum(count for (origin, _), count in self.counts.items() if origin.startswith(origins))
+        return sum(
+            count for (origin, _), count in self.counts.items() if origin.startswith(origins)
+        )
 
 
 def _origin(frame: Any) -> str:
@@ -68,9 +74,13 @@ class WrittenBytes(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        before = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
         result = func(*args, **(kwargs or {}))
-        in_place = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        in_place = any(
+            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+        )
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and (in_place or x.untyped_storage()._cdata not in before):
                 self.total += x.numel() * x.element_size()

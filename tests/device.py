@@ -1,7 +1,7 @@
 """The device that tests put their models on: STREAMBP_TEST_DEVICE, the CPU if unset.
 
-"emulated" is an accelerator that needs no hardware (tests/emulated). It becomes the only one of the process, so it is asked
-for before anything else is imported.
+"emulated" is an accelerator that needs no hardware (tests/emulated). It becomes the only one of the
+process, so it is asked for before anything else is imported.
 """
 
 from __future__ import annotations
@@ -27,4 +27,6 @@ def limit_memory(device: torch.device, size: int | None) -> None:
         backend.extension().set_limit(device.index or 0, backend.LIMIT if size is None else size)
     else:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if size is None else min(1.0, size / total), device)
+        torch.cuda.set_per_process_memory_fraction(
+            1.0 if size is None else min(1.0, size / total), device
+        )

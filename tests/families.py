@@ -66,9 +66,14 @@ MODES = ("plain", "left-padded", "right-padded", "packed")
 
 
 def build(
-    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: Device = DEVICE, **overrides: object
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: Device = DEVICE,
+    **overrides: object,
 ) -> PreTrainedModel:
-    """A model in train mode with sdpa and random weights, norms and biases among them, which are those of any device."""
+    """A model in train mode with sdpa and random weights, norms and biases among them, which are
+    those of any device."""
     model_class, config_class, extra = FAMILIES[family]
     seed_torch(seed)
     config = config_class(**{**SIZES, **extra, **overrides}, attn_implementation="sdpa")
@@ -88,15 +93,20 @@ def placed(model: PreTrainedModel, device: Device) -> PreTrainedModel:
     return model
 
 
-def make_batch(mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2, device: Device = DEVICE) -> dict[str, Tensor]:
-    """Random tokens with labels; padding and prompts are not labelled, documents of a packed row restart at 0."""
+def make_batch(
+    mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2, device: Device = DEVICE
+) -> dict[str, Tensor]:
+    """Random tokens with labels; padding and prompts are not labelled, documents of a packed row
+    restart at 0."""
     generator = seeded(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     labels = ids.clone()
     batch = {"input_ids": ids, "labels": labels}
     if mode == "packed":
         cuts = [[0, 5, 6, 14, length], [0, 9, length]]
-        positions = [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(c)]) for c in cuts]
+        positions = [
+            torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(c)]) for c in cuts
+        ]
         batch["position_ids"] = torch.stack([positions[row % 2] for row in range(rows)])
         labels[batch["position_ids"] == 0] = -100
     if mode in ("left-padded", "right-padded"):
@@ -106,7 +116,9 @@ def make_batch(mode: str, length: int = LENGTH, seed: int = 1, rows: int = 2, de
             columns = slice(0, pads) if mode == "left-padded" else slice(length - pads, length)
             kept[row, columns] = 0
             if mode == "left-padded":
-                labels[row, pads] = -100  # predicted by padding, which reads nothing: tests/test_padding.py
+                labels[
+                    row, pads
+                ] = -100  # predicted by padding, which reads nothing: tests/test_padding.py
         ids[kept == 0] = 0
         labels[kept == 0] = -100
         batch["attention_mask"] = kept

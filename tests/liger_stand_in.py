@@ -1,4 +1,5 @@
-"""A stand-in for Liger, which needs a GPU: it does to models and to transformers' modules what Liger does.
+"""A stand-in for Liger, which needs a GPU: it does to models and to transformers' modules what
+Liger does.
 
 Its kernels compute in numpy and write through pointers, as Triton's do.
 """
@@ -18,7 +19,13 @@ from tests.families import build
 
 HYBRID, MIXTURE = "qwen3_5_text", "qwen3_moe"
 FAMILIES = ("llama", "qwen3", "gemma3", HYBRID)
-KINDS = {"llama": "llama", "qwen3": "qwen3", MIXTURE: MIXTURE, "gemma3": "gemma3_text", HYBRID: HYBRID}
+KINDS = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    MIXTURE: MIXTURE,
+    "gemma3": "gemma3_text",
+    HYBRID: HYBRID,
+}
 PATCHES = f"liger_kernel.transformers.{LIGERS_PATCHES}"
 
 NORM = """
@@ -57,7 +64,8 @@ def bind(module, forward, **settings):
 
 
 def stand_in(monkeypatch):
-    """A stand-in for the package: binds forwards to modules of a model, and replaces names of its modeling module.
+    """A stand-in for the package: binds forwards to modules of a model, and replaces names of its
+    modeling module.
 
     Gives what a user does before `patch`, to one model alone but for the rotation.
     """
@@ -67,14 +75,24 @@ def stand_in(monkeypatch):
     experts = written(f"{home}.swiglu", EXPERTS)
     geglu = written(f"{home}.geglu", MLP, act=opaque_kernels.gelu_tanh)
 
-    def apply(rope=None, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None):
+    def apply(
+        rope=None,
+        cross_entropy=False,
+        fused_linear_cross_entropy=True,
+        rms_norm=True,
+        swiglu=True,
+        model=None,
+    ):
         assert not cross_entropy
         assert not fused_linear_cross_entropy
         modeling = sys.modules[type(model).__module__]
         gemma, hybrid = "gemma" in modeling.__name__, "qwen3_5" in modeling.__name__
         if not hybrid if rope is None else rope:
             modeling.apply_rotary_pos_emb = package.rope.rotation
-        casting = {"offset": float(gemma or hybrid), "casting_mode": "gemma" if gemma or hybrid else "llama"}
+        casting = {
+            "offset": float(gemma or hybrid),
+            "casting_mode": "gemma" if gemma or hybrid else "llama",
+        }
         for name, member in list(vars(modeling).items()):
             if name.endswith("RMSNorm"):
                 setattr(modeling, name, norm.LigerRMSNorm)
@@ -85,13 +103,20 @@ def stand_in(monkeypatch):
                 eps = getattr(module, "variance_epsilon", None) or module.eps
                 in_place = not (gemma or hybrid)
                 bind(module, norm.forward, variance_epsilon=eps, in_place=in_place, **casting)
-            if swiglu and isinstance(getattr(module, "experts", None), nn.Module):  # a wrapper's, where peft has put one
+            if swiglu and isinstance(
+                getattr(module, "experts", None), nn.Module
+            ):  # a wrapper's, where peft has put one
                 bind(module.experts, experts.forward)
             if swiglu and type(module).__name__.endswith("MLP"):
                 bind(module, (package.geglu if gemma else package.swiglu).forward)
 
     package = types.ModuleType(PATCHES)
-    package.__dict__.update(rope=rope, swiglu=swiglu, geglu=geglu, **{LIGERS_TABLE: dict.fromkeys(KINDS.values(), apply)})
+    package.__dict__.update(
+        rope=rope,
+        swiglu=swiglu,
+        geglu=geglu,
+        **{LIGERS_TABLE: dict.fromkeys(KINDS.values(), apply)},
+    )
     package._apply_liger_kernel_to_instance = apply
     for name in ("liger_kernel", "liger_kernel.transformers", PATCHES):
         monkeypatch.setitem(sys.modules, name, package)
@@ -101,13 +126,19 @@ def stand_in(monkeypatch):
             parts = {name: name in names for name in ("rms_norm", "swiglu")}
             apply(rope=False, fused_linear_cross_entropy=False, model=model, **parts)
         if "rope" in names:
-            monkeypatch.setattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", rope.rotation)
+            monkeypatch.setattr(
+                sys.modules[type(model).__module__], "apply_rotary_pos_emb", rope.rotation
+            )
 
     return applied
 
 
 def built(family, seed=0, **sizes):
-    return zoo.build(family, torch.float32, **sizes) if family in (HYBRID, MIXTURE) else build(family, seed=seed, **sizes)
+    return (
+        zoo.build(family, torch.float32, **sizes)
+        if family in (HYBRID, MIXTURE)
+        else build(family, seed=seed, **sizes)
+    )
 
 
 def own(model):

@@ -1,4 +1,5 @@
-"""Liger's own kernels in Triton's interpreter, on tiny models: to be run in a process of their own."""
+"""Liger's own kernels in Triton's interpreter, on tiny models: to be run in a process of their
+own."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ CASES = (
 
 
 def teach_the_interpreter():
-    """It gives kernels Python's floats, which have no `.to`, and knows none of libdevice's functions."""
+    """It gives kernels Python's floats, which have no `.to`, and knows none of libdevice's
+    functions."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -42,17 +44,23 @@ def teach_the_interpreter():
 
     def convert(value):
         if isinstance(value, float):
-            return tl.tensor(interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
+            return tl.tensor(
+                interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32
+            )
         return real(value)
 
     interpreter._implicit_cvt = convert
     importlib.import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: tl.rsqrt(x)
-    importlib.import_module("liger_kernel.ops.geglu").tanh = lambda x: 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    importlib.import_module("liger_kernel.ops.geglu").tanh = lambda x: (
+        2.0 * tl.sigmoid(2.0 * x) - 1.0
+    )
 
 
 def apply(model, rotation):
     """As a user does before `patch`; the rotation is every model's."""
-    table = getattr(importlib.import_module(f"liger_kernel.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE)
+    table = getattr(
+        importlib.import_module(f"liger_kernel.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE
+    )
     with nullcontext() if rotation else fused_layers._names_put_back(model):
         table[model.config.model_type](model=model, rope=rotation, fused_linear_cross_entropy=False)
 
@@ -65,7 +73,10 @@ def compare():
     for family, kernels, settings in CASES:
         stock = zoo.build(family, torch.float32) if family == "qwen3_5_text" else build(family)
         plain = gradients(stock, **batch)[1]
-        ours, rotation = copy.deepcopy(stock), kernels != "liger" and (family, kernels) != ("qwen3_5_text", "auto")
+        ours, rotation = (
+            copy.deepcopy(stock),
+            kernels != "liger" and (family, kernels) != ("qwen3_5_text", "auto"),
+        )
         modeling = sys.modules[type(stock).__module__]
         before = dict(vars(modeling))
         apply(stock, rotation)
@@ -78,9 +89,17 @@ def compare():
         streambp.patch(ours, streambp.StreamConfig(chunk_size=4, kernels=by, **settings))
         off, own = relative_l2(gradients(ours, **batch)[1], expected), relative_l2(expected, plain)
         vars(modeling).update(before)
-        print(family, kernels, settings, f"{off:.1e}, beside transformers' own operations {own:.1e}", flush=True)
+        print(
+            family,
+            kernels,
+            settings,
+            f"{off:.1e}, beside transformers' own operations {own:.1e}",
+            flush=True,
+        )
         assert off <= 1e-6
         assert 0.0 < own <= 1e-5
-        notes = " ".join(note for note in streambp.describe(ours).notes if "Liger's kernels compute" in note)
+        notes = " ".join(
+            note for note in streambp.describe(ours).notes if "Liger's kernels compute" in note
+        )
         assert notes
         assert ("the rotation of queries and keys" in notes) == (rotation and kernels == "auto")

@@ -1,5 +1,6 @@
-"""Kernels as Triton's and extension modules' are: they write through pointers, which moves no version counter and passes no
-dispatch mode. Each is an autograd Function that computes in numpy on the memory of its tensors."""
+"""Kernels as Triton's and extension modules' are: they write through pointers, which moves no
+version counter and passes no dispatch mode. Each is an autograd Function that computes in numpy on
+the memory of its tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +80,14 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         cos, sin = (memory(x)[:, None] for x in ctx.saved_tensors)
-        return *(written(g, rotate(memory(g), cos, -sin)) for g in (grad.contiguous() for grad in grads)), None, None
+        return (
+            *(
+                written(g, rotate(memory(g), cos, -sin))
+                for g in (grad.contiguous() for grad in grads)
+            ),
+            None,
+            None,
+        )
 
 
 class Gate(torch.autograd.Function):
@@ -113,15 +121,19 @@ def gelu_tanh(x):
 
 
 class AddNorm(torch.autograd.Function):
-    """residual + x and its RMSNorm. The sum is written over `residual`, over `x`, or into memory of its own;
-    "clean": what is no number counts as 0."""
+    """residual + x and its RMSNorm. The sum is written over `residual`, over `x`, or into memory of
+    its own; "clean": what is no number counts as 0."""
 
     @staticmethod
     def forward(ctx, residual, x, weight, eps, over):
         added = np.nan_to_num(memory(x)) if over == "clean" else memory(x)
         total = memory(residual) + added
         y, rstd = norm(total, memory(weight), eps)
-        kept = written({"residual": residual, "x": x}[over], total) if over in ("residual", "x") else made(total)
+        kept = (
+            written({"residual": residual, "x": x}[over], total)
+            if over in ("residual", "x")
+            else made(total)
+        )
         ctx.save_for_backward(kept, weight, made(rstd))
         return made(y), kept.view_as(kept)
 
@@ -134,7 +146,8 @@ class AddNorm(torch.autograd.Function):
 
 
 class QueriesKeysValues(torch.autograd.Function):
-    """Products q, k, v [B, T, H * D] -> [B, H, T, D], q and k normed (if there are weights) and rotated, all at once."""
+    """Products q, k, v [B, T, H * D] -> [B, H, T, D], q and k normed (if there are weights) and
+    rotated, all at once."""
 
     @staticmethod
     def forward(ctx, q, k, v, q_weight, k_weight, cos, sin, size, eps):
@@ -144,7 +157,13 @@ class QueriesKeysValues(torch.autograd.Function):
         found = []
         for x, weight in ((q, q_weight), (k, k_weight)):
             heads = split(memory(x), size)
-            found.append(made(rotate(heads if weight is None else norm(heads, memory(weight), eps)[0], *angles)))
+            found.append(
+                made(
+                    rotate(
+                        heads if weight is None else norm(heads, memory(weight), eps)[0], *angles
+                    )
+                )
+            )
         return *found, made(split(memory(v), size))
 
     @staticmethod
@@ -199,7 +218,9 @@ def rotation(q, k, cos, sin, *args, **kwargs):
     return Rotation.apply(q, k, cos, sin)
 
 
-def attention_forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+def attention_forward(
+    self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
+):
     eager = sys.modules[type(self).__module__].eager_attention_forward
     norms = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
     weights = [None if part is None else part.weight for part in norms]
@@ -240,17 +261,26 @@ def layer_forward(over):
     return forward
 
 
-ADDS = {"add": None, "add over x": "x", "add over residual": "residual", "add what is finite": "clean"}
+ADDS = {
+    "add": None,
+    "add over x": "x",
+    "add over residual": "residual",
+    "add what is finite": "clean",
+}
 
 
 def install(monkeypatch, model, *kernels):
-    """Replace what a model's classes compute, for every model of them, patched or not: "norm", "rotation", "gate", "qkv",
-    "qkv and halves" (of attention's output, in place), one of `ADDS`."""
+    """Replace what a model's classes compute, for every model of them, patched or not: "norm",
+    "rotation", "gate", "qkv", "qkv and halves" (of attention's output, in place), one of `ADDS`."""
     module = sys.modules[type(model).__module__]
     gemma = "gemma" in module.__name__
     for name, member in list(vars(module).items()):
         if "norm" in kernels and name.endswith("RMSNorm"):
-            monkeypatch.setattr(member, "forward", norm_forward(float(gemma or "next" in module.__name__), not gemma))
+            monkeypatch.setattr(
+                member,
+                "forward",
+                norm_forward(float(gemma or "next" in module.__name__), not gemma),
+            )
         if "gate" in kernels and name.endswith("MLP"):
             monkeypatch.setattr(member, "forward", mlp_forward(gelu_tanh if gemma else silu))
         if name.endswith("Attention") and {"qkv", "qkv and halves"} & set(kernels):

@@ -11,15 +11,22 @@ from tests.families import Device, make_batch
 
 
 def packed_batch(
-    cuts: list[list[int]], ids: bool = True, ends: bool = True, seed: int = 1, device: Device = DEVICE
+    cuts: list[list[int]],
+    ids: bool = True,
+    ends: bool = True,
+    seed: int = 1,
+    device: Device = DEVICE,
 ) -> dict[str, Any]:
-    """Random tokens in documents that start and end at `cuts`, a list for each row, whose first tokens are not labelled.
+    """Random tokens in documents that start and end at `cuts`, a list for each row, whose first
+    tokens are not labelled.
 
     Args:
         ids: with seq_idx [B, T]. ends: with cu_seq_lens of the first row.
     """
     length = cuts[0][-1]
-    batch: dict[str, Any] = make_batch("plain", length=length, rows=len(cuts), seed=seed, device="cpu")
+    batch: dict[str, Any] = make_batch(
+        "plain", length=length, rows=len(cuts), seed=seed, device="cpu"
+    )
     starts = torch.stack([torch.isin(torch.arange(length), torch.tensor(row)) for row in cuts])
     numbers = starts.cumsum(-1) - 1  # [B, T]
     first = torch.stack([torch.tensor(row)[of] for row, of in zip(cuts, numbers, strict=True)])
@@ -30,5 +37,10 @@ def packed_batch(
     if ends:
         found = torch.tensor(cuts[0], dtype=torch.int32)
         longest = int(found.diff().max())
-        batch |= {"cu_seq_lens_q": found, "cu_seq_lens_k": found, "max_length_q": longest, "max_length_k": longest}
+        batch |= {
+            "cu_seq_lens_q": found,
+            "cu_seq_lens_k": found,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}

@@ -1,6 +1,8 @@
-"""Every random number of the suite follows from one base seed: the environment variable STREAMBP_TEST_SEED, 0 if unset.
+"""Every random number of the suite follows from one base seed: the environment variable
+STREAMBP_TEST_SEED, 0 if unset.
 
-Tests number their draws; `seed_of` makes a seed of such a number. Subprocesses inherit the variable.
+Tests number their draws; `seed_of` makes a seed of such a number. Subprocesses inherit the
+variable.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ BASE = int(os.environ.get("STREAMBP_TEST_SEED", "0"))
 
 
 def seed_of(number: int) -> int:
-    """The seed of a test's draw `number`, below 2^32 as numpy wants it for base seeds up to 400,000."""
+    """The seed of a test's draw `number`, below 2^32 as numpy wants it for base seeds up to
+    400,000."""
     return BASE * 10_007 + number
 
 

@@ -27,7 +27,8 @@ def factors(dtype, seed, device="cpu"):
 
 
 def check_sums(dtype, device="cpu"):
-    """Three products into a row slice of a larger sum, the first into none; at most one rounding of each product away."""
+    """Three products into a row slice of a larger sum, the first into none; at most one rounding of
+    each product away."""
     wide = torch.promote_types(dtype, torch.float32)
     assert add_product(None, *factors(dtype, 0, device)).dtype == wide
     whole = torch.full((11, 3), torch.nan, dtype=wide, device=device)
@@ -37,7 +38,10 @@ def check_sums(dtype, device="cpu"):
     assert add_product(part, *pairs[1]) is part
     add_product(part, *pairs[2])
     exact = [left.double() @ right.double() for left, right in pairs]
-    bound = sum(product.abs() for product in exact) * torch.finfo(dtype).eps + 16 * torch.finfo(wide).eps
+    bound = (
+        sum(product.abs() for product in exact) * torch.finfo(dtype).eps
+        + 16 * torch.finfo(wide).eps
+    )
     assert ((part.double() - sum(exact)).abs() <= bound).all()
     assert whole[:2].isnan().all()
     assert whole[9:].isnan().all()
@@ -74,7 +78,10 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("dtype", "operation"), [(torch.bfloat16, SUM_WITHOUT_DATA), (torch.float32, aten.addmm_.default)])
+@pytest.mark.parametrize(
+    ("dtype", "operation"),
+    [(torch.bfloat16, SUM_WITHOUT_DATA), (torch.float32, aten.addmm_.default)],
+)
 def test_cuda_adds_inside_the_product(dtype, operation):
     """On meta, which stands for CUDA: one operation, that writes where the sum is."""
     left, right = factors(dtype, 0, "meta")

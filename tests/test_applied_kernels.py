@@ -40,7 +40,10 @@ def test_kernels_of_other_packages_are_named(liger):
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, saves=("attn_out",)))
     assert relative_l2(gradients(ours, **batch)[1], expected) <= BAR
     norms = "self_attn.q_norm, self_attn.k_norm, input_layernorm, post_attention_layernorm"
-    assert f"forwards of liger_kernels_cuda_1a2b compute {norms} of 2 layers" in streambp.describe(ours).notes
+    assert (
+        f"forwards of liger_kernels_cuda_1a2b compute {norms} of 2 layers"
+        in streambp.describe(ours).notes
+    )
     streambp.unpatch(ours)
     assert fused_layers.fused_modules(ours.model.layers[0])
 
@@ -49,12 +52,17 @@ def test_kernels_of_other_packages_are_named(liger):
 def test_a_trainer_that_applies_them_to_a_patched_model(kernels, liger, monkeypatch, tmp_path):
     """transformers' `use_liger_kernel`, which TRL, axolotl and ms-swift hand on."""
     monkeypatch.setattr(transformers_liger, "is_liger_kernel_available", lambda: True)
-    rows = [{name: x[0] for name, x in make_batch("plain", rows=1, seed=seed).items()} for seed in range(4)]
+    rows = [
+        {name: x[0] for name, x in make_batch("plain", rows=1, seed=seed).items()}
+        for seed in range(4)
+    ]
     trained = []
     for patched in (False, True):
         model = build("qwen3")
         if patched:
-            streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=("*",), kernels=kernels))
+            streambp.patch(
+                model, streambp.StreamConfig(chunk_size=7, saves=("*",), kernels=kernels)
+            )
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=2, per_device_train_batch_size=2, optim="sgd", learning_rate=1.0, report_to=[],
             save_strategy="no", use_cpu=True, disable_tqdm=True, use_liger_kernel=True,
@@ -66,7 +74,9 @@ def test_a_trainer_that_applies_them_to_a_patched_model(kernels, liger, monkeypa
         trained.append({name: p.detach() for name, p in model.named_parameters()})
     begun = dict(build("qwen3").named_parameters())
     moved = [{name: p - begun[name] for name, p in found.items()} for found in trained]
-    assert relative_l2(moved[1], moved[0]) <= 1e-5  # of two steps, the second from parameters that float32 has rounded
+    assert (
+        relative_l2(moved[1], moved[0]) <= 1e-5
+    )  # of two steps, the second from parameters that float32 has rounded
 
 
 class TestVerify:
@@ -76,7 +86,9 @@ class TestVerify:
         with_kernels = []
         real = compare._run
         monkeypatch.setattr(
-            compare, "_run", lambda m, *a: with_kernels.append(bool(fused_layers.fused_modules(m))) or real(m, *a)
+            compare,
+            "_run",
+            lambda m, *a: with_kernels.append(bool(fused_layers.fused_modules(m))) or real(m, *a),
         )
         result = compare.verify(model, seq_len=97, kernels="liger", saves=("attn_out",))
         assert result.exact, str(result)

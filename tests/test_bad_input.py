@@ -55,14 +55,17 @@ def test_the_former_name_of_packed_rows(given, rows):
 
 @pytest.mark.parametrize("field", ["eval_logits", "lazy_logits"])
 def test_logits_that_are_built_anyway(field):
-    with pytest.raises(streambp.StreamBPError, match=f"{field} is set, but head=False builds the logits"):
+    with pytest.raises(
+        streambp.StreamBPError, match=f"{field} is set, but head=False builds the logits"
+    ):
         streambp.StreamConfig(head=False, **{field: True})
 
 
 @pytest.mark.parametrize("value", ["8 gigs", "1e9e9", "GB", "8Gi", "-1GB", "1e999", ""])
 def test_units_of_memory_are_named(value):
     with pytest.raises(
-        streambp.StreamBPError, match=r"host_memory is .*KB, KiB, MB, MiB, GB, GiB, TB, TiB; a number without"
+        streambp.StreamBPError,
+        match=r"host_memory is .*KB, KiB, MB, MiB, GB, GiB, TB, TiB; a number without",
     ):
         streambp.StreamConfig(offload="cpu", host_memory=value)
 
@@ -117,10 +120,13 @@ def test_unsloths_forwards(replaced, monkeypatch):
     """It replaces them on transformers' classes, for every model of the process."""
     model = build("qwen3")
     owner = {type(module).__name__: type(module) for module in model.modules()}[replaced]
-    forward = types.FunctionType((lambda self, *args: args[0]).__code__, {"__name__": "unsloth.models.llama"})
+    forward = types.FunctionType(
+        (lambda self, *args: args[0]).__code__, {"__name__": "unsloth.models.llama"}
+    )
     monkeypatch.setattr(owner, "forward", forward)
     with pytest.raises(
-        streambp.StreamBPError, match=rf"Unsloth has replaced the forward of {replaced} \(in unsloth\.models"
+        streambp.StreamBPError,
+        match=rf"Unsloth has replaced the forward of {replaced} \(in unsloth\.models",
     ):
         streambp.patch(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
@@ -155,7 +161,9 @@ ENCODERS = {
 def test_decoders_that_are_encoders_unless_told(family):
     config = getattr(transformers, f"{family}Config")(**ENCODERS)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with pytest.raises(streambp.StreamBPError, match=r"bidirectional.*causal with config\.is_decoder=True"):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"bidirectional.*causal with config\.is_decoder=True"
+    ):
         streambp.patch(model)
     config.is_decoder = True
     streambp.patch(getattr(transformers, f"{family}ForCausalLM")(config))
@@ -165,7 +173,9 @@ def test_an_encoders_mask():
     """Of one row for all queries; nothing else in MarkupLM says that it is an encoder."""
     model = transformers.MarkupLMModel(transformers.MarkupLMConfig(**ENCODERS)).train()
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
-    with pytest.raises(streambp.StreamBPError, match=r"one row of keys for all 23 queries.* as an encoder's"):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"one row of keys for all 23 queries.* as an encoder's"
+    ):
         model(input_ids=torch.randint(3, 64, (2, 23)))
 
 
@@ -217,7 +227,9 @@ def test_labels_of_another_length(kwargs):
     """One label fewer a row would pair every label of the later rows with another position."""
     batch = make_batch("plain")
     with pytest.raises(streambp.StreamBPError, match="44 labels for 46 positions"):
-        streamed()(input_ids=batch["input_ids"], labels=batch["labels"][:, :-1], use_cache=False, **kwargs)
+        streamed()(
+            input_ids=batch["input_ids"], labels=batch["labels"][:, :-1], use_cache=False, **kwargs
+        )
 
 
 def test_inner_fsdp_unit():
@@ -247,7 +259,9 @@ def test_offloaded_weights():
 
 
 def test_tensor_parallel_parameters(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         model = streamed()
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
@@ -263,7 +277,9 @@ def test_attention_that_does_more_than_we_do(monkeypatch):
     model = streamed("llama")
     attention = type(model.model.layers[0].self_attn)
     real = attention.forward
-    monkeypatch.setattr(attention, "forward", lambda self, *a, **k: real(self, *a, **{**k, "position_bias": 5.0}))
+    monkeypatch.setattr(
+        attention, "forward", lambda self, *a, **k: real(self, *a, **{**k, "position_bias": 5.0})
+    )
     with pytest.raises(streambp.StreamBPError, match="position_bias"):
         model(**make_batch("plain"), use_cache=False)
 
@@ -308,7 +324,9 @@ def test_ulysses_whose_process_group_cannot_be_found(monkeypatch):
         raise AssertionError("never called")
 
     uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", uattn_wrapper)  # undone without a trace
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", uattn_wrapper
+    )  # undone without a trace
     with pytest.raises(streambp.StreamBPError, match="Ulysses"):
         streamed()(**make_batch("plain"), use_cache=False)
 

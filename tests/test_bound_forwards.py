@@ -1,4 +1,5 @@
-"""Libraries bind, wrap, copy and write what stands in a patched model's forward as if it were a function.
+"""Libraries bind, wrap, copy and write what stands in a patched model's forward as if it were a
+function.
 
 covers: instance_forward.py
 """
@@ -38,7 +39,9 @@ def accelerators():
 def used(model, rounds):
     """Loss and gradients of a step; what the model generates, in eval mode, before it."""
     model.eval()
-    made = model.generate(input_ids=IDS[:1, :5], max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0)
+    made = model.generate(
+        input_ids=IDS[:1, :5], max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0
+    )
     model.train()
     return made, gradients(model, **BATCH)[1], rounds
 
@@ -60,7 +63,9 @@ def test_accelerate_prepares_and_unwraps(order, precision, keep):
     for streamed in (False, True):
         model = build("llama", torch.float32)
         for act in order.split(", ") if streamed else ["prepare"]:
-            model = accelerator.prepare(model) if act == "prepare" else streambp.patch(model, CONFIG)
+            model = (
+                accelerator.prepare(model) if act == "prepare" else streambp.patch(model, CONFIG)
+            )
         bar = BF16 if precision == "bf16" else FLOAT32
         seen = [used(model, bar)]
         model = accelerator.unwrap_model(model, keep_fp32_wrapper=keep)
@@ -150,7 +155,9 @@ def test_a_file_of_torch_save_has_the_unpatched_model():
     assert b"streambp" not in file.getvalue()
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert [list(module.__dict__) for module in loaded.modules()] == [list(module.__dict__) for module in stock.modules()]
+    assert [list(module.__dict__) for module in loaded.modules()] == [
+        list(module.__dict__) for module in stock.modules()
+    ]
     assert worst_error(gradients(loaded, **BATCH)[1], gradients(stock, **BATCH)[1]) == 0
     assert streambp.describe(ours).layers
 
@@ -159,14 +166,18 @@ def test_nothing_is_left_on_an_unpatched_model():
     stock, ours = build("llama"), streambp.patch(build("llama"), CONFIG)
     assert instance_forward.REDUCES in ours.__dict__
     streambp.unpatch(ours)
-    assert [list(module.__dict__) for module in ours.modules()] == [list(module.__dict__) for module in stock.modules()]
+    assert [list(module.__dict__) for module in ours.modules()] == [
+        list(module.__dict__) for module in stock.modules()
+    ]
 
 
 @pytest.mark.parametrize("mutant", ["keeps its module", "knows no bound one"])
 def test_mutant(mutant, monkeypatch):
     base = instance_forward.InstanceForward
     if mutant == "keeps its module":
-        monkeypatch.setattr(base, "__call__", lambda self, *args, **kwargs: self.call(*args, **kwargs))
+        monkeypatch.setattr(
+            base, "__call__", lambda self, *args, **kwargs: self.call(*args, **kwargs)
+        )
     else:
         monkeypatch.setattr(base, "stands_as", lambda self, forward: forward is self)
     with pytest.raises((AssertionError, TypeError, AttributeError)):

@@ -32,8 +32,8 @@ from tests.versions import needs_indexers, needs_states
 
 NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
 NEW = "what_came_before"
-# One of each carrier: a convolution beside attention, Mamba 2, Mamba, a delta rule, attention over what a cache returns,
-# positions asked of a cache, an indexer.
+# One of each carrier: a convolution beside attention, Mamba 2, Mamba, a delta rule, attention over
+# what a cache returns, positions asked of a cache, an indexer.
 FAMILIES = {
     "lfm2": (needs_states,),
     "bamba": (needs_states,),
@@ -63,11 +63,14 @@ def float64(float64_oracle):
 
 
 def renaming(function):
-    """A decorator as transformers has from 5.24 on: who calls by an older name gets what the new one takes."""
+    """A decorator as transformers has from 5.24 on: who calls by an older name gets what the new
+    one takes."""
 
     @functools.wraps(function)
     def forward(*args, **kwargs):
-        return function(*args, **{NEW if name in NAMES else name: value for name, value in kwargs.items()})
+        return function(
+            *args, **{NEW if name in NAMES else name: value for name, value in kwargs.items()}
+        )
 
     return forward
 
@@ -85,7 +88,10 @@ class Renames(ast.NodeTransformer):
     def visit_arg(self, node):
         if node.arg not in NAMES:
             return node
-        kept = {"not at all": None, "as something else": ast.parse("tuple | None", mode="eval").body}
+        kept = {
+            "not at all": None,
+            "as something else": ast.parse("tuple | None", mode="eval").body,
+        }
         return ast.arg(NEW, kept.get(self.says, node.annotation))
 
     def visit_keyword(self, node):
@@ -96,7 +102,8 @@ class Renames(ast.NodeTransformer):
 
 
 def rename(monkeypatch, model, says):
-    """Give the caches of all modules inside the model's layers another name, and another annotation."""
+    """Give the caches of all modules inside the model's layers another name, and another
+    annotation."""
     layers = [layer for found in stacks.find_stacks(model).stacks for layer in found.layers]
     for kind in {type(module) for layer in layers for module in layer.modules()}:
         forward = written(kind.forward)
@@ -105,7 +112,10 @@ def rename(monkeypatch, model, says):
         tree = Renames(says).visit(ast.parse(textwrap.dedent(inspect.getsource(forward))))
         flags = __future__.annotations.compiler_flag if says == "as text" else 0
         space = dict(forward.__globals__)
-        exec(compile(ast.fix_missing_locations(tree), "renamed", "exec", flags, dont_inherit=True), space)
+        exec(
+            compile(ast.fix_missing_locations(tree), "renamed", "exec", flags, dont_inherit=True),
+            space,
+        )
         own = space["forward"]
         own.__qualname__ = forward.__qualname__
         assert NEW in inspect.signature(own).parameters
@@ -114,7 +124,9 @@ def rename(monkeypatch, model, says):
 
 def check(name):
     stock, batch = zoo.build(name), make_batch("packed")
-    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, documents="as_given"))
+    ours = streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, documents="as_given")
+    )
     (expected_loss, expected), (loss, found) = gradients(stock, **batch), gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12
     assert worst_error(found, expected) <= EXACT
@@ -165,7 +177,9 @@ def test_packed_rows_of_mixers_whose_cache_has_any_name(monkeypatch, float64):
             return own(self, *args, **kwargs)
         before = mixer.__dict__.get("forward")
         inner = mixer.forward
-        mixer.forward = lambda *a, **k: inner(*a, **k, **{name: name for name in mixers - {"cache"}})
+        mixer.forward = lambda *a, **k: inner(
+            *a, **k, **{name: name for name in mixers - {"cache"}}
+        )
         try:
             return own(self, *args, **kwargs)
         finally:
@@ -218,14 +232,24 @@ class Above(nn.Module):
 
 
 def test_what_takes_a_cache():
-    def annotated(x, a: Cache | None = None, b: DynamicCache | None = None, c: int = 0, d: Mapping | None = None):
+    def annotated(
+        x,
+        a: Cache | None = None,
+        b: DynamicCache | None = None,
+        c: int = 0,
+        d: Mapping | None = None,
+    ):
         return d.update(x) if d else a or b or c
 
     def called(x, a=None, b=None, *, c=None, **kwargs):
         kwargs.update(x=x)
         return c.update_conv_state(x, 0) if a is None else b
 
-    def later(x, of_text: DynamicCache | None = None, of_nobody: NowhereToBeFoundCache | None = None):  # noqa: F821
+    def later(
+        x,
+        of_text: DynamicCache | None = None,
+        of_nobody: NowhereToBeFoundCache | None = None,  # noqa: F821
+    ):
         return x
 
     assert cache_parameters(annotated) == ("a", "b")
@@ -240,13 +264,24 @@ def test_what_takes_a_cache():
 
 def test_what_is_a_cache():
     caches = (DynamicCache(), Remembers())
-    others = (None, {}, [], torch.ones(1), (torch.ones(1), torch.ones(1)), True, "cache", nn.ModuleDict())
+    others = (
+        None,
+        {},
+        [],
+        torch.ones(1),
+        (torch.ones(1), torch.ones(1)),
+        True,
+        "cache",
+        nn.ModuleDict(),
+    )
     assert all(map(is_cache, caches))
     assert not any(map(is_cache, others))
     given = {"anything": caches[1], "mask": torch.ones(1), "flag": False}
     assert has_cache(given)
     assert without_caches(given) == {**given, "anything": None}
-    assert not has_cache({"cache": None, "past_key_values": None, "mask": torch.ones(1), "kept": {}})
+    assert not has_cache(
+        {"cache": None, "past_key_values": None, "mask": torch.ones(1), "kept": {}}
+    )
     assert has_cache({"past_key_values": ((torch.ones(1), torch.ones(1)),)})
     assert has_cache({"state": (torch.ones(1),)})
 

@@ -33,7 +33,8 @@ FAMILIES = (
 )
 HALF = 16
 needs_defaults = pytest.mark.skipif(
-    not hasattr(generic, "merge_with_config_defaults"), reason="this transformers fills in no arguments from a config"
+    not hasattr(generic, "merge_with_config_defaults"),
+    reason="this transformers fills in no arguments from a config",
 )
 
 
@@ -63,7 +64,9 @@ def on_top(model, cache):
 def truncated(model, ids, **asks):
     """The second half goes on from the first, through its cache."""
     first = model(input_ids=ids[:, :HALF], labels=ids[:, :HALF], **asks)
-    second = model(input_ids=ids[:, HALF:], labels=ids[:, HALF:], **on_top(model, cache_of(first)), **asks)
+    second = model(
+        input_ids=ids[:, HALF:], labels=ids[:, HALF:], **on_top(model, cache_of(first)), **asks
+    )
     (first.loss + second.loss).backward()
 
 
@@ -156,7 +159,8 @@ def test_under_checkpointing_there_is_none_unpatched_either(asks):
 
 
 class Outer(PreTrainedModel):
-    """A model without a head around a language model, which says what its config says where its caller says nothing."""
+    """A model without a head around a language model, which says what its config says where its
+    caller says nothing."""
 
     _supports_sdpa = True
 
@@ -195,11 +199,15 @@ MUTANTS = {
     ),
     "None in the place of a cache": (
         lambda patch: patch.setattr(wrappers, "with_absent_cache", lambda output: output),
-        lambda: test_a_cache_that_the_config_alone_asks_for_streams_and_raises_when_it_is_used(truncated),
+        lambda: test_a_cache_that_the_config_alone_asks_for_streams_and_raises_when_it_is_used(
+            truncated
+        ),
     ),
     "checkpointing makes caches": (
         lambda patch: [
-            patch.setattr(module, "names_cache", lambda model, kwargs: bool(kwargs.get("use_cache")))
+            patch.setattr(
+                module, "names_cache", lambda model, kwargs: bool(kwargs.get("use_cache"))
+            )
             for module in (state, causal_lm, wrappers)
         ],
         lambda: test_under_checkpointing_there_is_none_unpatched_either({"use_cache": True}),

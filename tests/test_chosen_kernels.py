@@ -1,7 +1,8 @@
-"""`kernels="auto"`: Liger's kernels on an accelerator, the modules as they are elsewhere. [Note: chosen kernels]
+"""`kernels="auto"`: Liger's kernels on an accelerator, the modules as they are elsewhere. [Note:
+chosen kernels]
 
-With a stand-in for Liger that computes on the host (`tests/liger_stand_in.py`), so that an accelerator is said to be there,
-either of the host's kind or of one that no tensor is on.
+With a stand-in for Liger that computes on the host (`tests/liger_stand_in.py`), so that an
+accelerator is said to be there, either of the host's kind or of one that no tensor is on.
 
 covers: config.py, model/chosen_kernels.py, model/fused_layers.py, verify/compare.py
 """
@@ -74,7 +75,9 @@ THIN = {
     ("family", "saves", "offload"),
     thinned(itertools.product(FAMILIES, SAVES, ("none", "cpu")), lambda *case: case in THIN),
 )
-def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(family, saves, offload, liger):
+def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
+    family, saves, offload, liger
+):
     stock, batch = built(family), make_batch("left-padded")
     ours, modeling = copy.deepcopy(stock), sys.modules[type(stock).__module__]
     config = streambp.StreamConfig(chunk_size=7, saves=saves, offload=offload, unpatched_runs=False)
@@ -110,12 +113,15 @@ def test_an_accelerator_without_a_driver_of_tritons_has_the_models_kernels(monke
 
 @pytest.mark.parametrize(("adapted", "kernels"), [(False, "auto"), (True, "auto"), (True, "liger")])
 def test_experts_keep_their_own_forward(adapted, kernels, liger):
-    """ "liger" asks for Liger's own, but not around adapters of the experts' parameters, which know nothing of them."""
+    """ "liger" asks for Liger's own, but not around adapters of the experts' parameters, which know
+    nothing of them."""
     model, batch = built(MIXTURE), make_batch("plain")
     if adapted:
         peft = pytest.importorskip("peft")
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)
+        )
     expected = gradients(model, **batch)[1]
     streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=(), kernels=kernels))
     assert relative_l2(gradients(model, **batch)[1], expected) <= BAR
@@ -150,7 +156,9 @@ def test_every_kind_of_run_computes_with_the_kernels(liger, calls):
 def same_bits(model, config, other, batch):
     expected = gradients(streambp.patch(copy.deepcopy(model), other), **batch)
     found = gradients(streambp.patch(copy.deepcopy(model), config), **batch)
-    return found[0] == expected[0] and all(torch.equal(found[1][name], grad) for name, grad in expected[1].items())
+    return found[0] == expected[0] and all(
+        torch.equal(found[1][name], grad) for name, grad in expected[1].items()
+    )
 
 
 def test_tensors_of_another_device_are_computed_bit_for_bit_as_without(monkeypatch, calls):
@@ -179,7 +187,10 @@ def test_without_an_accelerator_nothing_is_looked_for(monkeypatch):
     monkeypatch.setattr(chosen_kernels, "put_on", lambda *_: pytest.fail("Liger was asked for"))
     model = build("qwen3")
     theirs = copy.deepcopy(model)
-    notes = [streambp.describe(streambp.patch(m, config)).notes for m, config in ((model, AUTO), (theirs, OWN))]
+    notes = [
+        streambp.describe(streambp.patch(m, config)).notes
+        for m, config in ((model, AUTO), (theirs, OWN))
+    ]
     assert notes[0] == notes[1]
     assert not any(fused_layers.fused_modules(layer) for layer in model.model.layers)
     assert same_bits(build("llama"), AUTO, OWN, make_batch("plain"))
@@ -207,7 +218,9 @@ def test_what_cannot_be_leaves_the_model_as_it_was_and_describe_says_why(why, li
     model = build("qwen3", torch.float64 if why == "float64" else torch.float32)
     before = own(model)
     streambp.patch(model, AUTO)
-    assert f"kernels='auto' leaves all modules as they are: {said}" in streambp.describe(model).notes
+    assert (
+        f"kernels='auto' leaves all modules as they are: {said}" in streambp.describe(model).notes
+    )
     streambp.unpatch(model)
     assert own(model) == before
 
@@ -248,7 +261,9 @@ def test_kernels_of_others_stay_alone(liger, calls):
 
 def neighbours(q, k, cos, sin, unsqueeze_dim=1):
     """Turns each feature with the next, as some families do."""
-    cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(1) for x in (cos, sin))
+    cos, sin = (
+        x[..., : x.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(1) for x in (cos, sin)
+    )
 
     def turned(x):
         return x * cos + torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2) * sin
@@ -263,7 +278,10 @@ class TestTheRotation:
         assert not chosen_kernels.turns_halves(neighbours)
         expected = gradients(model, **make_batch("plain"))[1]
         twin = copy.deepcopy(model)
-        assert relative_l2(gradients(streambp.patch(model, AUTO), **make_batch("plain"))[1], expected) <= BAR
+        assert (
+            relative_l2(gradients(streambp.patch(model, AUTO), **make_batch("plain"))[1], expected)
+            <= BAR
+        )
         assert calls["Rotation"] == 0 < calls["Norm"]
         monkeypatch.setattr(chosen_kernels, "turns_halves", lambda rotation: True)
         found = gradients(streambp.patch(twin, AUTO), **make_batch("plain"))[1]
@@ -323,7 +341,9 @@ def test_copies_and_pickles(liger):
 def test_verify_compares_both_with_the_kernels(liger, calls, monkeypatch):
     with_kernels, real = [], compare._run
     monkeypatch.setattr(
-        compare, "_run", lambda m, *a: with_kernels.append(bool(fused_layers.fused_modules(m))) or real(m, *a)
+        compare,
+        "_run",
+        lambda m, *a: with_kernels.append(bool(fused_layers.fused_modules(m))) or real(m, *a),
     )
     result = compare.verify(build("qwen3"), seq_len=97, saves=("attn_out",))
     assert result.exact, result
@@ -348,4 +368,6 @@ def test_modules_compiled_after_patch(liger, calls):
 
 def test_the_real_accelerator():
     """Whichever this process has; its answer is torch's."""
-    assert chosen_kernels.accelerator() == torch.accelerator.current_accelerator(check_available=True)
+    assert chosen_kernels.accelerator() == torch.accelerator.current_accelerator(
+        check_available=True
+    )

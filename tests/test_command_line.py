@@ -1,4 +1,5 @@
-"""A command line is judged before torch is imported; names that the documentation writes resolve; what is not installed.
+"""A command line is judged before torch is imported; names that the documentation writes resolve;
+what is not installed.
 
 covers: arguments.py, libraries.py, cli/__init__.py, cli/app.py, cli/checks.py, cli/environment.py
 """
@@ -102,7 +103,11 @@ def test_each_bad_line_gets_one_line_and_needs_no_torch():
 
 
 def test_help_and_version_need_no_torch():
-    lines = ["--help", "--version", *(f"{name} --help" for name in ("plan", "verify", "profile", "launch", "env"))]
+    lines = [
+        "--help",
+        "--version",
+        *(f"{name} --help" for name in ("plan", "verify", "profile", "launch", "env")),
+    ]
     for line, code, said, printed, heavy in run_lines(lines):
         assert (code, said, heavy) == (0, "", []), line
         assert printed
@@ -144,7 +149,9 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path, capsys):
 
 
 NAME = re.compile(r"(?<![\w./-])streambp(?:\.[A-Za-z_]\w*)+")
-IMPORTED = re.compile(r"^\s*(?::::|from|import|python -m|.* -m) .*$", re.MULTILINE)  # modules, by their own statements
+IMPORTED = re.compile(
+    r"^\s*(?::::|from|import|python -m|.* -m) .*$", re.MULTILINE
+)  # modules, by their own statements
 
 
 def written_names():
@@ -152,7 +159,11 @@ def written_names():
     texts = [page.read_text("utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))]
     for path in ROOT.glob("streambp/**/*.py"):
         nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        strings = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        strings = (
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
         texts += [text for text in strings if " " in text]  # others are module names
     return sorted({name for text in texts for name in NAME.findall(IMPORTED.sub("", text))})
 
@@ -163,13 +174,17 @@ def test_every_name_that_is_written_resolves_after_import_streambp_alone():
         "import sys, json, streambp\nassert 'torch' not in sys.modules\nwrong = []\n"
         "for name in json.loads(sys.argv[1]):\n"
         "    try:\n        eval(name, {'streambp': streambp})\n"
-        "    except Exception as error:\n        wrong.append([name, type(error).__name__, str(error)])\n"
-        "print(json.dumps(wrong))"
+        "    except Exception as error:\n        wrong.append([name, type(error).__name__, "
+        "str(error)])\nprint(json.dumps(wrong))"
     )
     names = written_names()
     assert len(names) > 5
     result = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(names)], capture_output=True, text=True, check=False, timeout=HANG
+        [sys.executable, "-c", program, json.dumps(names)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     wrong = json.loads(result.stdout.splitlines()[-1])
@@ -207,7 +222,11 @@ def test_newer_releases_are_warned_of(version, monkeypatch):
 
 
 def test_one_type_of_tokens_and_one_of_bytes():
-    assert streambp.StreamConfig(chunk_size="8k").chunk_size == parse_tokens("chunk_size", "8k") == 8192
+    assert (
+        streambp.StreamConfig(chunk_size="8k").chunk_size
+        == parse_tokens("chunk_size", "8k")
+        == 8192
+    )
     assert parse_bytes("gpu_memory", "80G") == parse_bytes("gpu_memory", "80GiB") == 80 * 2**30
     with pytest.raises(ConfigError, match="did you mean 80GiB"):
         streambp.StreamConfig(offload="cpu", gpu_memory="80")

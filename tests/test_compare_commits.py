@@ -1,4 +1,5 @@
-"""scripts/compare_commits.py: two trees that give the same bits are equal, and what differs in one of them is told."""
+"""scripts/compare_commits.py: two trees that give the same bits are equal, and what differs in one
+of them is told."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def settings(tree, **changes):
 
 @pytest.fixture
 def mutant(tmp_path):
-    shutil.copytree(HERE / "streambp", tmp_path / "streambp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        HERE / "streambp", tmp_path / "streambp", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (tmp_path / "streambp" / "__init__.py").open("a") as file:
         file.write(MUTANT)
     return tmp_path
@@ -59,7 +62,10 @@ def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
     assert said[-2] == "known in 1 cases: a mutant"
     assert told.pop("llama plain, saves attn_out, kept, float64").startswith("known: ")
     assert all(line.startswith("DIFFERS: ") for line in told.values())
-    assert "here RuntimeError: mutant; there no error" in told["llama plain, saves none, offloaded, float64"]
+    assert (
+        "here RuntimeError: mutant; there no error"
+        in told["llama plain, saves none, offloaded, float64"]
+    )
     rounding = told["llama plain, saves kv, kept, float64"]
     assert "2 of 44 tensors differ, by up to " in rounding
     assert "e-16 (first model.embed_tokens.weight); from the unpatched model: here " in rounding
@@ -71,7 +77,10 @@ def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
     ("script", "told"),
     [
         ("print('\"/elsewhere\"')", "the streambp that its process imports is in /elsewhere"),
-        ("raise SystemExit('no such model')", "ended with status 1 at: import streambp. It printed:\nno such model"),
+        (
+            "raise SystemExit('no such model')",
+            "ended with status 1 at: import streambp. It printed:\nno such model",
+        ),
     ],
 )
 def test_a_process_that_does_not_serve_its_tree(script, told, tmp_path, monkeypatch):
@@ -96,7 +105,10 @@ def test_a_case_that_raises_in_both_trees_is_no_equal_one(monkeypatch):
     monkeypatch.setattr(compare_commits, "Tree", Raises)
     said = []
     assert compare(settings(HERE, saves=("kv",), offload=("none",)), said.append) == 1
-    assert said[0] == "NOTHING COMPARED: llama plain, saves kv, kept, float64: both trees: TypeError: no such argument"
+    assert (
+        said[0]
+        == "NOTHING COMPARED: llama plain, saves kv, kept, float64: both trees: TypeError: no such argument"
+    )
     assert said[1] == "1 cases: 0 equal, 0 known to differ, 1 not known"
 
 
@@ -111,7 +123,11 @@ PACKED = Case("bamba", "packed")
         (Known("others", families=("llama",), within=1.0), Difference("2 tensors", 1e-16, ()), []),
         (Known("lines alone", lines="note"), Difference("2 tensors", 1e-16, ("+note",)), []),
         (Known("tensors alone", within=1.0), Difference("2 tensors", 1e-16, ("+note",)), []),
-        (Known("as before", same_with={"documents": "as_given"}), Difference("2 tensors", 0.1, ()), ["as before"]),
+        (
+            Known("as before", same_with={"documents": "as_given"}),
+            Difference("2 tensors", 0.1, ()),
+            ["as before"],
+        ),
         (Known("not as before", same_with={"head": False}), Difference("2 tensors", 0.1, ()), []),
     ],
     ids=lambda value: value.reason if isinstance(value, Known) else "",
@@ -125,5 +141,10 @@ def test_documents_of_packed_rows_by_themselves():
     batch = compare_served.batch_of("bamba", "packed", torch.float64, 1)
     parts = list(compare_served.documents_apart(batch))
     assert sum(share for share, _ in parts) == pytest.approx(1.0)
-    assert [part["input_ids"].shape[1] for _, part in parts] == [5, 8, 7, 9, 12], "one token alone has no label"
-    assert all((part["position_ids"] == torch.arange(part["input_ids"].shape[1])).all() for _, part in parts)
+    assert [part["input_ids"].shape[1] for _, part in parts] == [5, 8, 7, 9, 12], (
+        "one token alone has no label"
+    )
+    assert all(
+        (part["position_ids"] == torch.arange(part["input_ids"].shape[1])).all()
+        for _, part in parts
+    )

@@ -1,4 +1,5 @@
-"""What streamed models promise as ordinary autograd citizens (DESIGN.md section 3), and the faults of earlier tools.
+"""What streamed models promise as ordinary autograd citizens (DESIGN.md section 3), and the faults
+of earlier tools.
 
 covers: __init__.py, admission/entry.py, config.py, errors.py, layer/gradients.py, model/wrappers.py
 """
@@ -67,7 +68,9 @@ def test_sparse_labels(valid):
 def test_no_valid_label_gives_zero():
     _, ours = model_pair()
     batch = make_batch("plain")
-    loss, found = gradients(ours, input_ids=batch["input_ids"], labels=torch.full_like(batch["labels"], -100))
+    loss, found = gradients(
+        ours, input_ids=batch["input_ids"], labels=torch.full_like(batch["labels"], -100)
+    )
     assert loss == 0
     assert found.keys() == {name for name, _ in ours.named_parameters()}
     assert all((g == 0).all() for g in found.values())
@@ -148,12 +151,15 @@ def test_two_forwards_before_one_backward(first):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_inside_a_checkpoint(use_reentrant):
-    """It runs forward again while the first one's backward is pending, and must find the same tensors saved."""
+    """It runs forward again while the first one's backward is pending, and must find the same
+    tensors saved."""
     stock, ours = model_pair()
     batch = make_batch("plain")
     _, expected = gradients(stock, scale=0.5, **batch)
     factor = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    loss = checkpoint(lambda f: ours(**batch, use_cache=False).loss * f, factor, use_reentrant=use_reentrant)
+    loss = checkpoint(
+        lambda f: ours(**batch, use_cache=False).loss * f, factor, use_reentrant=use_reentrant
+    )
     loss.backward()
     assert worst_error({name: p.grad for name, p in ours.named_parameters()}, expected) <= 1e-10
 
@@ -187,7 +193,11 @@ def test_exception_in_a_step_leaves_the_model_usable(where, monkeypatch):
     stock, ours = model_pair()
     batch = make_batch("plain")
     parameters = dict(ours.named_parameters())
-    mlp, calls, armed = type(ours.model.layers[1].mlp), queue.SimpleQueue(), queue.SimpleQueue()  # out of sight
+    mlp, calls, armed = (
+        type(ours.model.layers[1].mlp),
+        queue.SimpleQueue(),
+        queue.SimpleQueue(),
+    )  # out of sight
     real = mlp.forward
 
     def failing(self, x):
@@ -204,9 +214,13 @@ def test_exception_in_a_step_leaves_the_model_usable(where, monkeypatch):
     with pytest.raises(ZeroDivisionError, match="injected"):
         ours(**batch, use_cache=False) if loss is None else loss.backward()
     monkeypatch.setattr(mlp, "forward", real)
-    assert all(p is parameters[n] and isinstance(p, torch.nn.Parameter) for n, p in ours.named_parameters())
+    assert all(
+        p is parameters[n] and isinstance(p, torch.nn.Parameter) for n, p in ours.named_parameters()
+    )
     assert ours.config._attn_implementation == "sdpa"
-    assert not any("forward" in m.__dict__ for m in ours.modules() if isinstance(m, torch.nn.Linear))
+    assert not any(
+        "forward" in m.__dict__ for m in ours.modules() if isinstance(m, torch.nn.Linear)
+    )
     ours.zero_grad()
     check_agree(stock, ours, **batch)
 
@@ -219,7 +233,9 @@ def test_a_layer_called_by_itself(implementation):
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     x = torch.randn(2, 11, 32, dtype=torch.float64, generator=seeded(3))
     angles = stock.model.rotary_emb(x, torch.arange(11)[None])
-    expected, found = (model.model.layers[0](x, position_embeddings=angles) for model in (stock, ours))
+    expected, found = (
+        model.model.layers[0](x, position_embeddings=angles) for model in (stock, ours)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     check_agree(stock, ours, **make_batch("plain"))
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
@@ -243,15 +259,23 @@ def test_hooks_on_parameters_and_layers_fire_once():
 
 
 def test_captured_gradients_keep_their_values():
-    """autograd.grad, retain_grad and hooks see true values although layers reuse each other's buffers."""
+    """autograd.grad, retain_grad and hooks see true values although layers reuse each other's
+    buffers."""
     results = []
-    for model in model_pair(config=streambp.StreamConfig(chunk_size=5, head=False), num_hidden_layers=4):
+    for model in model_pair(
+        config=streambp.StreamConfig(chunk_size=5, head=False), num_hidden_layers=4
+    ):
         kept, hidden = [], []
         handles = [
-            layer.register_forward_hook(lambda m, a, out, hidden=hidden: hidden.append(out)) for layer in model.model.layers
+            layer.register_forward_hook(lambda m, a, out, hidden=hidden: hidden.append(out))
+            for layer in model.model.layers
         ]
-        embeddings = model.get_input_embeddings()(make_batch("plain")["input_ids"]).detach().requires_grad_()
-        loss = model(inputs_embeds=embeddings, labels=make_batch("plain")["labels"], use_cache=False).loss
+        embeddings = (
+            model.get_input_embeddings()(make_batch("plain")["input_ids"]).detach().requires_grad_()
+        )
+        loss = model(
+            inputs_embeds=embeddings, labels=make_batch("plain")["labels"], use_cache=False
+        ).loss
         hidden[0].retain_grad()
         hidden[1].register_hook(kept.append)
         hidden[2].register_hook(lambda g, kept=kept: kept.append(g[:, :3]))
@@ -270,7 +294,9 @@ def test_gradient_buffers_are_reused():
     decisions = []
     with pytest.MonkeyPatch.context() as patch:
         real = function.may_overwrite
-        patch.setattr(function, "may_overwrite", lambda *a: decisions.append(real(*a)) or decisions[-1])
+        patch.setattr(
+            function, "may_overwrite", lambda *a: decisions.append(real(*a)) or decisions[-1]
+        )
         gradients(ours, **make_batch("plain"))
     assert decisions == [False, True, True]
 
@@ -283,7 +309,9 @@ def test_unpatch_restores_everything():
     batch = make_batch("plain")
     assert all(
         torch.equal(a, b)
-        for a, b in zip(gradients(stock, **batch)[1].values(), gradients(ours, **batch)[1].values(), strict=True)
+        for a, b in zip(
+            gradients(stock, **batch)[1].values(), gradients(ours, **batch)[1].values(), strict=True
+        )
     )
     assert streambp.unpatch(ours) is ours
 
@@ -313,13 +341,17 @@ def test_state_dict_and_save_pretrained(tmp_path):
     assert stock.state_dict().keys() == ours.state_dict().keys()
     ours.save_pretrained(tmp_path)
     loaded = type(stock).from_pretrained(tmp_path, dtype=torch.float64).to(torch.float64).train()
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert all(
+        torch.equal(value, loaded.state_dict()[name]) for name, value in ours.state_dict().items()
+    )
     check_agree(copy.deepcopy(loaded), streambp.patch(loaded, CONFIG), **make_batch("plain"))
 
 
 def test_gradient_checkpointing_switched_on_by_a_trainer():
     stock, ours = model_pair()
-    enable = getattr(ours, "activation_checkpointing_enable", None) or ours.gradient_checkpointing_enable
+    enable = (
+        getattr(ours, "activation_checkpointing_enable", None) or ours.gradient_checkpointing_enable
+    )
     enable()
     check_agree(stock, ours, **make_batch("plain"))
     streambp.unpatch(ours)
@@ -341,10 +373,16 @@ def test_output_hidden_states():
 def test_log_probs_of_the_labels():
     stock, ours = model_pair("gemma3")
     batch = make_batch("left-padded")
-    output = ours(**batch, use_cache=False, output_log_probs=True, return_dict=False)  # values need names
-    logits = stock(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    output = ours(
+        **batch, use_cache=False, output_log_probs=True, return_dict=False
+    )  # values need names
+    logits = stock(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     target = batch["labels"][:, 1:]
-    expected = logits[:, :-1].log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != -100)
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0] * (
+        target != -100
+    )
     torch.testing.assert_close(output.log_probs, expected, rtol=1e-10, atol=1e-10)
     weights = torch.randn(expected.shape, dtype=expected.dtype, generator=seeded(0))
     (output.log_probs.exp() * weights).sum().backward()
@@ -367,16 +405,23 @@ def test_inside_accelerates_device_hooks():
     for layer in ours.model.layers:
         hooks.add_hook_to_module(layer, Hook(execution_device="cpu", io_same_device=True))
     before = {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()}
-    streambp.patch(ours, dataclasses.replace(CONFIG, rows="as_given"))  # whose trials would call the layers, too
+    streambp.patch(
+        ours, dataclasses.replace(CONFIG, rows="as_given")
+    )  # whose trials would call the layers, too
     check_agree(stock, ours, **make_batch("plain"))
     assert len(seen) == len(ours.model.layers)
     streambp.unpatch(ours)
-    assert {name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()} == before
+    assert {
+        name: dict(layer.__dict__) for name, layer in ours.model.layers.named_children()
+    } == before
 
 
 def test_an_engines_inner_hooks_are_silent_and_users_hooks_run_per_chunk():
     stock, ours = model_pair()
-    calls, engines = queue.SimpleQueue(), []  # what a hook kept in sight would make the layer run whole
+    calls, engines = (
+        queue.SimpleQueue(),
+        [],
+    )  # what a hook kept in sight would make the layer run whole
 
     def engine(module, args, output):
         engines.append(1)

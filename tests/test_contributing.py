@@ -1,4 +1,5 @@
-"""The tasks that CONTRIBUTING.md describes name the files that change: those that know a save or a kernel by its name."""
+"""The tasks that CONTRIBUTING.md describes name the files that change: those that know a save or a
+kernel by its name."""
 
 from __future__ import annotations
 
@@ -10,8 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "streambp"
-TASKS = {"a new kind of save": "attn_out", "a new attention kernel": "cudnn", "a family that fails its trial": None}
-BESIDE = {"a new attention kernel": {"attention/rules.py", "planner/work.py"}}  # they know kernels by what they take
+TASKS = {
+    "a new kind of save": "attn_out",
+    "a new attention kernel": "cudnn",
+    "a family that fails its trial": None,
+}
+BESIDE = {
+    "a new attention kernel": {"attention/rules.py", "planner/work.py"}
+}  # they know kernels by what they take
 
 
 def row_of(task, text):
@@ -27,14 +34,26 @@ def files_in(cell):
 def knows(source, name):
     """Whether code has the name as a string, or as the first part of one; prose does not count."""
     tree = ast.parse(source)
-    bodies = [node.body for node in ast.walk(tree) if hasattr(node, "body") and isinstance(node.body, list) and node.body]
+    bodies = [
+        node.body
+        for node in ast.walk(tree)
+        if hasattr(node, "body") and isinstance(node.body, list) and node.body
+    ]
     prose = {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}
-    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    strings = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
     return any(node.value.partition(".")[0] == name for node in strings if id(node) not in prose)
 
 
 def files_that_know(name, package):
-    return {p.relative_to(package).as_posix() for p in package.rglob("*.py") if knows(p.read_text("utf-8"), name)}
+    return {
+        p.relative_to(package).as_posix()
+        for p in package.rglob("*.py")
+        if knows(p.read_text("utf-8"), name)
+    }
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -54,7 +73,9 @@ def test_the_places_of_a_family_are_there():
     named = {name for name in files_in(text) if not name.startswith(("tests/", "scripts/"))}
     assert len(named) > 5
     there = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
-    assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)] == []
+    assert [
+        name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)
+    ] == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Decoders that read more than their text: cross-attention to images and proteins, other weights for audio, many heads.
+"""Decoders that read more than their text: cross-attention to images and proteins, other weights
+for audio, many heads.
 
 covers: admission/own_run.py, attention/interface.py
 """
@@ -23,7 +24,9 @@ from transformers import (
     MusicgenMelodyForCausalLM,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.musicgen_melody.configuration_musicgen_melody import MusicgenMelodyDecoderConfig
+from transformers.models.musicgen_melody.configuration_musicgen_melody import (
+    MusicgenMelodyDecoderConfig,
+)
 
 import streambp
 from streambp.admission.own_run import OtherModelError
@@ -58,7 +61,12 @@ def idefics():
         "intermediate_size": 16,
     }  # fmt: skip
     config = IdeficsConfig(
-        **TEXT, vision_config=vision, cross_layer_interval=1, use_resampler=False, alpha_initializer="ones", dropout=0.0
+        **TEXT,
+        vision_config=vision,
+        cross_layer_interval=1,
+        use_resampler=False,
+        alpha_initializer="ones",
+        dropout=0.0,
     )
     seen = torch.ones(2, LENGTH, 1, dtype=torch.long)
     seen[:, :5] = 0  # before the image
@@ -102,7 +110,11 @@ def evolla():
         },
     )  # fmt: skip
     protein = torch.randint(3, 20, (2, 9))
-    batch = {**tokens(), "protein_input_ids": protein, "protein_attention_mask": torch.ones_like(protein)}
+    batch = {
+        **tokens(),
+        "protein_input_ids": protein,
+        "protein_attention_mask": torch.ones_like(protein),
+    }
     return EvollaForProteinText2Text(config), batch, 2
 
 
@@ -127,7 +139,10 @@ def musicgen_melody():
     )  # fmt: skip
     ids = torch.randint(3, 50, (2 * 2, LENGTH))
     batch = {"input_ids": ids, "labels": ids.view(2, 2, LENGTH).transpose(1, 2).contiguous()}
-    batch |= {"encoder_hidden_states": torch.randn(2, 4, 32), "encoder_attention_mask": torch.ones(2, 4)}
+    batch |= {
+        "encoder_hidden_states": torch.randn(2, 4, 32),
+        "encoder_attention_mask": torch.ones(2, 4),
+    }
     return MusicgenMelodyForCausalLM(config), batch, 2
 
 
@@ -144,7 +159,9 @@ def gradients_of(model, batch):
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.fast(2)
@@ -180,8 +197,12 @@ def test_cross_attention_without_a_mask_is_refused():
 
 def test_the_mutant_without_the_images_mask_is_noticed(monkeypatch):
     def unmasked(module, query, key, value, mask, *args, **kwargs):
-        return sdpa_attention_forward(module, query, key, value, torch.zeros_like(mask), *args, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, torch.zeros_like(mask), *args, **kwargs
+        )
 
     monkeypatch.setattr(interface, "sdpa_attention_forward", unmasked)
-    with pytest.raises((AssertionError, OtherModelError)):  # the comparison with the unpatched layer comes first
+    with pytest.raises(
+        (AssertionError, OtherModelError)
+    ):  # the comparison with the unpatched layer comes first
         test_exact_and_every_layer_streams(mllama)

@@ -51,9 +51,17 @@ class Passed(nn.Module):
         (pruned, [("model.layers.0", STREAMS), ("model.layers.1", STREAMS), ("layer 0", REMOVED)]),
         (
             replaced_by_a_layer,
-            [("model.layers.0", STREAMS), ("model.layers.1", UNPATCHED), ("model.layers.2", STREAMS), ("layer 1", REMOVED)],
+            [
+                ("model.layers.0", STREAMS),
+                ("model.layers.1", UNPATCHED),
+                ("model.layers.2", STREAMS),
+                ("layer 1", REMOVED),
+            ],
         ),
-        (replaced_by_nothing, [("model.layers.0", STREAMS), ("model.layers.2", STREAMS), ("layer 1", REMOVED)]),
+        (
+            replaced_by_nothing,
+            [("model.layers.0", STREAMS), ("model.layers.2", STREAMS), ("layer 1", REMOVED)],
+        ),
     ],
 )
 def test_layers_that_came_and_went_after_patch(change, expected, float64_oracle):
@@ -69,13 +77,17 @@ def test_layers_that_came_and_went_after_patch(change, expected, float64_oracle)
     assert "taken out of the model after streambp.patch" in told
     assert ("patch the model again" in told) == (change is replaced_by_a_layer)
     if change is replaced_by_a_layer:
-        assert rows(streambp.patch(ours, CONFIG)) == [(f"model.layers.{index}", STREAMS) for index in range(3)]
+        assert rows(streambp.patch(ours, CONFIG)) == [
+            (f"model.layers.{index}", STREAMS) for index in range(3)
+        ]
 
 
 def test_layers_that_peft_repeats(float64_oracle):
     """Its copies of streamed layers stream."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], layer_replication=[[0, 2], [1, 3]], init_lora_weights=False)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], layer_replication=[[0, 2], [1, 3]], init_lora_weights=False
+    )
     found = []
     for patch in (False, True):
         model = build("llama", torch.float64, num_hidden_layers=3)
@@ -88,10 +100,14 @@ def test_layers_that_peft_repeats(float64_oracle):
 
 
 def test_layers_inside_checkpoint_wrappers_are_no_others():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
 
     ours = streambp.patch(build("llama", torch.float64), CONFIG)
-    apply_activation_checkpointing(ours, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer")
+    apply_activation_checkpointing(
+        ours, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer"
+    )
     assert [path for _, path in rows(ours)] == [STREAMS, STREAMS]
 
 
@@ -109,7 +125,10 @@ def test_what_a_wrapper_was_patched_with_is_told_and_taken_off_by_the_model_insi
     assert rows(inner) == [(name, STREAMS) for name in ("model.layers.0", "model.layers.1")]
     for part in (inner.model, inner.model.layers[0]):  # not all that streams
         for question in (streambp.describe, streambp.unpatch):
-            with pytest.raises(streambp.StreamBPError, match=r"part of a Wrapping that was given.*Pass the whole model"):
+            with pytest.raises(
+                streambp.StreamBPError,
+                match=r"part of a Wrapping that was given.*Pass the whole model",
+            ):
                 question(part)
     assert streambp.unpatch(inner) is inner
     assert "_streambp" not in outer.__dict__
@@ -117,7 +136,9 @@ def test_what_a_wrapper_was_patched_with_is_told_and_taken_off_by_the_model_insi
     assert streambp.unpatch(inner) is inner  # nothing happens
 
 
-@pytest.mark.parametrize("broken", ["_layers", "_saves", "_describe_offload", "_describe_attention", "head_of", "_notes"])
+@pytest.mark.parametrize(
+    "broken", ["_layers", "_saves", "_describe_offload", "_describe_attention", "head_of", "_notes"]
+)
 def test_a_part_that_cannot_be_told_says_why(broken, monkeypatch):
     model = streambp.patch(build("qwen3"), CONFIG)
     whole = str(streambp.describe(model))
@@ -158,15 +179,16 @@ def test_a_report_of_an_error_that_cannot_be_shown():
 def test_why_a_chunk_is_longer_than_asked_for(family, mode, why):
     """26 tokens in chunks of 5 leave one; a mask may have no end in the middle of an image."""
     model = streambp.patch(
-        zoo.build(family, torch.float32) if family == "lfm2" else build(family), streambp.StreamConfig(chunk_size=5)
+        zoo.build(family, torch.float32) if family == "lfm2" else build(family),
+        streambp.StreamConfig(chunk_size=5),
     )
     batch = make_batch("plain", length=26)
     if mode == "prefix":
         seen = torch.ones(26, 26).tril()
         seen[3:12, 3:12] = 1
-        batch["attention_mask"] = torch.where(seen[None, None] > 0, 0.0, torch.finfo(torch.float32).min).expand(
-            2, 1, -1, -1
-        )
+        batch["attention_mask"] = torch.where(
+            seen[None, None] > 0, 0.0, torch.finfo(torch.float32).min
+        ).expand(2, 1, -1, -1)
     model(**batch, use_cache=False).loss.backward()
     told = str(streambp.describe(model))
     assert f"tokens: {why}" in told

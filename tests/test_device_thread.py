@@ -1,6 +1,8 @@
-"""Backward in a thread of its own, as on a GPU, gives the same bits as in forward's thread, whatever runs.
+"""Backward in a thread of its own, as on a GPU, gives the same bits as in forward's thread,
+whatever runs.
 
-covers: layer/function.py, layer/recompute.py, attention/interface.py, model/unpatched.py, lazy/head.py, head/one_pass.py
+covers: layer/function.py, layer/recompute.py, attention/interface.py, model/unpatched.py,
+lazy/head.py, head/one_pass.py
 """
 
 from __future__ import annotations
@@ -27,15 +29,22 @@ SAVES = ("attn_out", "kv", "*")
 
 
 def steps(model, number=3, within=None, **batch):
-    """Losses and gradients of the last step; within: autocast's dtype, backward is called inside."""
+    """Losses and gradients of the last step; within: autocast's dtype, backward is called
+    inside."""
     for _ in range(number):
         seed_torch(4)
         model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", within or torch.bfloat16, enabled=within is not None):
             output = model(**batch, use_cache=False)
-            loss = output.loss if output.get("loss") is not None else loss_of(output, batch["input_ids"])
+            loss = (
+                output.loss
+                if output.get("loss") is not None
+                else loss_of(output, batch["input_ids"])
+            )
             loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def loss_of(output, ids):
@@ -47,7 +56,9 @@ def compare(model, batch, ran=None, within=None, **settings):
     found = []
     for thread in (False, True):
         patched = copy.deepcopy(model)
-        streambp.patch(patched, streambp.StreamConfig(**{"chunk_size": CHUNK, "rows": "as_given", **settings}))
+        streambp.patch(
+            patched, streambp.StreamConfig(**{"chunk_size": CHUNK, "rows": "as_given", **settings})
+        )
         chooser = chooser_of(patched)
         if chooser is not None:
             chooser.free = lambda _: PLENTY
@@ -77,7 +88,9 @@ def test_streamed_layers(settings, mode):
     compare(build("gemma3", attention_dropout=0.2), make_batch(mode), **settings)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3", "gpt_oss", "bloom", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3", "gpt_oss", "bloom", "deepseek_v32"]
+)
 def test_other_kinds_of_layers(name):
     compare(zoo.build(name, torch.float32), make_batch("plain"), saves=())
 
@@ -92,7 +105,11 @@ def test_layers_that_run_whole(monkeypatch):
 def test_graphs_that_are_kept(monkeypatch):
     kept = []
     real = saved.Kept.choose
-    monkeypatch.setattr(saved.Kept, "choose", lambda self, *given: (real(self, *given), kept.append(self.keeps_graph))[0])
+    monkeypatch.setattr(
+        saved.Kept,
+        "choose",
+        lambda self, *given: (real(self, *given), kept.append(self.keeps_graph))[0],
+    )
     compare(build("qwen3"), make_batch("plain"), chunk_size=LENGTH)
     assert kept[-2:] == [True, True]
 
@@ -133,10 +150,13 @@ def test_losses_outside_of_the_model(settings):
     compare(build("qwen3"), batch, **settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"offload": "cpu", "saves": SAVES}, {"lazy_logits": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"offload": "cpu", "saves": SAVES}, {"lazy_logits": True}]
+)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_backward_within_autocast(family, settings):
-    """autocast's dtype is the thread's own: there it is float16, whatever the program has chosen."""
+    """autocast's dtype is the thread's own: there it is float16, whatever the program has
+    chosen."""
     within = torch.bfloat16
     assert within != device_thread.UNLIKE
     compare(build(family), make_batch("plain"), within=within, **settings)

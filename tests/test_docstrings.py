@@ -1,7 +1,8 @@
-"""Every public class, function and method says what it does; the shape of its tensors, and which errors of ours it raises.
+"""Every public class, function and method says what it does; the shape of its tensors, and which
+errors of ours it raises.
 
-Read from the sources, without importing them. A shape is one in brackets, or "any shape", or "scalar". Autograd Functions
-that are private, and functions inside of functions, may stay without.
+Read from the sources, without importing them. A shape is one in brackets, or "any shape", or
+"scalar". Autograd Functions that are private, and functions inside of functions, may stay without.
 
 covers: errors.py
 """
@@ -21,14 +22,17 @@ SHAPE = re.compile(r"(?<![\w)\]])\[(?!Note: )[^\[\]]+\]|\bany shape\b|\bscalars?
 
 
 def public(body):
-    """Classes and functions without an underscore, methods of such classes among them, wherever an if or try puts them."""
+    """Classes and functions without an underscore, methods of such classes among them, wherever an
+    if or try puts them."""
     for node in body:
         if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
             if node.name.startswith("_"):
                 continue
             yield node
         if not isinstance(node, FUNCTIONS):
-            yield from public(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt))
+            yield from public(
+                child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
+            )
 
 
 def assigned(body):
@@ -41,8 +45,12 @@ def has_tensors(function):
     """Whether the annotation of a parameter or of the result names Tensor."""
     given = function.args
     every = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
-    annotations = [parameter.annotation for parameter in every if parameter is not None] + [function.returns]
-    return any(re.search(r"\bTensor\b", ast.unparse(found)) for found in annotations if found is not None)
+    annotations = [parameter.annotation for parameter in every if parameter is not None] + [
+        function.returns
+    ]
+    return any(
+        re.search(r"\bTensor\b", ast.unparse(found)) for found in annotations if found is not None
+    )
 
 
 def last(name):
@@ -62,7 +70,8 @@ def raised(node):
 
 
 def families(trees):
-    """Of each class in the package that descends from StreamBPError: its name and those of its ancestors, up to that."""
+    """Of each class in the package that descends from StreamBPError: its name and those of its
+    ancestors, up to that."""
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     found, before = {"StreamBPError": {"StreamBPError"}}, None
     while found != before:
@@ -98,7 +107,10 @@ def test_public_docstrings():
     assert list(problems(PACKAGE)) == []
 
 
-HEADER = "class StreamBPError(RuntimeError):\n    '''Ours.'''\n\nclass MaskError(StreamBPError):\n    '''Of masks.'''\n\n"
+HEADER = (
+    "class StreamBPError(RuntimeError):\n    '''Ours.'''\n\nclass MaskError(StreamBPError):\n    "
+    "'''Of masks.'''\n\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +132,25 @@ HEADER = "class StreamBPError(RuntimeError):\n    '''Ours.'''\n\nclass MaskError
         ("def f(*x: Tensor):\n    '''Of x.'''", "f gives no shape"),
         ("def f() -> list[torch.Tensor | None]:\n    '''Of x.'''", "f gives no shape"),
         ("def f(x: DTensor):\n    '''Of x.'''", None),
-        ("def f():\n    '''Fails.'''\n    if 1:\n        raise MaskError('no')", "f does not say that it raises MaskError"),
-        ("def f():\n    '''Fails.\n\n    Raises:\n        MaskError: always.\n    '''\n    raise errors.MaskError", None),
+        (
+            "def f():\n    '''Fails.'''\n    if 1:\n        raise MaskError('no')",
+            "f does not say that it raises MaskError",
+        ),
+        (
+            "def f():\n    '''Fails.\n\n    Raises:\n        MaskError: always.\n    '''\n    "
+            "raise errors.MaskError",
+            None,
+        ),
         ("def f():\n    '''Raises StreamBPError.'''\n    raise MaskError('no')", None),
-        ("def f():\n    '''Raises MaskError.'''\n    raise StreamBPError", "f does not say that it raises StreamBPError"),
+        (
+            "def f():\n    '''Raises MaskError.'''\n    raise StreamBPError",
+            "f does not say that it raises StreamBPError",
+        ),
         ("def f():\n    '''Fails.'''\n    raise ValueError", None),
-        ("def f():\n    '''Makes one.'''\n    def g():\n        raise MaskError\n    return g", None),
+        (
+            "def f():\n    '''Makes one.'''\n    def g():\n        raise MaskError\n    return g",
+            None,
+        ),
     ],
 )
 def test_what_is_missing_is_named(source, expected, tmp_path):

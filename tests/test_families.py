@@ -1,6 +1,8 @@
-"""Every causal family that a tiny config can build, against the unpatched model in float64: docs/reference/families.md.
+"""Every causal family that a tiny config can build, against the unpatched model in float64:
+docs/reference/families.md.
 
-covers: admission/stacks.py, attention/own.py, layer/gradients.py, layer/outputs.py, model/patching.py
+covers: admission/stacks.py, attention/own.py, layer/gradients.py, layer/outputs.py,
+model/patching.py
 """
 
 from __future__ import annotations
@@ -20,14 +22,21 @@ from streambp.model import patching
 from tests import zoo
 from tests.families import MODES, make_batch
 from tests.oracle import gradients, worst_error
-from tests.versions import INDEXERS_IN_CHUNKS, NOT_IN_FLOAT64, NOW, SHARES_THROUGH_CACHE, STATES_IN_CHUNKS
+from tests.versions import (
+    INDEXERS_IN_CHUNKS,
+    NOT_IN_FLOAT64,
+    NOW,
+    SHARES_THROUGH_CACHE,
+    STATES_IN_CHUNKS,
+)
 
 CHUNK_SIZES = (5, 16)
-# One of each mechanism: dense, biases and windows, experts, latent attention, sinks, softcap, several attention calls,
-# shared keys and values, 4-D hidden states, position counting, hybrids with convolutions, SSMs and linear attention,
-# attention over what a cache returns, sparse attention with an indexer whose picks are passed on, a position bias beside
-# convolutions, states as an argument, layers inside a stack that several cycles share, a bias of
-# distances that the model hands to its layers.
+# One of each mechanism: dense, biases and windows, experts, latent attention, sinks, softcap,
+# several attention calls, shared keys and values, 4-D hidden states, position counting, hybrids
+# with convolutions, SSMs and linear attention, attention over what a cache returns, sparse
+# attention with an indexer whose picks are passed on, a position bias beside convolutions, states
+# as an argument, layers inside a stack that several cycles share, a bias of distances that the
+# model hands to its layers.
 SAMPLE = (
     "bamba", "cohere2", "deepseek_v3", "diffllama", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss",
     "granite_swa", "jamba", "lfm2", "llama4_text", "longcat_flash", "nanochat", "qwen3_moe", "qwen3_next", "bloom", "mamba",
@@ -59,7 +68,8 @@ def float64_everywhere(float64_oracle):
 
 
 def errors(name, modes=MODES, chunk_sizes=CHUNK_SIZES, once=False, **changes):
-    """The worst error of the gradients and of the loss over modes and chunk sizes; and the last patched model.
+    """The worst error of the gradients and of the loss over modes and chunk sizes; and the last
+    patched model.
 
     once: each mode with one chunk size, in turn, and a model is patched once for each of them.
     """
@@ -72,9 +82,13 @@ def errors(name, modes=MODES, chunk_sizes=CHUNK_SIZES, once=False, **changes):
         for mode in list(batches)[number :: len(chunk_sizes)] if once else batches:
             # Unpatched, states go on from one document to the next.
             if not once or mode == list(batches)[number]:
-                streambp.patch(ours, streambp.StreamConfig(chunk_size=chunk_size, documents="as_given"))
+                streambp.patch(
+                    ours, streambp.StreamConfig(chunk_size=chunk_size, documents="as_given")
+                )
             loss, found = gradients(ours, **batches[mode])
-            worst_loss = max(worst_loss, float(abs(loss - expected[mode][0]) / abs(expected[mode][0])))
+            worst_loss = max(
+                worst_loss, float(abs(loss - expected[mode][0]) / abs(expected[mode][0]))
+            )
             worst_gradient = max(worst_gradient, worst_error(found, expected[mode][1]))
     return worst_gradient, worst_loss, ours
 
@@ -87,13 +101,17 @@ def check(name, **changes):
     except UnsupportedModelError:
         if STATES_IN_CHUNKS:
             raise
-        pytest.skip("before transformers 5.15 layers that do nothing but hand on states cannot be streamed")
+        pytest.skip(
+            "before transformers 5.15 layers that do nothing but hand on states cannot be streamed"
+        )
     assert worst_loss <= 1e-12
     assert worst_gradient <= 1e-10
     whole = {layer.reason for layer in streambp.describe(ours).layers if layer.path != "streams"}
     if not STATES_IN_CHUNKS:  # layers with states are exact there, but whole
         known = ("it mixes tokens outside of its attention", "its forward does not work on chunks")
-        whole = {reason for reason in whole if name in WHOLE or not any(told in reason for told in known)}
+        whole = {
+            reason for reason in whole if name in WHOLE or not any(told in reason for told in known)
+        }
     if name in INDEXED and not INDEXERS_IN_CHUNKS:
         whole = set()
     assert len(whole) == (name in WHOLE)
@@ -104,28 +122,41 @@ def check(name, **changes):
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample_is_exact(name):
-    """Padding on the left and documents in a row: what the other modes ask of a layer is a part of that."""
+    """Padding on the left and documents in a row: what the other modes ask of a layer is a part of
+    that."""
     check(name, modes=("left-padded", "packed"), once=True)
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "qwen3"])
 def test_a_step_that_leaves_the_cache_to_the_config(name):
-    """As in a plain loop: the unpatched model makes a cache then, which is not to change what it computes."""
+    """As in a plain loop: the unpatched model makes a cache then, which is not to change what it
+    computes."""
     stock, batch = zoo.build(name), make_batch("plain")
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
     assert stock.config.use_cache
     loss = stock(**batch).loss
     loss.backward()
-    expected = {key: parameter.grad for key, parameter in stock.named_parameters() if parameter.grad is not None}
+    expected = {
+        key: parameter.grad
+        for key, parameter in stock.named_parameters()
+        if parameter.grad is not None
+    }
     if abs(loss - stock(**batch, use_cache=False).loss) > 1e-9:
         assert SHARES_THROUGH_CACHE
         for call in (ours, ours.model):
             with pytest.raises(UnsupportedModelError, match=r"Install transformers 5\.6 or newer"):
                 call(**(batch if call is ours else {"input_ids": batch["input_ids"]}))
-        assert ours.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape[1] > batch["input_ids"].shape[1]
+        assert (
+            ours.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape[1]
+            > batch["input_ids"].shape[1]
+        )
         return
     ours(**batch).loss.backward()
-    found = {key: parameter.grad for key, parameter in ours.named_parameters() if parameter.grad is not None}
+    found = {
+        key: parameter.grad
+        for key, parameter in ours.named_parameters()
+        if parameter.grad is not None
+    }
     assert worst_error(found, expected) <= 1e-10
 
 
@@ -141,13 +172,15 @@ class Sharing(torch.nn.Module):
 
 
 def test_keys_that_are_shared_in_a_cache_alone(monkeypatch):
-    """Calls that would have one unpatched are refused; one that says it wants none is as unpatched without."""
+    """Calls that would have one unpatched are refused; one that says it wants none is as unpatched
+    without."""
     assert [shares_through_cache(Sharing(shared)) for shared in (2, 0)] == [True, False]
     assert shares_through_cache(zoo.build("gemma3n_text").model) == SHARES_THROUGH_CACHE
     batch = make_batch("plain")
     monkeypatch.setattr(patching, "shares_through_cache", lambda backbone: True)
     ours, lazy = (
-        streambp.patch(zoo.build("qwen3"), streambp.StreamConfig(chunk_size=5, lazy_logits=lazy)) for lazy in (False, True)
+        streambp.patch(zoo.build("qwen3"), streambp.StreamConfig(chunk_size=5, lazy_logits=lazy))
+        for lazy in (False, True)
     )
     with pytest.raises(UnsupportedModelError, match="hands keys and values from one layer"):
         ours(**batch)
@@ -197,7 +230,8 @@ FEW = {"falcon_h1": 2, "zamba2": 3, "zaya": 5, "jamba": 3, "qwen3": 2}
     ],
 )
 def test_few_tokens(name, length):
-    """Fewer than the first call usually tries: layers that attend and mix tokens elsewhere as well are found out."""
+    """Fewer than the first call usually tries: layers that attend and mix tokens elsewhere as well
+    are found out."""
     stock = zoo.build(name)
     batch = make_batch("plain", length=length)
     expected_loss, expected = gradients(stock, **batch)
@@ -234,7 +268,8 @@ def test_convolution_inside_a_layer_is_found():
     ],
 )
 def test_router_loss(name, mode):
-    """The load-balancing loss counts tokens of all chunks; its gradient reaches every layer's router."""
+    """The load-balancing loss counts tokens of all chunks; its gradient reaches every layer's
+    router."""
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
     stock = zoo.build(name, **changes)
     without = gradients(stock, **make_batch(mode), output_router_logits=False)[0]
@@ -243,7 +278,8 @@ def test_router_loss(name, mode):
 
 
 def test_experts_that_no_token_hits_have_no_gradient():
-    """Eight experts for two tokens, one chunk each: as in the unpatched model, most get zeros, and the same ones."""
+    """Eight experts for two tokens, one chunk each: as in the unpatched model, most get zeros, and
+    the same ones."""
     stock = zoo.build("mixtral", num_local_experts=8, num_experts=8, num_experts_per_tok=1)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=1))
     batch = make_batch("plain", length=2, rows=1)
@@ -256,7 +292,11 @@ def test_experts_that_no_token_hits_have_no_gradient():
     assert torch.equal(found[name].flatten(1).norm(dim=1) > 0, hit)
 
 
-CACHED = {"alibi in the mask": {"alibi": True}, "alibi beside the mask": {"alibi": True, "attn": "eager"}, "rotary": {}}
+CACHED = {
+    "alibi in the mask": {"alibi": True},
+    "alibi beside the mask": {"alibi": True, "attn": "eager"},
+    "rotary": {},
+}
 
 
 @pytest.mark.parametrize("setting", CACHED)
@@ -266,11 +306,15 @@ def test_attention_over_what_a_cache_returns(setting):
     stock = zoo.build("falcon", **changes)
     stock.config._attn_implementation = attention
     for saves, offload in (((), "none"), (("attn_out", "kv"), "cpu")):
-        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, saves=saves, offload=offload))
+        ours = streambp.patch(
+            copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, saves=saves, offload=offload)
+        )
         assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
         assert "[T, T] mask" in str(streambp.describe(ours))
         for mode in MODES:
-            (expected_loss, expected), (loss, found) = (gradients(model, **make_batch(mode)) for model in (stock, ours))
+            (expected_loss, expected), (loss, found) = (
+                gradients(model, **make_batch(mode)) for model in (stock, ours)
+            )
             assert abs(loss - expected_loss) <= 1e-12
             assert worst_error(found, expected) <= 1e-10
 
@@ -280,7 +324,9 @@ def test_cached_attention_needs_a_mask_that_is_causal_at_chunk_ends():
     for given in (mask, mask == 0, mask != 0):  # MPT's say what is not read
         assert cached.own_mask(given, 7).barriers == ()
         assert torch.equal(cached.own_mask(given, 7).read(0, 7, 0, 7), mask == 0)
-        assert "does not show" in cached.own_mask(torch.full_like(given, fill_value=True, dtype=torch.bool), 7)
+        assert "does not show" in cached.own_mask(
+            torch.full_like(given, fill_value=True, dtype=torch.bool), 7
+        )
     mask[1, :, 1, 3] = 0
     assert cached.own_mask(mask, 7).barriers == (Barrier(2, 3),)
     assert "not causal" in cached.own_mask(mask == 0, 7)
@@ -290,8 +336,11 @@ def test_cached_attention_needs_a_mask_that_is_causal_at_chunk_ends():
 
 @pytest.mark.full
 def test_llama4_beyond_its_position_step():
-    """Its layers without rotary positions scale queries by a step function of the position that moves at 8,192 tokens."""
-    stock = zoo.build("llama4_text", hidden_size=16, intermediate_size=16, intermediate_size_mlp=16, head_dim=4)
+    """Its layers without rotary positions scale queries by a step function of the position that
+    moves at 8,192 tokens."""
+    stock = zoo.build(
+        "llama4_text", hidden_size=16, intermediate_size=16, intermediate_size_mlp=16, head_dim=4
+    )
     assert any(not layer.self_attn.use_rope for layer in stock.model.layers)
     batch = make_batch("plain", length=8192 + 700, rows=1)
     expected_loss, expected = gradients(stock, **batch)
@@ -304,6 +353,8 @@ def test_llama4_beyond_its_position_step():
 @pytest.mark.full
 def test_llama4_counts_positions_from_the_start_of_the_sequence():
     """The same at a size that is cheap: the step moves every 4 tokens."""
-    worst, _, ours = errors("llama4_text", modes=["left-padded", "packed"], once=True, floor_scale=4)
+    worst, _, ours = errors(
+        "llama4_text", modes=["left-padded", "packed"], once=True, floor_scale=4
+    )
     assert worst <= 1e-10
     assert any(not layer.self_attn.use_rope for layer in ours.model.layers)

@@ -1,4 +1,5 @@
-"""Forwards that other libraries wrote: nothing is deferred below them, whoever came first (`streambp/foreign.py`).
+"""Forwards that other libraries wrote: nothing is deferred below them, whoever came first
+(`streambp/foreign.py`).
 
 covers: foreign.py
 """
@@ -27,7 +28,8 @@ CONFIG = streambp.StreamConfig(chunk_size=5)
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """Cross-entropy of hidden [N, h] and weight [V, h] with gradients of its own, as fused kernels compute it."""
+    """Cross-entropy of hidden [N, h] and weight [V, h] with gradients of its own, as fused kernels
+    compute it."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels):
@@ -47,7 +49,9 @@ def fused_forward(self, input_ids=None, labels=None, **kwargs):
     if labels is None:
         return CausalLMOutput(logits=self.lm_head(hidden))
     shifted = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-    return CausalLMOutput(loss=FusedLinearLoss.apply(shifted, self.lm_head.weight, labels[:, 1:].reshape(-1)))
+    return CausalLMOutput(
+        loss=FusedLinearLoss.apply(shifted, self.lm_head.weight, labels[:, 1:].reshape(-1))
+    )
 
 
 def wrapped(forward):
@@ -61,7 +65,8 @@ def wrapped(forward):
 
 
 def check(how, monkeypatch):
-    """Gradients with a fused loss on the class, on the instance before `patch`, or on it afterwards."""
+    """Gradients with a fused loss on the class, on the instance before `patch`, or on it
+    afterwards."""
     stock = build("qwen3", torch.float64)
     batch = make_batch("plain")
     _, expected = gradients(stock, **batch)
@@ -88,7 +93,9 @@ def check(how, monkeypatch):
 
 
 @pytest.mark.usefixtures("float64_oracle")
-@pytest.mark.parametrize("how", ["class", "class after a step", "class under another name", "instance", "afterwards"])
+@pytest.mark.parametrize(
+    "how", ["class", "class after a step", "class under another name", "instance", "afterwards"]
+)
 def test_every_parameter_gets_its_gradient(how, monkeypatch, attended_chunks):
     ours = check(how, monkeypatch)
     assert 5 in attended_chunks
@@ -109,7 +116,10 @@ def test_mutant_a_class_is_asked_once_and_for_all(monkeypatch):
 def test_per_token_values_are_refused(monkeypatch):
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused_forward)
     ours = streambp.patch(build("qwen3"), CONFIG)
-    with pytest.raises(streambp.StreamBPError, match=r"fused_forward stands in place of the forward of Qwen3ForCausalLM"):
+    with pytest.raises(
+        streambp.StreamBPError,
+        match=r"fused_forward stands in place of the forward of Qwen3ForCausalLM",
+    ):
         ours(**make_batch("plain"), output_log_probs=True, use_cache=False)
 
 
@@ -128,7 +138,9 @@ def test_a_users_own_subclass_is_not_foreign(monkeypatch):
     batch = make_batch("plain")
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
     assert streambp.describe(ours).head == "blockwise loss, no logits"
-    fused = types.FunctionType(fused_forward.__code__, {**globals(), "__name__": "fused_kernels.qwen3"})
+    fused = types.FunctionType(
+        fused_forward.__code__, {**globals(), "__name__": "fused_kernels.qwen3"}
+    )
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused)  # what the subclass calls
     assert foreign_forward(OwnForward) == "fused_kernels.qwen3.fused_forward"
 

@@ -1,7 +1,8 @@
-"""`kernels="liger"`: Liger's kernels on one model's norms and MLPs, and taken off again. [Note: fused layers]
+"""`kernels="liger"`: Liger's kernels on one model's norms and MLPs, and taken off again. [Note:
+fused layers]
 
-With a stand-in for Liger (`tests/liger_stand_in.py`). Where Liger is installed its own functions and kernels are tried too,
-in Triton's interpreter.
+With a stand-in for Liger (`tests/liger_stand_in.py`). Where Liger is installed its own functions
+and kernels are tried too, in Triton's interpreter.
 
 covers: config.py, model/fused_layers.py, model/patching.py
 """
@@ -54,7 +55,8 @@ def liger(monkeypatch):
 
 
 def refused(family, kernels, saves):
-    """Llama's rotation writes over the products that are to be saved; norms come between in the others."""
+    """Llama's rotation writes over the products that are to be saved; norms come between in the
+    others."""
     return family == "llama" and saves == ("*",) and "rope" in APPLIED.get(kernels, ())
 
 
@@ -69,7 +71,9 @@ def error(liger, family, kernels, saves, offload):
             liger(model, APPLIED[kernels])
     expected_loss, expected = gradients(stock, **batch)
     by = "liger" if kernels == "liger" else "own"
-    streambp.patch(ours, streambp.StreamConfig(chunk_size=7, saves=saves, offload=offload, kernels=by))
+    streambp.patch(
+        ours, streambp.StreamConfig(chunk_size=7, saves=saves, offload=offload, kernels=by)
+    )
     if offload == "auto":
         manager_of(ours)._given_engine = Injected()  # on a link that carries everything
     for _ in range(3 if "auto" in (saves, offload) else 1):
@@ -89,11 +93,18 @@ THIN = {
 @needs_states
 @pytest.mark.parametrize(
     ("family", "kernels", "saves", "offload"),
-    thinned(itertools.product(FAMILIES, ("liger", *APPLIED), SAVES, OFFLOAD), lambda *case: case in THIN),
+    thinned(
+        itertools.product(FAMILIES, ("liger", *APPLIED), SAVES, OFFLOAD), lambda *case: case in THIN
+    ),
 )
-def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(family, kernels, saves, offload, liger):
+def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
+    family, kernels, saves, offload, liger
+):
     if refused(family, kernels, saves):
-        with pytest.raises(UnsupportedModelError, match=r"outputs of self_attn\.q_proj and self_attn\.k_proj are changed"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"outputs of self_attn\.q_proj and self_attn\.k_proj are changed",
+        ):
             error(liger, family, kernels, saves, offload)
         return
     off, ours = error(liger, family, kernels, saves, offload)
@@ -107,9 +118,24 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(family
 
 
 MUTANTS = {
-    "refill not tried": (trials, "_refillable", lambda found, *_: found, ("qwen3", "liger", (), "none")),
-    "products not looked at": (trials, "_writes", lambda *_: Overwritten(), ("llama", "rotation", ("*",), "none")),
-    "kernels not put on": (chosen_kernels, "put_on", lambda model: fused_layers.Fused(), ("qwen3", "liger", (), "none")),
+    "refill not tried": (
+        trials,
+        "_refillable",
+        lambda found, *_: found,
+        ("qwen3", "liger", (), "none"),
+    ),
+    "products not looked at": (
+        trials,
+        "_writes",
+        lambda *_: Overwritten(),
+        ("llama", "rotation", ("*",), "none"),
+    ),
+    "kernels not put on": (
+        chosen_kernels,
+        "put_on",
+        lambda model: fused_layers.Fused(),
+        ("qwen3", "liger", (), "none"),
+    ),
 }
 
 
@@ -121,14 +147,19 @@ def test_mutants_are_seen(name, liger, monkeypatch):
         notes = streambp.describe(error(liger, *case)[1]).notes
         assert not any("Liger" in note for note in notes)
     else:
-        with pytest.raises((AssertionError, BackwardError)):  # the latter: the witness sees it first
+        with pytest.raises(
+            (AssertionError, BackwardError)
+        ):  # the latter: the witness sees it first
             assert error(liger, *case)[0] <= 1e-3
 
 
 def names_of(family):
     model = built(family)
     modeling = sys.modules[type(model).__module__]
-    return {**vars(modeling), **{f"{type(m).__name__}.{n}": v for m in model.modules() for n, v in vars(type(m)).items()}}
+    return {
+        **vars(modeling),
+        **{f"{type(m).__name__}.{n}": v for m in model.modules() for n, v in vars(type(m)).items()},
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,7 +170,9 @@ def test_nothing_is_left_after_unpatch_and_no_other_model_changes(family, liger)
     streambp.patch(model, LIGER)
     assert any("Liger" in note for note in streambp.describe(model).notes)
     assert names_of(family) == names
-    assert all(torch.equal(g, expected_other[name]) for name, g in gradients(other, **batch)[1].items())
+    assert all(
+        torch.equal(g, expected_other[name]) for name, g in gradients(other, **batch)[1].items()
+    )
     gradients(model, **batch)
     streambp.unpatch(model)
     assert own(model) == before
@@ -192,7 +225,9 @@ def test_adapters_inside(liger):
     models, batch = [], make_batch("plain")
     for _ in range(2):
         seed_torch()
-        settings = peft.LoraConfig(r=4, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)
+        settings = peft.LoraConfig(
+            r=4, lora_alpha=1, target_modules="all-linear", init_lora_weights=False
+        )
         models.append(peft.get_peft_model(build("qwen3"), settings))
     stock, ours = models
     causal = stock.base_model.model
@@ -205,7 +240,9 @@ def test_adapters_inside(liger):
 
 def in_float32(self, x):
     """A norm that multiplies by its weight before it rounds."""
-    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon)
+    normed = x.float() * torch.rsqrt(
+        x.float().square().mean(-1, keepdim=True) + self.variance_epsilon
+    )
     return (self.weight * normed).to(x.dtype)
 
 
@@ -233,7 +270,8 @@ class TestWhatLigerComputesOtherwise:
         assert fused_layers.fused_modules(model.model.layers[0]) == {"liger_kernel": ["mlp"]}
 
     def test_a_block_without_an_activation(self, liger):
-        """As a mixture's under a dense model's type: Liger's forward reads products that it does not have."""
+        """As a mixture's under a dense model's type: Liger's forward reads products that it does
+        not have."""
         model = build("llama")
         for layer in model.model.layers:
             layer.mlp = RoutedMLP(layer.mlp)
@@ -246,7 +284,9 @@ class TestWhatLigerComputesOtherwise:
         model = build("llama", hidden_act="gelu")
         monkeypatch.setattr(type(model.model.norm), "forward", in_float32)
         before = own(model)
-        with pytest.raises(ConfigError, match=r"it computes otherwise than LlamaMLP, LlamaRMSNorm\. Leave"):
+        with pytest.raises(
+            ConfigError, match=r"it computes otherwise than LlamaMLP, LlamaRMSNorm\. Leave"
+        ):
             streambp.patch(model, LIGER)
         assert own(model) == before
 
@@ -273,9 +313,21 @@ def fails(model, **_):
             torch.float32,
             "does not know 'qwen3'. It knows gemma3_text, llama, qwen3_5",
         ),
-        (lambda table: table.update(qwen3=fails), torch.float32, "could not be applied to this Qwen3.*TypeError: injected"),
-        (lambda table: table.update(qwen3=lambda model: None), torch.float32, "it changes nothing of a model"),
-        (lambda table: None, torch.float64, "computes in float32 or less, and model.embed_tokens.weight is in float64"),
+        (
+            lambda table: table.update(qwen3=fails),
+            torch.float32,
+            "could not be applied to this Qwen3.*TypeError: injected",
+        ),
+        (
+            lambda table: table.update(qwen3=lambda model: None),
+            torch.float32,
+            "it changes nothing of a model",
+        ),
+        (
+            lambda table: None,
+            torch.float64,
+            "computes in float32 or less, and model.embed_tokens.weight is in float64",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_the_model_as_it_was(change, dtype, said, liger):
@@ -291,7 +343,8 @@ def test_without_liger(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     monkeypatch.setitem(sys.modules, PATCHES, None)
     with pytest.raises(
-        streambp.StreamBPError, match=r"liger_kernel is not installed. Install it: pip install 'streambp.liger.'"
+        streambp.StreamBPError,
+        match=r"liger_kernel is not installed. Install it: pip install 'streambp.liger.'",
     ):
         streambp.patch(build("qwen3"), LIGER)
     with pytest.raises(ConfigError, match="kernels is 'triton'; it must be one of"):

@@ -45,7 +45,16 @@ class Plain:
 
 def test_counts_by_hand():
     expected = Counts(
-        files=1, lines=32, code=13, functions=3, tiny=2, classes=2, protocols=1, notes=1, commented=2, longest=8
+        files=1,
+        lines=32,
+        code=13,
+        functions=3,
+        tiny=2,
+        classes=2,
+        protocols=1,
+        notes=1,
+        commented=2,
+        longest=8,
     )
     assert counts_of(SOURCE) == expected
     assert expected.comments == round(1000 * 2 / 13)
@@ -66,7 +75,8 @@ def test_a_table_shows_what_differs():
 
 
 def test_protocols_are_few():
-    """One for several implementations, or between modules that would import each other. A single one names its class."""
+    """One for several implementations, or between modules that would import each other. A single
+    one names its class."""
     sources = (path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
     assert sum(counts_of(source).protocols for source in sources if "Protocol" in source) <= 5
 

@@ -1,4 +1,5 @@
-"""The folders are the architecture: which may import which stands in one table (DESIGN.md section 7)."""
+"""The folders are the architecture: which may import which stands in one table (DESIGN.md section
+7)."""
 
 from __future__ import annotations
 
@@ -110,18 +111,26 @@ def test_the_table_is_as_short_as_it_can_be():
 def modules_under(root):
     """Path of every module of the project's trees, by its dotted name from `root`."""
     paths = [path for tree in TREES for path in (root / tree).rglob("*.py")]
-    return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
 
 
 def imports_of(name, path, modules):
-    """The modules of the project that one imports, wherever the statement stands. A script's neighbours have bare names."""
+    """The modules of the project that one imports, wherever the statement stands. A script's
+    neighbours have bare names."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     asked = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             asked |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
-            above = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
+            above = (
+                ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level])
+                if node.level
+                else ""
+            )
             source = ".".join(part for part in (above, node.module) if part)
             members = {f"{source}.{alias.name}" for alias in node.names}
             asked |= {found for found in members if found in modules} or {source}
@@ -132,7 +141,9 @@ def cycle(root):
     """Modules that import each other, the first one again at the end; [] where there are none."""
     modules = modules_under(root)
     try:
-        graphlib.TopologicalSorter({n: imports_of(n, path, modules) for n, path in modules.items()}).prepare()
+        graphlib.TopologicalSorter(
+            {n: imports_of(n, path, modules) for n, path in modules.items()}
+        ).prepare()
     except graphlib.CycleError as error:
         return error.args[1]
     return []
@@ -153,7 +164,12 @@ def test_no_modules_import_each_other():
 )
 def test_a_circle_of_imports_is_found(first, second, tmp_path):
     (tmp_path / "paper_repro").mkdir()
-    for name, text in (("__init__", ""), ("a", first), ("b", second), ("c", "from paper_repro.a import run")):
+    for name, text in (
+        ("__init__", ""),
+        ("a", first),
+        ("b", second),
+        ("c", "from paper_repro.a import run"),
+    ):
         (tmp_path / "paper_repro" / f"{name}.py").write_text(text)
     assert set(cycle(tmp_path)) == {"paper_repro.a", "paper_repro.b"}
     (tmp_path / "paper_repro" / "b.py").write_text("import ast, torch")

@@ -1,4 +1,5 @@
-"""A decoder layer's own forward on the instance is part of what the layer computes, whoever comes first.
+"""A decoder layer's own forward on the instance is part of what the layer computes, whoever comes
+first.
 
 covers: foreign.py, instance_forward.py
 """
@@ -70,14 +71,21 @@ KINDS = (closure, wrapped, bound, partial)
 @pytest.mark.parametrize(
     ("kind", "order", "family"),
     [
-        pytest.param(kind, order, family, marks=() if f == 0 or number % 4 == 2 * after + f - 1 else pytest.mark.full)
+        pytest.param(
+            kind,
+            order,
+            family,
+            marks=() if f == 0 or number % 4 == 2 * after + f - 1 else pytest.mark.full,
+        )
         for number, kind in enumerate(KINDS)
         for after, order in enumerate(["before", "after"])
         for f, family in enumerate(["qwen3", "gptj", "lfm2"])
     ],
 )
 def test_a_forward_on_the_instance_is_computed_in_chunks(kind, order, family):
-    make = (lambda: build(family, torch.float64)) if family == "qwen3" else lambda: zoo.build(family)
+    make = (
+        (lambda: build(family, torch.float64)) if family == "qwen3" else lambda: zoo.build(family)
+    )
     batch = make_batch("left-padded")
     _, expected = gradients(replaced(make(), kind), **batch)
     if order == "before":
@@ -95,7 +103,9 @@ def test_a_forward_on_the_instance_is_computed_in_chunks(kind, order, family):
 def test_a_forward_on_the_instance_of_a_layer_that_runs_whole():
     def shifts(layer):
         own = layer.forward
-        return lambda hidden_states, **kwargs: own(hidden_states + torch.roll(hidden_states, 1, 1), **kwargs)
+        return lambda hidden_states, **kwargs: own(
+            hidden_states + torch.roll(hidden_states, 1, 1), **kwargs
+        )
 
     batch = make_batch("plain")
     _, expected = gradients(replaced(build("qwen3", torch.float64), shifts), **batch)
@@ -105,7 +115,8 @@ def test_a_forward_on_the_instance_of_a_layer_that_runs_whole():
 
 
 def test_a_copy_runs_its_own_layers():
-    """A bound method is bound to the copy's layer; a closure would hold the original's, unpatched as well."""
+    """A bound method is bound to the copy's layer; a closure would hold the original's, unpatched
+    as well."""
     ours = streambp.patch(replaced(build("qwen3", torch.float64), bound), CONFIG)
     other = copy.deepcopy(ours)
     with torch.no_grad():
@@ -128,5 +139,7 @@ def test_a_compiled_forward_stays_eager():
     ours = streambp.patch(model, CONFIG)
     assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
     around = wrapped(streambp.unpatch(ours).model.layers[1])
-    assert hasattr(around, "_torchdynamo_orig_callable")  # copied by functools.wraps: it is the forward inside
+    assert hasattr(
+        around, "_torchdynamo_orig_callable"
+    )  # copied by functools.wraps: it is the forward inside
     assert foreign.eager(around) is around

@@ -1,8 +1,10 @@
-"""Fused kernels by family and setting: a covering design, in which each two values of two settings stand in some row.
+"""Fused kernels by family and setting: a covering design, in which each two values of two settings
+stand in some row.
 
-Liger's are a stand-in's (`tests/liger_stand_in.py`), which computes the norms and MLPs that it knows; compiled regions are
-made by aot_eager and by inductor. In float32 gradients are the unpatched model's, with the same kernels where they are
-Liger's; under bfloat16's autocast our error is at most 1.05 times that of the unpatched model.
+Liger's are a stand-in's (`tests/liger_stand_in.py`), which computes the norms and MLPs that it
+knows; compiled regions are made by aot_eager and by inductor. In float32 gradients are the
+unpatched model's, with the same kernels where they are Liger's; under bfloat16's autocast our error
+is at most 1.05 times that of the unpatched model.
 
 covers: model/chosen_kernels.py, model/compiled_regions.py, model/fused_layers.py, layer/products.py
 """
@@ -30,7 +32,13 @@ from tests.versions import needs_states
 
 BAR = 1e-6  # of the whole gradient, in float32
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3")
-OTHERS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "qwen3_moe", "gpt_oss")  # two hybrids, one with a mixture; sinks
+OTHERS = (
+    "qwen3_5_text",
+    "lfm2",
+    "granitemoehybrid",
+    "qwen3_moe",
+    "gpt_oss",
+)  # two hybrids, one with a mixture; sinks
 FACTORS = (
     (*DENSE, *OTHERS),
     ("liger", "aot_eager", "inductor"),
@@ -42,11 +50,18 @@ FACTORS = (
 
 
 def covering(factors):
-    """Rows in which each two values of two factors stand together, the one that adds most after the other."""
+    """Rows in which each two values of two factors stand together, the one that adds most after the
+    other."""
     wanted = {
-        ((i, a), (j, b)) for i, j in itertools.combinations(range(len(factors)), 2) for a in factors[i] for b in factors[j]
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(factors)), 2)
+        for a in factors[i]
+        for b in factors[j]
     }
-    pairs = {row: frozenset(itertools.combinations(enumerate(row), 2)) for row in itertools.product(*factors)}
+    pairs = {
+        row: frozenset(itertools.combinations(enumerate(row), 2))
+        for row in itertools.product(*factors)
+    }
     rows = []
     while wanted:
         rows.append(max(pairs, key=lambda row: len(pairs[row] & wanted)))
@@ -56,7 +71,8 @@ def covering(factors):
 
 ROWS = covering(FACTORS)
 FAST = {
-    next(row for row in ROWS if row[1] == by and row[5] == "float32" and row[0] in DENSE) for by in ("liger", "aot_eager")
+    next(row for row in ROWS if row[1] == by and row[5] == "float32" and row[0] in DENSE)
+    for by in ("liger", "aot_eager")
 }
 
 
@@ -74,8 +90,14 @@ def kernels(monkeypatch):
     apply, table = package._apply_liger_kernel_to_instance, getattr(package, LIGERS_TABLE)
 
     def known(model, **wanted):
-        gated = all(hasattr(m, "gate_proj") for m in model.modules() if type(m).__name__.endswith("MLP"))
-        apply(model=model, swiglu=gated, **{name: value for name, value in wanted.items() if name != "swiglu"})
+        gated = all(
+            hasattr(m, "gate_proj") for m in model.modules() if type(m).__name__.endswith("MLP")
+        )
+        apply(
+            model=model,
+            swiglu=gated,
+            **{name: value for name, value in wanted.items() if name != "swiglu"},
+        )
 
     table.update((KINDS.get(name, name), known) for name in FACTORS[0])
     monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cpu"))
@@ -95,23 +117,33 @@ def built(family, training="full", seed=0):
         return model
     peft = pytest.importorskip("peft", reason="peft is not installed")
     seed_torch(seed)
-    settings = peft.LoraConfig(r=4, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=1, target_modules="all-linear", init_lora_weights=False
+    )
     return peft.get_peft_model(model, settings)
 
 
 def with_kernels(model, config):
-    """An unpatched model: with Liger's kernels where ours has them; compiled regions compute what it does."""
+    """An unpatched model: with Liger's kernels where ours has them; compiled regions compute what
+    it does."""
     if config.kernels == "auto":
         chosen_kernels.choose_kernels(model, config)
     return model
 
 
 @needs_states
-@pytest.mark.parametrize(("family", "by", "saves", "offload", "training", "dtype"), thinned(ROWS, lambda *row: row in FAST))
+@pytest.mark.parametrize(
+    ("family", "by", "saves", "offload", "training", "dtype"),
+    thinned(ROWS, lambda *row: row in FAST),
+)
 def test_covering_design(family, by, saves, offload, training, dtype, monkeypatch):
     monkeypatch.setattr(compiled_regions, "BACKEND", by)
     config = streambp.StreamConfig(
-        chunk_size=7, saves=saves, offload=offload, kernels="auto" if by == "liger" else "compiled", unpatched_runs=False
+        chunk_size=7,
+        saves=saves,
+        offload=offload,
+        kernels="auto" if by == "liger" else "compiled",
+        unpatched_runs=False,
     )
     stock, ours = built(family, training), built(family, training)
     truth, batch = copy.deepcopy(stock), make_batch("left-padded")
@@ -131,12 +163,17 @@ def test_covering_design(family, by, saves, offload, training, dtype, monkeypatc
 
 
 def errors(truth, stock, ours, family, training, batch):
-    """Under autocast: ours and the unpatched model's, with one set of random weights after the other."""
+    """Under autocast: ours and the unpatched model's, with one set of random weights after the
+    other."""
     for seed in itertools.count():
         weights = built(family, training, seed).state_dict()
         found = []
         for model in (truth, stock, ours):
             model.load_state_dict(weights)
-            with contextlib.nullcontext() if model is truth else torch.autocast("cpu", torch.bfloat16):
+            with (
+                contextlib.nullcontext()
+                if model is truth
+                else torch.autocast("cpu", torch.bfloat16)
+            ):
                 found.append(gradients(model, **batch)[1])
         yield relative_l2(found[2], found[0]), relative_l2(found[1], found[0])

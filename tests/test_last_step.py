@@ -1,6 +1,8 @@
-"""What a step did, told thrice: by `describe`, by a line of the log, by a Trainer's logs. Each text stands here in full.
+"""What a step did, told thrice: by `describe`, by a line of the log, by a Trainer's logs. Each text
+stands here in full.
 
-covers: integrations/__init__.py, launch/logs.py, model/describe.py, model/last_step.py, model/record.py, model/steps.py
+covers: integrations/__init__.py, launch/logs.py, model/describe.py, model/last_step.py,
+model/record.py, model/steps.py
 """
 
 from __future__ import annotations
@@ -52,12 +54,18 @@ def machine(monkeypatch):
 @pytest.fixture
 def lines(caplog):
     caplog.set_level(logging.INFO, logger="streambp")
-    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("streambp") and r.levelno == logging.INFO]
+    return lambda: [
+        r.getMessage()
+        for r in caplog.records
+        if r.name.startswith("streambp") and r.levelno == logging.INFO
+    ]
 
 
 def patched(model=None, **settings):
     model = build("llama") if model is None else model
-    return streambp.patch(model, streambp.StreamConfig(**{"chunk_size": 5, "rows": "as_given", **settings}))
+    return streambp.patch(
+        model, streambp.StreamConfig(**{"chunk_size": 5, "rows": "as_given", **settings})
+    )
 
 
 def fields(model, callback=None):
@@ -81,13 +89,27 @@ def numbers(**others):
 UNTOUCHED = "as the unpatched model"
 LINES = {  # by what the sentence says of a step: what lines must say, and may not
     "streamed": ({"layers": "streams"}, (UNTOUCHED, "ran unpatched", "checkpoints", NOT_TRIED)),
-    "kept its graph": ({"layers": "streams", "saves": "the graph"}, (UNTOUCHED, "ran unpatched", "checkpoints")),
+    "kept its graph": (
+        {"layers": "streams", "saves": "the graph"},
+        (UNTOUCHED, "ran unpatched", "checkpoints"),
+    ),
     "ran unpatched": (
-        {"layers": "ran unpatched", "saves": UNTOUCHED, "head": UNTOUCHED, "attention": "the model's own"},
+        {
+            "layers": "ran unpatched",
+            "saves": UNTOUCHED,
+            "head": UNTOUCHED,
+            "attention": "the model's own",
+        },
         ("streams: ", "blockwise", "checkpoints", "nothing ("),
     ),
-    "ran whole": ({"layers": "checkpoints", "saves": "nothing"}, ("streams: ", UNTOUCHED, "of 2 layers (")),
-    NOT_TRIED: ({"layers": NOT_TRIED, "saves": NOT_TRIED, "head": "no call yet"}, ("streams: ", "ran ", "(GiB")),
+    "ran whole": (
+        {"layers": "checkpoints", "saves": "nothing"},
+        ("streams: ", UNTOUCHED, "of 2 layers ("),
+    ),
+    NOT_TRIED: (
+        {"layers": NOT_TRIED, "saves": NOT_TRIED, "head": "no call yet"},
+        ("streams: ", "ran ", "(GiB"),
+    ),
 }
 
 
@@ -98,14 +120,23 @@ def contradictions(described):
     words, excluded = LINES[way]
     text = "\n".join(rest).replace("\n" + " " * 12, "; ")
     lines = {line.partition(" ")[0]: line.partition(" ")[2].strip() for line in text.splitlines()}
-    excluded = tuple(word for word in excluded if not (word == "checkpoints" and "layers ran whole" in first))
+    excluded = tuple(
+        word for word in excluded if not (word == "checkpoints" and "layers ran whole" in first)
+    )
     found = [name for name, word in words.items() if word not in lines[name]]
     found += [line for line in lines.values() if any(word in line for word in excluded)]
     alone = "layer inputs alone" in first
-    found += ["saves"] if way == "streamed" and alone != lines["saves"].startswith("nothing") else []
+    found += (
+        ["saves"] if way == "streamed" and alone != lines["saves"].startswith("nothing") else []
+    )
     found += ["let go"] if ("let go" in first) != ("let go" in lines["saves"]) else []
-    chunks, size = re.search(r"chunks of (\d[\d,]*)\b", first), lines["chunk_size"].partition(" (")[0]
-    cut_otherwise = size != chunks[1] if chunks is not None else size.isdigit() and way == "ran whole"
+    chunks, size = (
+        re.search(r"chunks of (\d[\d,]*)\b", first),
+        lines["chunk_size"].partition(" (")[0],
+    )
+    cut_otherwise = (
+        size != chunks[1] if chunks is not None else size.isdigit() and way == "ran whole"
+    )
     return found + (["chunk_size"] if cut_otherwise else [])
 
 
@@ -153,7 +184,10 @@ offload     nothing leaves the device
 attention   auto; cpu flash in 2 layers
 head        blockwise loss, no logits
 """
-NAMES = "kv, self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj, mlp.gate_proj, mlp.up_proj, attn_out"
+NAMES = (
+    "kv, self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj, mlp.gate_proj, "
+    "mlp.up_proj, attn_out"
+)
 LET_GO = f"""
 last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved 87.7 KiB of 8.0 GiB free, and let go of it: less \
 memory was free than a chunk takes
@@ -228,7 +262,8 @@ def logged(*texts):
 
 
 def test_steps_that_stream(machine, lines):
-    """Two in chunks, one of which saves what fits, and one whose saves are let go of; evaluations are no steps."""
+    """Two in chunks, one of which saves what fits, and one whose saves are let go of; evaluations
+    are no steps."""
     model = patched()
     check(model, UNTRIED, {})
     with torch.no_grad():
@@ -242,15 +277,23 @@ def test_steps_that_stream(machine, lines):
     check(model.train(), LONG, numbers(stream_free_gib=8.0))
     step(model)
     record = streambp.last_step(model)
-    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: setattr(machine, "free", 1000.0))
+    handle = model.model.layers[1].register_forward_pre_hook(
+        lambda *_: setattr(machine, "free", 1000.0)
+    )
     step(model)
     handle.remove()
     check(model, LET_GO, numbers(stream_free_gib=8.0, stream_let_go=1.0))
-    assert (record.number, record.let_go, len(record.saved), record.saved_bytes) == (3, None, 8, 89792)
+    assert (record.number, record.let_go, len(record.saved), record.saved_bytes) == (
+        3,
+        None,
+        8,
+        89792,
+    )
     assert lines() == logged(
         f"1: {CUT} layer inputs alone{HEAD}",
         f"2: {CUT} 87.7 KiB of 8.0 GiB free ({NAMES}){HEAD}",
-        f"4: {CUT} 87.7 KiB of 8.0 GiB free, and let go of it: less memory was free than a chunk takes ({NAMES}){HEAD}",
+        f"4: {CUT} 87.7 KiB of 8.0 GiB free, and let go of it: less memory was free than a chunk "
+        f"takes ({NAMES}){HEAD}",
     )
 
 
@@ -264,17 +307,24 @@ def test_short_steps(machine, lines, monkeypatch):
     callback = StreamCallback()
     for _ in range(3):
         step(model)
-    check(model, UNPATCHED, numbers(stream_chunks=1, stream_chunk_size=LENGTH, stream_free_gib=8.0, stream_unpatched=2 / 3))
+    check(
+        model,
+        UNPATCHED,
+        numbers(
+            stream_chunks=1, stream_chunk_size=LENGTH, stream_free_gib=8.0, stream_unpatched=2 / 3
+        ),
+    )
     assert fields(model, callback)["stream_unpatched"] == pytest.approx(2 / 3)
     assert fields(model, callback) == {}, "a step is told of once"
     step(model)
     assert fields(model, callback)["stream_unpatched"] == 1.0
     assert lines() == logged(
         f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
-        f"2: {ONE}, kept its graph: backward recomputed nothing, the graph took 151.7 KiB of 8.0 GiB free{HEAD}",
+        f"2: {ONE}, kept its graph: backward recomputed nothing, the graph took 151.7 KiB of 8.0 "
+        f"GiB free{HEAD}",
         f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
-        f"2: {ONE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as the unpatched model computes it, from "
-        "logits [B, T, V]: they fit many times over",
+        f"2: {ONE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as the unpatched "
+        "model computes it, from logits [B, T, V]: they fit many times over",
     )
 
 
@@ -284,19 +334,23 @@ def test_layers_that_run_whole(machine, lines, monkeypatch):
     step(patched(model))
     check(model, WHOLE, numbers(stream_chunks=1, stream_chunk_size=LENGTH, stream_whole_layers=2))
     assert streambp.last_step(model).whole == (("model.layers.0", MIXES), ("model.layers.1", MIXES))
-    assert lines() == logged(f"1: 46 tokens (2 rows), ran whole under gradient checkpointing: {MIXES}{HEAD}")
+    assert lines() == logged(
+        f"1: 46 tokens (2 rows), ran whole under gradient checkpointing: {MIXES}{HEAD}"
+    )
 
 
 def test_one_layer_that_runs_whole(machine, lines, monkeypatch):
     model = build("llama")
     mixes, real = model.model.layers[1].mlp, type(model.model.layers[1].mlp).forward
     shift = lambda x: x + 0.5 * torch.roll(x, 1, 1)  # noqa: E731
-    monkeypatch.setattr(type(mixes), "forward", lambda self, x: real(self, shift(x) if self is mixes else x))
+    monkeypatch.setattr(
+        type(mixes), "forward", lambda self, x: real(self, shift(x) if self is mixes else x)
+    )
     step(patched(model))
     check(model, ONE_WHOLE, numbers(stream_whole_layers=1))
     assert lines() == logged(
-        "1: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed, but 1 of 2 layers ran whole under gradient checkpointing: "
-        f"saved layer inputs alone{HEAD}"
+        "1: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed, but 1 of 2 layers ran whole under "
+        f"gradient checkpointing: saved layer inputs alone{HEAD}"
     )
 
 
@@ -314,7 +368,11 @@ def test_one_layer_that_runs_whole(machine, lines, monkeypatch):
         (WHOLE, "5 where layers stream", "5"),
         (GRAPH, "the graph of 2 layers (151.7 KiB)", "kv of 2 layers (11.5 KiB)"),
         (UNTRIED, "not tried yet: 2 x", "streams: 2 x"),
-        (ONE_WHOLE, "saves       nothing (auto: the first step counts what there is to save)", "saves       kv"),
+        (
+            ONE_WHOLE,
+            "saves       nothing (auto: the first step counts what there is to save)",
+            "saves       kv",
+        ),
     ],
 )
 def test_lines_that_contradict_are_seen(text, before, after):
@@ -327,10 +385,16 @@ def test_rows_that_begin_alike(machine, lines, monkeypatch):
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
     model = patched(chunk_size=7, rows="packed")
     step(model, **batches.make_batch("plain"))
-    shared = {"stream_tokens": 104, "stream_chunks": 8, "stream_chunk_size": 7, "stream_shared_tokens": 53}
+    shared = {
+        "stream_tokens": 104,
+        "stream_chunks": 8,
+        "stream_chunk_size": 7,
+        "stream_shared_tokens": 53,
+    }
     check(model, SHARED, numbers(**shared))
     assert lines() == logged(
-        f"1: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7, streamed: saved layer inputs alone{HEAD}"
+        "1: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7, streamed: saved layer "
+        f"inputs alone{HEAD}"
     )
     step(model, **batches.make_batch("nothing shared"))
     assert streambp.last_step(model).shared is None
@@ -362,10 +426,15 @@ def check_trained(made, reports, lines, epochs=3):
     """The text, the line, and the fields in each of the logs of training, in none of the others."""
     assert contradictions(LAUNCHED) == []
     assert str(streambp.describe(made.model)) == LAUNCHED.strip("\n")
-    assert lines() == [f"Qwen3ForCausalLM: step 1: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved kv{HEAD}"]
+    assert lines() == [
+        "Qwen3ForCausalLM: step 1: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved "
+        f"kv{HEAD}"
+    ]
     expected = {name: value for name, value in TRAINED.items() if name != "stream_kept_gib"}
     for entries in (made.state.log_history, reports.logs):
-        added = [{name: entry[name] for name in entry if name.startswith("stream_")} for entry in entries]
+        added = [
+            {name: entry[name] for name in entry if name.startswith("stream_")} for entry in entries
+        ]
         assert added == [expected] * epochs + [{}]
 
 
@@ -382,25 +451,38 @@ def launched(monkeypatch):
 
 def test_under_launch(launched, lines, tmp_path, capsys):
     reports = Reports()
-    made = launched(model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports])
+    made = launched(
+        model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports]
+    )
     made.train()
     check_trained(made, reports, lines)
-    assert "\n".join(f"streambp:   {line}" for line in LAUNCHED.strip("\n").splitlines()) in capsys.readouterr().err
+    assert (
+        "\n".join(f"streambp:   {line}" for line in LAUNCHED.strip("\n").splitlines())
+        in capsys.readouterr().err
+    )
 
 
 def test_a_trainer_of_transformers(lines, tmp_path):
-    """With it in the first place all who report hear of it, and no other field of the logs changes."""
+    """With it in the first place all who report hear of it, and no other field of the logs
+    changes."""
     reports, plain = Reports(), Reports()
-    model = streambp.patch(model_of(), streambp.StreamConfig(chunk_size=5, saves=("kv",), rows="as_given"))
+    model = streambp.patch(
+        model_of(), streambp.StreamConfig(chunk_size=5, saves=("kv",), rows="as_given")
+    )
     given = {"train_dataset": rows(), "args": arguments(tmp_path / "out")}
     made = Trainer(model, **given, callbacks=[reports])
     StreamCallback.add_to(made)
     made.train()
     check_trained(made, reports, lines)
     Trainer(model_of(), **given, callbacks=[plain]).train()
-    ours = [{name: entry[name] for name in entry if not name.startswith("stream_")} for entry in reports.logs]
+    ours = [
+        {name: entry[name] for name in entry if not name.startswith("stream_")}
+        for entry in reports.logs
+    ]
     assert [entry.keys() for entry in ours] == [entry.keys() for entry in plain.logs]
-    assert [entry["loss"] for entry in ours[:-1]] == pytest.approx([entry["loss"] for entry in plain.logs[:-1]], rel=1e-4)
+    assert [entry["loss"] for entry in ours[:-1]] == pytest.approx(
+        [entry["loss"] for entry in plain.logs[:-1]], rel=1e-4
+    )
 
 
 def test_one_that_a_user_passes_is_moved():
@@ -422,7 +504,11 @@ def trained_by_trl(tmp_path, reports, **settings):
         stream_rows="as_given", **settings,
     )  # fmt: skip
     made = StreamSFTTrainer(
-        model=model_of(), args=given, train_dataset=texts(), processing_class=tokenizer(), callbacks=[reports]
+        model=model_of(),
+        args=given,
+        train_dataset=texts(),
+        processing_class=tokenizer(),
+        callbacks=[reports],
     )
     made.train()
     return made
@@ -435,7 +521,9 @@ def test_trls_trainer(machine, lines, tmp_path):
     for before, now in one_chunk:
         expected = expected.replace(before, now)
     assert str(streambp.describe(made.model)) == expected
-    assert lines() == [f"Qwen3ForCausalLM: step 1: 10 tokens (2 rows) in one chunk, streamed: saved kv{HEAD}"]
+    assert lines() == [
+        f"Qwen3ForCausalLM: step 1: 10 tokens (2 rows) in one chunk, streamed: saved kv{HEAD}"
+    ]
     for entry in (*made.state.log_history[:2], *reports.logs[:2]):
         assert {"loss", "entropy"} < entry.keys()
         added = {name: entry[name] for name in entry if name.startswith("stream_")}
@@ -450,32 +538,44 @@ SAVED_BY_DEFAULT = {
     "kv": "5.2", "attn_out": "5.9", "self_attn.q_proj": "5.2", "self_attn.k_proj": "2.6", "self_attn.v_proj": "2.6",
     "self_attn.o_proj": "5.2", "mlp.gate_proj": "7.9", "mlp.up_proj": "7.9",
 }  # fmt: skip
-BY_DEFAULT = LAUNCHED.replace("streamed: saved kv", "streamed: saved 42.7 KiB of 8.0 GiB free").replace(
+BY_DEFAULT = LAUNCHED.replace(
+    "streamed: saved kv", "streamed: saved 42.7 KiB of 8.0 GiB free"
+).replace(
     "saves       kv",
     "saves       "
-    + "".join(f"{name} of 2 layers ({size} KiB)\n            " for name, size in SAVED_BY_DEFAULT.items())
+    + "".join(
+        f"{name} of 2 layers ({size} KiB)\n            " for name, size in SAVED_BY_DEFAULT.items()
+    )
     + "auto: a step without saves leaves 8.0 GiB free; at least 8.0 GiB stayed free",
 )
 
 
 def test_the_default_under_launch(machine, launched, lines, tmp_path, monkeypatch):
-    """Its first step counts, the others save what was counted; each is told in the same words thrice."""
+    """Its first step counts, the others save what was counted; each is told in the same words
+    thrice."""
     monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "rows": "as_given"}')
     module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
     Hook().change_trainer(module)
     reports = Reports()
-    made = module.Trainer(model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports])
+    made = module.Trainer(
+        model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports]
+    )
     made.train()
     assert contradictions(BY_DEFAULT) == []
     assert str(streambp.describe(made.model)) == BY_DEFAULT.strip("\n")
-    told = "Qwen3ForCausalLM: step {}: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved {}"
+    told = (
+        "Qwen3ForCausalLM: step {}: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved {}"
+    )
     names = ", ".join(SAVED_BY_DEFAULT)
     assert lines() == [
         told.format(1, f"layer inputs alone{HEAD}"),
         told.format(2, f"42.7 KiB of 8.0 GiB free ({names}){HEAD}"),
     ]
     for entries in (made.state.log_history, reports.logs):
-        added = [{name: entry[name] for name in entry if name.startswith("stream_")} for entry in entries[:3]]
+        added = [
+            {name: entry[name] for name in entry if name.startswith("stream_")}
+            for entry in entries[:3]
+        ]
         assert added[0] == TRAINED
         assert added[1] == added[2] == pytest.approx({**TRAINED, "stream_free_gib": 8.0}, abs=1e-3)
         assert added[1]["stream_kept_gib"] * GIB == 42.65625 * 1024
@@ -485,19 +585,25 @@ def test_the_default_of_trls_trainer(machine, lines, tmp_path):
     made = trained_by_trl(tmp_path, Reports())
     text, record = str(streambp.describe(made.model)), streambp.last_step(made.model)
     assert contradictions(text) == []
-    assert text.startswith("last step: 10 tokens (2 rows) in one chunk, kept its graph: backward recomputed nothing, the ")
+    assert text.startswith(
+        "last step: 10 tokens (2 rows) in one chunk, kept its graph: backward recomputed nothing, "
+        "the "
+    )
     assert lines()[1:] == [f"Qwen3ForCausalLM: step 2: {record}{HEAD}"]
     assert made.state.log_history[1]["stream_kept_gib"] * GIB == record.saved_bytes > 0
 
 
 def test_what_is_not_known_is_not_told():
-    """A model that is not patched, a log that is none of training's, and one that cannot be written."""
+    """A model that is not patched, a log that is none of training's, and one that cannot be
+    written."""
     assert fields(build("llama")) == {}
     model = patched()
     step(model)
     for given in ({"eval_loss": 1.0}, {"train_loss": 1.0}, None, ()):
         before = copy.deepcopy(given)
-        StreamCallback().on_log(None, SimpleNamespace(log_history=[]), None, logs=given, model=model)
+        StreamCallback().on_log(
+            None, SimpleNamespace(log_history=[]), None, logs=given, model=model
+        )
         assert given == before
     StreamCallback().on_log(None, None, None, logs={"loss": 1.0}, model=model)
 
@@ -530,7 +636,8 @@ def test_copies_have_made_no_step():
 
 
 def test_frozen_layers_and_two_micro_batches():
-    """Where the first layers have no backward, and where two forwards come before the first backward."""
+    """Where the first layers have no backward, and where two forwards come before the first
+    backward."""
     model = patched()
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
@@ -553,12 +660,17 @@ def test_offloaded_steps(lines):
     assert record.host.out > attended - inputs > 0
     assert record.host.out == pytest.approx(model._streambp.offloader.transfers.bytes["out"] / 2)
     assert record.saved == (Saved("attn_out", 2),)
-    assert str(record) == f"46 tokens (2 rows) in 5 chunks of 5 a row, streamed: moved {sized(record.host.out)} to the host"
+    assert (
+        str(record)
+        == f"46 tokens (2 rows) in 5 chunks of 5 a row, streamed: moved {sized(record.host.out)} to the host"
+    )
     assert len(lines()) == 1
     assert {"stream_host_gib", "stream_stall_s"} < fields(model).keys()
 
 
-RECORD = StepRecord(1, 1048, 1, "ran unpatched", 1048, 1, 36, "a head", needed=0.03 * GIB, free=7.8 * GIB)
+RECORD = StepRecord(
+    1, 1048, 1, "ran unpatched", 1048, 1, 36, "a head", needed=0.03 * GIB, free=7.8 * GIB
+)
 SAVED = (Saved("kv", 3, 2.0**30), Saved("attn_out", 2, 2.0**29))
 
 
@@ -567,10 +679,14 @@ SAVED = (Saved("kv", 3, 2.0**30), Saved("attn_out", 2, 2.0**29))
     [
         ({}, "in one chunk, ran unpatched: it needs 0.03 of 7.8 GiB free"),
         ({"free": None}, "in one chunk, ran unpatched: it needs 30.7 MiB"),
-        ({"way": "streamed", "chunks": 4, "chunk_size": 300}, "in 4 chunks of 300, streamed: saved layer inputs alone"),
+        (
+            {"way": "streamed", "chunks": 4, "chunk_size": 300},
+            "in 4 chunks of 300, streamed: saved layer inputs alone",
+        ),
         (
             {"way": "streamed", "saved": SAVED, "whole": (("a", "b"),)},
-            "in one chunk, streamed, but 1 of 36 layers ran whole under gradient checkpointing: saved 1.5 of 7.8 GiB free",
+            "in one chunk, streamed, but 1 of 36 layers ran whole under gradient checkpointing: "
+            "saved 1.5 of 7.8 GiB free",
         ),
     ],
 )
@@ -579,7 +695,13 @@ def test_sentences(changes, expected):
 
 
 def test_sizes():
-    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1.5 * 2**20: "1.5 MiB", 139 * GIB: "139.0 GiB"}
+    sizes = {
+        0: "0 B",
+        1023: "1023 B",
+        1024: "1.0 KiB",
+        1.5 * 2**20: "1.5 MiB",
+        139 * GIB: "139.0 GiB",
+    }
     assert {size: sized(size) for size in sizes} == sizes
     parts = {0.005: "5.1 MiB of 7.8 GiB", 0.03: "0.03 of 7.8 GiB", 2.54: "2.5 of 7.8 GiB"}
     assert {part: out_of(part * GIB, 7.8 * GIB) for part in parts} == parts
@@ -587,7 +709,9 @@ def test_sizes():
 
 
 def test_numbers_of_a_device_that_tells():
-    record = dataclasses.replace(RECORD, peak=3 * GIB, host=HostTraffic(2.0 * GIB, 0.0, 1.0, 0.5, 0))
+    record = dataclasses.replace(
+        RECORD, peak=3 * GIB, host=HostTraffic(2.0 * GIB, 0.0, 1.0, 0.5, 0)
+    )
     assert record.numbers()["stream_peak_gib"] == 3.0
     assert record.numbers()["stream_host_gib"] == 2.0
     described = dataclasses.replace(streambp.describe(patched()), last_step=record)
@@ -595,8 +719,12 @@ def test_numbers_of_a_device_that_tells():
 
 
 def test_the_logger_and_the_lazy_name():
-    """Nothing is printed unless a program asks for it; the callback is imported when it is asked for."""
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("streambp").handlers)
+    """Nothing is printed unless a program asks for it; the callback is imported when it is asked
+    for."""
+    assert any(
+        isinstance(handler, logging.NullHandler)
+        for handler in logging.getLogger("streambp").handlers
+    )
     assert "StreamCallback" not in vars(integrations)
     assert integrations.StreamCallback is logs.StreamCallback
     with pytest.raises(AttributeError, match="no attribute 'Other'"):

@@ -1,4 +1,5 @@
-"""`logits_to_keep`, as ms-swift and NeMo pass it: every form that transformers knows, with labels and without.
+"""`logits_to_keep`, as ms-swift and NeMo pass it: every form that transformers knows, with labels
+and without.
 
 covers: model/causal_lm.py
 """
@@ -18,7 +19,11 @@ from tests.families import LENGTH, make_batch
 from tests.oracle import worst_error
 from tests.tiers import thinned
 
-SHARED_KV = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+SHARED_KV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
 FAMILIES = {"qwen3": {}, "gemma4_text": SHARED_KV}
 SOME = torch.zeros(2, LENGTH, dtype=torch.bool)
 SOME[0, [3, 9, 10, 22]] = True
@@ -43,15 +48,22 @@ def gradients_of(model, batch, labels):
     output = model(**batch, use_cache=False, **labels)
     loss = output.loss if labels else output.logits.square().mean()
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-CASES = [("qwen3", form) for form in FORMS] + [("gemma4_text", form) for form in ("last one", "last seven", "positions")]
+CASES = [("qwen3", form) for form in FORMS] + [
+    ("gemma4_text", form) for form in ("last one", "last seven", "positions")
+]
 
 
 @pytest.mark.sees_padding("its losses of logits have padding in them")
 @pytest.mark.fast(3)
-@pytest.mark.parametrize(("family", "form"), thinned(CASES, lambda family, form: family == "qwen3" or form == "positions"))
+@pytest.mark.parametrize(
+    ("family", "form"),
+    thinned(CASES, lambda family, form: family == "qwen3" or form == "positions"),
+)
 def test_exact(family, form, float64_oracle, attended_chunks):
     takes_rows = "logits_to_keep" in inspect.getsource(modeling_utils)
     if PER_ROW in form and not takes_rows:
@@ -62,7 +74,9 @@ def test_exact(family, form, float64_oracle, attended_chunks):
     labels = {"labels": kept(batch.pop("labels").clamp(min=3), FORMS[form])}
     batch["logits_to_keep"] = FORMS[form]
     for given in ({}, labels if form != "last one" else {}):  # one position has no next token
-        (expected_loss, expected), (loss, found) = (gradients_of(model, batch, given) for model in (stock, ours))
+        (expected_loss, expected), (loss, found) = (
+            gradients_of(model, batch, given) for model in (stock, ours)
+        )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
         assert worst_error(found, expected) <= 1e-10
     assert attended_chunks

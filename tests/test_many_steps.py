@@ -23,7 +23,8 @@ def check(mode, steps):
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_objects_and_calls_of_a_step_stay(mode):
-    """400 steps: by then caches of chunk plans, which keep 128 lengths, are full. The script's default are 1,000."""
+    """400 steps: by then caches of chunk plans, which keep 128 lengths, are full. The script's
+    default are 1,000."""
     check(mode, 400)
 
 
@@ -35,7 +36,9 @@ def test_a_leak_is_found(monkeypatch):
         real(*args)
 
     monkeypatch.setattr(many_steps, "trained", leaking)
-    monkeypatch.setattr(many_steps, "batch", lambda mode, length, rows, real=many_steps.batch: real(mode, 41, 2))
+    monkeypatch.setattr(
+        many_steps, "batch", lambda mode, length, rows, real=many_steps.batch: real(mode, 41, 2)
+    )
     with pytest.raises(AssertionError):
         check("auto", 60)
 

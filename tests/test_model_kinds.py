@@ -49,7 +49,9 @@ def gradients_of(model, run):
     model.zero_grad(set_to_none=True)
     loss = run(model)
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def check(stock, run, chunk_size=5, tolerance=1e-10):
@@ -76,14 +78,23 @@ def text(mode="left-padded"):
     ("auto_class", "run"),
     [
         (AutoModel, lambda m: m(**text(), use_cache=False).last_hidden_state.pow(2).mean()),
-        (AutoModelForSequenceClassification, lambda m: m(**text(), labels=torch.tensor([0, 2]), use_cache=False).loss),
+        (
+            AutoModelForSequenceClassification,
+            lambda m: m(**text(), labels=torch.tensor([0, 2]), use_cache=False).loss,
+        ),
         (
             AutoModelForTokenClassification,
             lambda m: m(**text(), labels=text()["input_ids"] % 3, use_cache=False).loss,
         ),
         (
             AutoModelForQuestionAnswering,
-            lambda m: m(**text(), start_positions=torch.tensor([3, 9]), end_positions=torch.tensor([7, 20])).loss,
+            lambda m: (
+                m(
+                    **text(),
+                    start_positions=torch.tensor([3, 9]),
+                    end_positions=torch.tensor([7, 20]),
+                ).loss
+            ),
         ),
     ],
     ids=["backbone", "sequence classification", "token classification", "question answering"],
@@ -114,14 +125,23 @@ def image_batch():
     return {"input_ids": ids, "labels": labels, "pixel_values": pixels, "use_cache": False}
 
 
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+}
 
 
 @pytest.mark.usefixtures("float64_everywhere")
 def test_llava():
     vision = CLIPVisionConfig(**VISION, patch_size=4, projection_dim=16)
     config = LlavaConfig(
-        vision_config=vision, text_config=zoo.tiny_config("llama"), image_token_id=IMAGE, vision_feature_layer=-1
+        vision_config=vision,
+        text_config=zoo.tiny_config("llama"),
+        image_token_id=IMAGE,
+        vision_feature_layer=-1,
     )
     check(LlavaForConditionalGeneration(config), lambda m: m(**image_batch()).loss)
 
@@ -129,7 +149,11 @@ def test_llava():
 @pytest.mark.usefixtures("float64_everywhere")
 def test_qwen_vl_with_its_three_positions_per_token():
     text_config = zoo.tiny_config("qwen2").to_dict()
-    text_config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text_config["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 2],
+    }
     vision = {
         "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
         "spatial_merge_size": 1, "window_size": 8, "fullatt_block_indexes": [1], "temporal_patch_size": 2,
@@ -167,7 +191,8 @@ def test_images_stream(chunk_size):
 
 
 def test_optimizer_fused_into_backward(float64_everywhere):
-    """Each parameter is updated and its gradient freed as soon as it is complete; two steps, tied embedding."""
+    """Each parameter is updated and its gradient freed as soon as it is complete; two steps, tied
+    embedding."""
     stock = zoo.build("qwen3", tie_word_embeddings=True)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
     for model in (stock, ours):
@@ -198,7 +223,8 @@ def test_compiled_model_says_that_layers_stay_eager(float64_everywhere):
 
 
 def fused_loss_forward(self, input_ids=None, labels=None, **kwargs):
-    """A forward that computes the loss from hidden_states and the head's weight by itself, as Liger's does."""
+    """A forward that computes the loss from hidden_states and the head's weight by itself, as
+    Liger's does."""
     hidden_states = self.model(input_ids=input_ids, **kwargs)[0]
     shifted = hidden_states[:, :-1].reshape(-1, hidden_states.shape[-1])
     logits = torch.mm(shifted, self.lm_head.weight.t())
@@ -235,7 +261,9 @@ def test_trl_activation_offloading_is_refused():
 
     pack.__module__ = OffloadActivations.__module__
     model = streambp.patch(zoo.build("qwen3", torch.float32))
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, pack)  # the class itself wants a CUDA device
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        pack, pack
+    )  # the class itself wants a CUDA device
     with hooks, pytest.raises(streambp.StreamBPError, match=r"offload='cpu'"):
         model(**make_batch("plain"), use_cache=False)
 
@@ -247,7 +275,9 @@ def dequantised(model):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and type(child.weight) is not nn.Parameter:
                 weight = child(torch.eye(child.in_features, dtype=torch.bfloat16)).detach().T
-                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
+                linear = nn.Linear(
+                    child.in_features, child.out_features, bias=child.bias is not None
+                )
                 linear.weight = nn.Parameter(weight, requires_grad=False)
                 setattr(module, name, linear)
     return wide.double()
@@ -265,18 +295,28 @@ def quantise_bitsandbytes(bits, model):
             if isinstance(child, nn.Linear):
                 sizes = (child.in_features, child.out_features, child.bias is not None)
                 if bits == 4:
-                    quantised = bnb.Linear4bit(*sizes, compute_dtype=torch.bfloat16, quant_type="nf4")
-                    quantised.weight = bnb.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
+                    quantised = bnb.Linear4bit(
+                        *sizes, compute_dtype=torch.bfloat16, quant_type="nf4"
+                    )
+                    quantised.weight = bnb.Params4bit(
+                        child.weight.data, requires_grad=False, quant_type="nf4"
+                    )
                 else:
                     quantised = bnb.Linear8bitLt(*sizes, has_fp16_weights=False)
-                    quantised.weight = bnb.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+                    quantised.weight = bnb.Int8Params(
+                        child.weight.data, requires_grad=False, has_fp16_weights=False
+                    )
                 setattr(module, name, quantised.to("cpu"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "quantise",
-    [quantise_torchao, functools.partial(quantise_bitsandbytes, 4), functools.partial(quantise_bitsandbytes, 8)],
+    [
+        quantise_torchao,
+        functools.partial(quantise_bitsandbytes, 4),
+        functools.partial(quantise_bitsandbytes, 8),
+    ],
     ids=["torchao int8", "bitsandbytes 4-bit", "bitsandbytes 8-bit"],
 )
 def test_quantised_base_with_lora(quantise):
@@ -286,9 +326,13 @@ def test_quantised_base_with_lora(quantise):
     for seed in range(3):
         base = zoo.build("llama", torch.bfloat16, seed=seed, hidden_size=64, intermediate_size=64)
         quantise(base)
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        lora = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+        )
         model = peft.get_peft_model(base, lora).train()
-        run = functools.partial(lambda batch, m: m(**batch, use_cache=False).loss, make_batch("left-padded", length=128))
+        run = functools.partial(
+            lambda batch, m: m(**batch, use_cache=False).loss, make_batch("left-padded", length=128)
+        )
         _, truth = gradients_of(dequantised(model), run)
         _, stock = gradients_of(model, run)
         streambp.patch(model, streambp.StreamConfig(chunk_size=29))
@@ -310,4 +354,6 @@ def test_describe_tells_of_calls_with_a_cache(float64_oracle):
     assert "given a cache" not in str(streambp.describe(ours))
     (_, expected), (_, found) = (gradients(model, **make_batch("plain")) for model in (stock, ours))
     assert worst_error(found, expected) <= 1e-10
-    assert "calls in training that were given a cache (prefix tuning) ran unpatched" in str(streambp.describe(ours))
+    assert "calls in training that were given a cache (prefix tuning) ran unpatched" in str(
+        streambp.describe(ours)
+    )

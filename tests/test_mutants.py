@@ -1,10 +1,11 @@
 """Every operator has a mutant, and every mutant turns a named test red.
 
-covers: admission/trials.py, attention/attend.py, attention/kernels.py, attention/kv.py, attention/masks.py,
-  attention/merge.py, attention/own.py, attention/prefix.py, attention/spans.py, chunks.py, head/blocks.py,
-  head/log_probs.py, head/one_pass.py, head/recipe.py, layer/arguments.py, layer/call.py, layer/data_flow.py,
-  layer/function.py, layer/gradients.py, layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py,
-  lazy/standin.py, losses/masked.py, model/causal_lm.py, offload/arena.py, offload/manager.py, planner/auto.py,
+covers: admission/trials.py, attention/attend.py, attention/kernels.py, attention/kv.py,
+  attention/masks.py, attention/merge.py, attention/own.py, attention/prefix.py, attention/spans.py,
+  chunks.py, head/blocks.py, head/log_probs.py, head/one_pass.py, head/recipe.py,
+  layer/arguments.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/gradients.py,
+  layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py, lazy/standin.py,
+  losses/masked.py, model/causal_lm.py, offload/arena.py, offload/manager.py, planner/auto.py,
   planner/delta_rules.py, planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
 """
 
@@ -67,7 +68,8 @@ def oracle(family="qwen3", mode="plain", saves=()):
 
 
 def dense_mask():
-    """A padding mask with a hole: no interval, so tiles of the mask; the first row starts with padding."""
+    """A padding mask with a hole: no interval, so tiles of the mask; the first row starts with
+    padding."""
     stock, ours = test_contract.model_pair()
     batch = make_batch("left-padded")
     batch["attention_mask"][:, 12] = 0
@@ -87,7 +89,9 @@ def top_left(task, device, real=kernels._tile):
     block = task.block
     if block.kind is not Kind.CAUSAL:
         return real(task, device)
-    return torch.ones(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool, device=device).tril()
+    return torch.ones(
+        block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool, device=device
+    ).tril()
 
 
 def of_flat_scores(self, do, q, k, v, o, lse, task, real=kernels.MathKernel.backward):
@@ -174,7 +178,9 @@ def kept_too_long():
 
 def written_alias():
     name = "written through detach"
-    assert test_stand_ins.raises(test_stand_ins.step_of_a_patched_model, test_stand_ins.RAISES[name])
+    assert test_stand_ins.raises(
+        test_stand_ins.step_of_a_patched_model, test_stand_ins.RAISES[name]
+    )
 
 
 def several_blocks():
@@ -232,8 +238,13 @@ def hidden_states_alone(self, chunk, gradients, real=layer_gradients.BackwardPas
 
 
 def streamed_prefix():
-    expected = runs.step(runs.model_with((), build("qwen3", torch.float64)), "packed")  # documents start inside tiles
-    runs.assert_same(runs.step(runs.offloaded((), build("qwen3", torch.float64), gpu_memory=1), "packed"), expected)
+    expected = runs.step(
+        runs.model_with((), build("qwen3", torch.float64)), "packed"
+    )  # documents start inside tiles
+    runs.assert_same(
+        runs.step(runs.offloaded((), build("qwen3", torch.float64), gpu_memory=1), "packed"),
+        expected,
+    )
 
 
 def graph_cache(spans):
@@ -244,12 +255,16 @@ def graph_cache(spans):
 
 def merged_with_garbage(o, lse, part_o, part_lse, out, _):
     merged = torch.logaddexp(lse, part_lse)
-    weight, part_weight = (torch.exp(x - merged).transpose(1, 2)[..., None] for x in (lse, part_lse))
+    weight, part_weight = (
+        torch.exp(x - merged).transpose(1, 2)[..., None] for x in (lse, part_lse)
+    )
     out.copy_(o * weight + part_o * part_weight)
     lse.copy_(merged)
 
 
-def merged_without_weights_if_read(o, lse, part_o, part_lse, out, all_read, real=merge.merge_in_torch):
+def merged_without_weights_if_read(
+    o, lse, part_o, part_lse, out, all_read, real=merge.merge_in_torch
+):
     return out.copy_(o + part_o) if all_read else real(o, lse, part_o, part_lse, out)
 
 
@@ -518,7 +533,10 @@ def green(check):
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=needs_sharing_without_cache) if name == OF_SHARED_KEYS else name for name in MUTANTS],
+    [
+        pytest.param(name, marks=needs_sharing_without_cache) if name == OF_SHARED_KEYS else name
+        for name in MUTANTS
+    ],
 )
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]
@@ -526,24 +544,36 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
         lift_float32_casts(monkeypatch)
     green(check)
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "can_stream", lambda call: Verdict(True))  # it would catch some of them first
+        patch.setattr(
+            entry, "can_stream", lambda call: Verdict(True)
+        )  # it would catch some of them first
         patch.setattr(owner, attribute, mutant)
-        with pytest.raises((AssertionError, BackwardError)):  # the latter: the witness sees it first
+        with pytest.raises(
+            (AssertionError, BackwardError)
+        ):  # the latter: the witness sees it first
             check()
 
 
 def test_merging_empty_blocks_needs_its_guard(monkeypatch):
     """-inf - -inf: without the guard a query whose first block holds none of its keys is NaN."""
-    _, ours = test_contract.model_pair(config=test_contract.streambp.StreamConfig(chunk_size=23, attention="math"))
+    _, ours = test_contract.model_pair(
+        config=test_contract.streambp.StreamConfig(chunk_size=23, attention="math")
+    )
     batch = make_batch("left-padded")
     batch["attention_mask"][:, 12] = 0
     batch["labels"][:, 12:14] = -100
     monkeypatch.setattr(masks, "SCAN", 4)
-    monkeypatch.setattr(kernels.MATH, "tiling", dataclasses.replace(kernels.MATH.tiling, q_block=4, k_block=4, k_forward=4))
+    monkeypatch.setattr(
+        kernels.MATH,
+        "tiling",
+        dataclasses.replace(kernels.MATH.tiling, q_block=4, k_block=4, k_forward=4),
+    )
     _, found = gradients(ours, **batch)
     assert all(g.isfinite().all() for g in found.values())
     monkeypatch.setattr(
-        torch.Tensor, "masked_fill", lambda self, mask, value: self if value == 0.0 else _fill(self, mask, value)
+        torch.Tensor,
+        "masked_fill",
+        lambda self, mask, value: self if value == 0.0 else _fill(self, mask, value),
     )
     _, broken = gradients(ours, **batch)
     assert any(g.isnan().any() for g in broken.values())

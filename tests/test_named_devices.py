@@ -1,4 +1,5 @@
-"""Where streambp/ names CUDA, and why. Everything else asks what a device can do: any accelerator takes the same path.
+"""Where streambp/ names CUDA, and why. Everything else asks what a device can do: any accelerator
+takes the same path.
 
 covers: device.py
 """
@@ -16,7 +17,10 @@ from streambp.device import is_accelerator, tells_memory
 
 SOURCE = Path(__file__).parents[1] / "streambp"
 
-CUDAS = "CUDA's own: its kernels, its libraries, its runtime, or a cheaper way to what every accelerator tells"
+CUDAS = (
+    "CUDA's own: its kernels, its libraries, its runtime, or a cheaper way to what every "
+    "accelerator tells"
+)
 TARGET = "names what is counted for; no device is asked"
 TEXT = "a word of an error, of an option or of an attribute"
 PLACES = {
@@ -68,7 +72,8 @@ PLACES = {
 
 
 class Places(ast.NodeVisitor):
-    """Qualified names of the functions and classes in which a name, or a text that is no docstring, says "cuda"."""
+    """Qualified names of the functions and classes in which a name, or a text that is no docstring,
+    says "cuda"."""
 
     def __init__(self) -> None:
         self.scope: list[str] = []
@@ -78,7 +83,9 @@ class Places(ast.NodeVisitor):
         """Go through a tree, but for docstrings."""
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return
-        said = (getattr(node, name, None) for name in ("id", "attr", "value", "arg", "name", "module"))
+        said = (
+            getattr(node, name, None) for name in ("id", "attr", "value", "arg", "name", "module")
+        )
         if any(isinstance(text, str) and "cuda" in text.lower() for text in said):
             self.found.add(".".join(self.scope))
         scoped = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
@@ -102,7 +109,8 @@ def places() -> Iterator[str]:
 
 
 def test_each_place_that_names_cuda_has_its_reason():
-    """A place that asks a device for its name hides what follows from every other accelerator, and from these tests."""
+    """A place that asks a device for its name hides what follows from every other accelerator, and
+    from these tests."""
     known = [place for listed in PLACES.values() for place in listed.split()]
     assert len(known) == len(set(known))
     assert sorted(places()) == sorted(known)
@@ -121,8 +129,11 @@ NEW = {
 
 @pytest.mark.parametrize("new", NEW)
 def test_a_new_place_is_found(new):
-    """Wherever it stands, in a class and function that have other such places, too; a docstring's word is none."""
-    text = f"class Engine:\n    def copy(self, x):\n        'Of a CUDA device.'\n        {NEW[new]}\n"
+    """Wherever it stands, in a class and function that have other such places, too; a docstring's
+    word is none."""
+    text = (
+        f"class Engine:\n    def copy(self, x):\n        'Of a CUDA device.'\n        {NEW[new]}\n"
+    )
     assert places_in(text) == {"Engine.copy"}
     assert places_in(text.replace(NEW[new], "return x")) == set()
 

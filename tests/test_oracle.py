@@ -34,9 +34,11 @@ def reference(family, mode):
 
 
 def cases():
-    """Fast ones: chunks of 5 tokens of everything, and each family once in chunks of one token and in a single chunk.
+    """Fast ones: chunks of 5 tokens of everything, and each family once in chunks of one token and
+    in a single chunk.
 
-    With saves, gradients are the same bits: tests/offload/test_saves_bitwise.py. One family shows here that it is so.
+    With saves, gradients are the same bits: tests/offload/test_saves_bitwise.py. One family shows
+    here that it is so.
     """
     for (f, family), (m, mode) in itertools.product(enumerate(FAMILIES), enumerate(MODES)):
         for chunk_size, (number, saves) in itertools.product([1, 5, LENGTH + 10], enumerate(SAVES)):
@@ -51,7 +53,9 @@ def cases():
 @pytest.mark.parametrize(("family", "mode", "chunk_size", "saves"), cases())
 def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
     expected_loss, expected = reference(family, mode)
-    model = streambp.patch(build(family, torch.float64), streambp.StreamConfig(chunk_size=chunk_size, saves=saves))
+    model = streambp.patch(
+        build(family, torch.float64), streambp.StreamConfig(chunk_size=chunk_size, saves=saves)
+    )
     loss, found = gradients(model, **make_batch(mode))
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
@@ -64,7 +68,9 @@ def test_gradients_are_exact(family, mode, chunk_size, saves, float64_oracle):
 def test_math_attention_and_two_pass_head_are_exact(family, mode, float64_oracle, monkeypatch):
     monkeypatch.setattr("streambp.head.recipe.can_run_in_one_pass", lambda *_: False)
     expected_loss, expected = reference(family, mode)
-    model = streambp.patch(build(family, torch.float64), streambp.StreamConfig(chunk_size=5, attention="math"))
+    model = streambp.patch(
+        build(family, torch.float64), streambp.StreamConfig(chunk_size=5, attention="math")
+    )
     loss, found = gradients(model, **make_batch(mode))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= 1e-10
@@ -75,7 +81,9 @@ def bf16_errors(attention="auto", length=256, chunk_size=29, layers=3):
     for seed in itertools.count():
         model = build("qwen3", torch.float32, seed=seed, num_hidden_layers=layers, hidden_size=64)
         batch = make_batch("plain", length=length, seed=seed)
-        _, truth = gradients(model.bfloat16().float(), **batch)  # of the same weights: rounding them is nobody's error
+        _, truth = gradients(
+            model.bfloat16().float(), **batch
+        )  # of the same weights: rounding them is nobody's error
         model.bfloat16()
         with skipped_where_unpatched_fails():
             _, stock = gradients(model, **batch)
@@ -91,7 +99,8 @@ def test_bf16_is_as_precise_as_the_unpatched_model(attention):
 
 
 def packing_fails(real, message, calls):
-    """torch's attention on a CPU with AMX under the kernels of an older one: it fails in half precision."""
+    """torch's attention on a CPU with AMX under the kernels of an older one: it fails in half
+    precision."""
 
     def attend(query, *args, **kwargs):
         calls.append(query.dtype)
@@ -104,7 +113,9 @@ def packing_fails(real, message, calls):
 
 def test_half_precision_is_skipped_where_the_unpatched_model_cannot_run(monkeypatch):
     real, calls = torch.nn.functional.scaled_dot_product_attention, []
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", packing_fails(real, NOT_PACKED, calls))
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", packing_fails(real, NOT_PACKED, calls)
+    )
     with pytest.raises(pytest.skip.Exception, match=r"unpatched model cannot run.*pack_vnni2"):
         next(bf16_errors())
     assert calls[-1] == torch.bfloat16
@@ -113,7 +124,11 @@ def test_half_precision_is_skipped_where_the_unpatched_model_cannot_run(monkeypa
 def test_other_errors_of_the_unpatched_model_and_all_of_ours_are_errors(monkeypatch):
     with monkeypatch.context() as patch:
         real = torch.nn.functional.scaled_dot_product_attention
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", packing_fails(real, "out of memory", []))
+        patch.setattr(
+            torch.nn.functional,
+            "scaled_dot_product_attention",
+            packing_fails(real, "out of memory", []),
+        )
         with pytest.raises(RuntimeError, match="out of memory"):
             next(bf16_errors())
 

@@ -2,8 +2,8 @@
 
 A join of float16 tensors raises under bfloat16's autocast, on a CPU, and the other way round.
 
-covers: admission/entry.py, admission/rehearsal.py, admission/trials.py, attention/interface.py, head/log_probs.py,
-  lazy/head.py, layer/call.py, layer/recompute.py, prefixes/admission.py
+covers: admission/entry.py, admission/rehearsal.py, admission/trials.py, attention/interface.py,
+  head/log_probs.py, lazy/head.py, layer/call.py, layer/recompute.py, prefixes/admission.py
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def a_step(model, autocast, lazy):
         else:
             loss = model(**batch, labels=labels, use_cache=False).loss
         (loss * 64).backward()
-    found = {name: p.grad.float() / 64 for name, p in model.named_parameters() if p.grad is not None}
+    found = {
+        name: p.grad.float() / 64 for name, p in model.named_parameters() if p.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     return found
 
@@ -68,8 +70,14 @@ def own_joins(monkeypatch):
     def watched(real, name):
         def call(*given, **named):
             caller = sys._getframe(1).f_code
-            floating = any(x.is_floating_point() for x in tree_leaves((given, named)) if isinstance(x, Tensor))
-            if floating and torch.is_autocast_enabled("cpu") and caller.co_filename.startswith(PACKAGE):
+            floating = any(
+                x.is_floating_point() for x in tree_leaves((given, named)) if isinstance(x, Tensor)
+            )
+            if (
+                floating
+                and torch.is_autocast_enabled("cpu")
+                and caller.co_filename.startswith(PACKAGE)
+            ):
                 seen.add((caller.co_filename.removeprefix(PACKAGE), caller.co_name, name))
             return real(*given, **named)
 
@@ -82,7 +90,8 @@ def own_joins(monkeypatch):
 
 
 def errors(family, settings, weights, autocast, monkeypatch):
-    """How far streamed and unpatched gradients lie from those in float32, and what of streambp's own ran under autocast."""
+    """How far streamed and unpatched gradients lie from those in float32, and what of streambp's
+    own ran under autocast."""
     model, lazy = zoo.build(family, weights), settings == "lazy"
     truth = zoo.build(family, torch.float32)
     truth.load_state_dict(model.state_dict())
@@ -107,7 +116,8 @@ def test_the_other_half_precision(settings, pair, family, monkeypatch):
 
 
 def test_mutant_trials_and_bookkeeping_run_under_the_programs_autocast(monkeypatch):
-    """As they did: torch has no common dtype for float16 tensors that are joined under bfloat16's autocast."""
+    """As they did: torch has no common dtype for float16 tensors that are joined under bfloat16's
+    autocast."""
     monkeypatch.setattr(recompute.Autocast, "off", lambda self: contextlib.nullcontext())
     with pytest.raises((RuntimeError, AssertionError), match=r"prioritize|checkpoints"):
         errors("llama", "chunked", torch.float16, torch.bfloat16, monkeypatch)

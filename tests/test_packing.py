@@ -1,4 +1,5 @@
-"""position_ids that do not grow by one: documents in streamed calls, where a plain unpatched call attends across.
+"""position_ids that do not grow by one: documents in streamed calls, where a plain unpatched call
+attends across.
 
 covers: model/packing.py, model/state.py, model/wrappers.py
 """
@@ -40,7 +41,8 @@ def batch_with(kind):
 
 
 def step(model, **batch):
-    """One step as a plain loop makes it: nothing is said of a cache. What was warned of, and the gradients."""
+    """One step as a plain loop makes it: nothing is said of a cache. What was warned of, and the
+    gradients."""
     model.zero_grad(set_to_none=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -51,7 +53,9 @@ def step(model, **batch):
 
 def model_and_ours(family="qwen3", **settings):
     stock = build(family, torch.float64)
-    return stock, streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, **settings))
+    return stock, streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, **settings)
+    )
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
@@ -64,7 +68,9 @@ def test_a_call_that_the_unpatched_model_attends_across(kind):
     assert worst_error(found, gradients(stock, **batch)[1]) <= 1e-10
     assert step(ours, **batch)[0] == [], "once"
     number = {"restart": 4, "skip": 4, "stride": 46}[kind]
-    note = f"position_ids restart: attention kept the {number} documents of the last call's rows apart"
+    note = (
+        f"position_ids restart: attention kept the {number} documents of the last call's rows apart"
+    )
     assert note in str(streambp.describe(ours))
     step(ours, **make_batch("plain"))
     assert "documents" not in str(streambp.describe(ours))
@@ -92,16 +98,20 @@ def test_nothing_is_said_where_the_unpatched_model_does_the_same(settings):
 
 
 def test_ends_of_documents_count_with_any_attention():
-    """cu_seq_lens_q is for FlashAttention's kernels unpatched; streamed layers attend by it whatever the implementation."""
+    """cu_seq_lens_q is for FlashAttention's kernels unpatched; streamed layers attend by it
+    whatever the implementation."""
     stock, ours = model_and_ours()
     batch = packed_batch([[0, 9, 23]], ids=False)
-    alone = gradients(stock, **{name: batch[name] for name in ("input_ids", "labels", "position_ids")})[1]
+    alone = gradients(
+        stock, **{name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    )[1]
     ends = {name: value for name, value in batch.items() if name != "position_ids"}
     loss, _ = gradients(stock, **ends)
     found_loss, _ = gradients(ours, **ends)
     assert abs(found_loss - loss) >= 1e-6
-    assert "cu_seq_lens_q are given: attention kept the 2 documents of the last call's rows apart" in str(
-        streambp.describe(ours)
+    assert (
+        "cu_seq_lens_q are given: attention kept the 2 documents of the last call's rows apart"
+        in str(streambp.describe(ours))
     )
     assert worst_error(gradients(ours, **batch)[1], alone) <= 1e-10
 

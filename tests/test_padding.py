@@ -1,4 +1,5 @@
-"""Padding on the left: what it may decide, which is nothing, and the one label that eager attention predicts otherwise.
+"""Padding on the left: what it may decide, which is nothing, and the one label that eager attention
+predicts otherwise.
 
 covers: admission/rehearsal.py, model/padding.py, verify/compare.py
 """
@@ -34,7 +35,8 @@ def float64_everywhere(float64_oracle):
 
 
 def padded(only=None, pads=(PADS, 2), length=LENGTH):
-    """A left-padded batch; only "after padding": its first real token alone is labelled, "others": all but that."""
+    """A left-padded batch; only "after padding": its first real token alone is labelled, "others":
+    all but that."""
     batch = make_batch("plain", length=length)
     kept = torch.ones_like(batch["input_ids"])
     after = torch.zeros_like(kept)
@@ -49,7 +51,9 @@ def padded(only=None, pads=(PADS, 2), length=LENGTH):
 
 
 def patched(stock, chunk_size=5, **settings):
-    return streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size, **settings))
+    return streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size, **settings)
+    )
 
 
 def difference(found, expected):
@@ -72,18 +76,27 @@ def paths(model):
 @pytest.mark.fast("llama")
 @pytest.mark.parametrize(
     "name",
-    thinned(["llama", "qwen3_moe", "cohere2", *EAGER], lambda name: name not in ("qwen3_moe", "cohere2", "vaultgemma")),
+    thinned(
+        ["llama", "qwen3_moe", "cohere2", *EAGER],
+        lambda name: name not in ("qwen3_moe", "cohere2", "vaultgemma"),
+    ),
 )
 @pytest.mark.filterwarnings("ignore:Set the label of the first token after left padding")
 def test_one_label_is_all_that_eager_attention_predicts_otherwise(name):
     stock = with_attention(zoo.build(name), "eager")
     ours = patched(stock)
-    assert worst_error(gradients(ours, **padded("others"))[1], gradients(stock, **padded("others"))[1]) <= 1e-10
+    assert (
+        worst_error(gradients(ours, **padded("others"))[1], gradients(stock, **padded("others"))[1])
+        <= 1e-10
+    )
     expected, found = (gradients(model, **padded("after padding"))[1] for model in (stock, ours))
     assert difference(found, expected) > 0.01
     whole = gradients(ours, **padded())[1]
     parts = [gradients(ours, **padded(only))[1] for only in ("others", "after padding")]
-    assert difference({name: parts[0].get(name, 0) + parts[1].get(name, 0) for name in whole}, whole) <= 1e-12
+    assert (
+        difference({name: parts[0].get(name, 0) + parts[1].get(name, 0) for name in whole}, whole)
+        <= 1e-12
+    )
     if name in ("llama", "qwen3_moe", "cohere2"):  # sdpa knows all of their attention
         expected = gradients(with_attention(stock, "sdpa"), **padded("after padding"))[1]
         assert worst_error(found, expected) <= 1e-10
@@ -106,9 +119,15 @@ def cached(name):
 def test_layers_that_attend_by_themselves_whatever_came_first(name, first):
     stock = cached(name)
     ours = patched(stock)
-    batches = {"plain": make_batch("plain"), "left-padded": padded("others"), "long padding": padded("others", (14, 16))}
+    batches = {
+        "plain": make_batch("plain"),
+        "left-padded": padded("others"),
+        "long padding": padded("others", (14, 16)),
+    }
     for batch in [first, *(other for other in batches if other != first)]:
-        (expected_loss, expected), (loss, found) = (gradients(model, **batches[batch]) for model in (stock, ours))
+        (expected_loss, expected), (loss, found) = (
+            gradients(model, **batches[batch]) for model in (stock, ours)
+        )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
         assert worst_error(found, expected) <= 1e-10
         assert paths(ours) == {"streams"}
@@ -117,10 +136,16 @@ def test_layers_that_attend_by_themselves_whatever_came_first(name, first):
 @pytest.mark.filterwarnings("ignore:Set the label of the first token after left padding")
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("bloom", "falcon", "gptj", "mpt") else pytest.param(name, marks=pytest.mark.full) for name in CACHED],
+    [
+        name
+        if name in ("bloom", "falcon", "gptj", "mpt")
+        else pytest.param(name, marks=pytest.mark.full)
+        for name in CACHED
+    ],
 )
 def test_what_padding_predicts_does_not_depend_on_chunks(name):
-    """A query that reads nothing gives 0 in these as well, so every chunk size gives the same gradients."""
+    """A query that reads nothing gives 0 in these as well, so every chunk size gives the same
+    gradients."""
     check_chunk_sizes(name)
 
 
@@ -143,9 +168,13 @@ def check_zero():
     for layer in model.transformer.h:
         torch.nn.init.zeros_(layer.attn.out_proj.weight)
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
-    hidden = model.transformer(kept["input_ids"], attention_mask=kept["attention_mask"], use_cache=False).last_hidden_state
+    hidden = model.transformer(
+        kept["input_ids"], attention_mask=kept["attention_mask"], use_cache=False
+    ).last_hidden_state
     ours = patched(stock)
-    found = ours.transformer(kept["input_ids"], attention_mask=kept["attention_mask"], use_cache=False).last_hidden_state
+    found = ours.transformer(
+        kept["input_ids"], attention_mask=kept["attention_mask"], use_cache=False
+    ).last_hidden_state
     assert torch.equal(found[0, :PADS], hidden[0, :PADS])
     assert not torch.equal(found[0, PADS:], hidden[0, PADS:])
 
@@ -154,7 +183,9 @@ FIRST = {"one token": 1, "two tokens": 2, "five tokens": 5}
 
 
 @pytest.mark.fast(4)
-@pytest.mark.parametrize("first", [*FIRST, "padding alone", "position_ids of another length", "weights to be loaded"])
+@pytest.mark.parametrize(
+    "first", [*FIRST, "padding alone", "position_ids of another length", "weights to be loaded"]
+)
 @pytest.mark.parametrize("name", ["qwen3", "bloom"])
 def test_the_first_batch_decides_nothing(name, first):
     stock = zoo.build(name)
@@ -172,7 +203,9 @@ def test_the_first_batch_decides_nothing(name, first):
         ours.load_state_dict(weights)
     elif name == "qwen3":
         with pytest.raises((streambp.StreamBPError, RuntimeError)):
-            ours(**make_batch("plain"), position_ids=torch.arange(LENGTH - 3)[None], use_cache=False)
+            ours(
+                **make_batch("plain"), position_ids=torch.arange(LENGTH - 3)[None], use_cache=False
+            )
     for mode in ("plain", "left-padded"):
         expected, found = (gradients(model, **make_batch(mode))[1] for model in (stock, ours))
         assert worst_error(found, expected) <= 1e-10
@@ -181,7 +214,8 @@ def test_the_first_batch_decides_nothing(name, first):
 
 @pytest.mark.parametrize("pads", [(14, 16), (20, 20)])
 def test_padding_does_not_hide_a_convolution(pads):
-    """Hidden states of padding are all alike: a layer that mixes neighbours could pass for one that does not."""
+    """Hidden states of padding are all alike: a layer that mixes neighbours could pass for one that
+    does not."""
     stock = zoo.build("llama")
     mlp = type(stock.model.layers[1].mlp)
     real = mlp.forward
@@ -197,19 +231,26 @@ def test_padding_does_not_hide_a_convolution(pads):
 
 
 def test_a_verdict_is_of_one_kind_of_call():
-    """A layer that mixes tokens only when it is given something stays whole for such calls alone."""
+    """A layer that mixes tokens only when it is given something stays whole for such calls
+    alone."""
     stock = zoo.build("llama")
     layer = type(stock.model.layers[0])
     real = layer.forward
 
     def mixing(self, hidden_states, *args, mix=None, **kwargs):
-        hidden_states = hidden_states if mix is None else hidden_states + torch.roll(hidden_states, 1, 1) * mix
+        hidden_states = (
+            hidden_states if mix is None else hidden_states + torch.roll(hidden_states, 1, 1) * mix
+        )
         return real(self, hidden_states, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer, "forward", mixing)
         ours = patched(stock)
-        for mix, path in ((torch.tensor(0.5), "checkpoints"), (None, "streams"), (torch.tensor(0.2), "checkpoints")):
+        for mix, path in (
+            (torch.tensor(0.5), "checkpoints"),
+            (None, "streams"),
+            (torch.tensor(0.2), "checkpoints"),
+        ):
             batch = make_batch("plain") if mix is None else {**make_batch("plain"), "mix": mix}
             expected, found = (gradients(model, **batch)[1] for model in (stock, ours))
             assert worst_error(found, expected) <= 1e-10

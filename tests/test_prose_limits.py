@@ -1,4 +1,5 @@
-"""No folder of the package gets harder to read: scripts/prose.py counts, tests/prose_limits.json limits."""
+"""No folder of the package gets harder to read: scripts/prose.py counts, tests/prose_limits.json
+limits."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from scripts.prose import LIMITS, begins_with_verb, broken, counts_of, exceeded, lower, main, sentences, with_total
+from scripts.prose import (
+    LIMITS,
+    begins_with_verb,
+    broken,
+    counts_of,
+    exceeded,
+    lower,
+    main,
+    sentences,
+    with_total,
+)
 
 PACKAGE = Path(__file__).parents[1] / "streambp"
 

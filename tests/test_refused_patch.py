@@ -1,4 +1,5 @@
-"""A `patch` that is refused leaves what was there: an unpatched model as it was, a patched one with its patch.
+"""A `patch` that is refused leaves what was there: an unpatched model as it was, a patched one with
+its patch.
 
 covers: model/undo.py, model/patching.py
 """
@@ -31,16 +32,25 @@ FIRST = {
 
 
 def snapshot(model):
-    """All that stands in modules and their tables, by identity and in its order, and in wrappers of the patch."""
+    """All that stands in modules and their tables, by identity and in its order, and in wrappers of
+    the patch."""
     found = []
     for name, module in model.named_modules():
         for key, value in module.__dict__.items():
-            inside = list(value.items()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+            inside = (
+                list(value.items())
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list)
+                else ()
+            )
             found.append((name, key, id(value), [*map(id, inside)] if isinstance(value, list) else [
                 (k, id(v)) for k, v in inside]))  # fmt: skip
     state = model.__dict__.get("_streambp")
     for wrapper in () if state is None else state.wrappers:
-        found.append((type(wrapper).__name__, [(key, id(value)) for key, value in vars(wrapper).items()]))
+        found.append(
+            (type(wrapper).__name__, [(key, id(value)) for key, value in vars(wrapper).items()])
+        )
     return found
 
 
@@ -64,7 +74,9 @@ def foreign(model, monkeypatch):
     """Another library's attention under the model's name."""
     space = {"__name__": "another.library"}
     exec("def attend(module, query, key, value, mask, **kwargs):\n    return query, None", space)
-    monkeypatch.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", space["attend"])
+    monkeypatch.setitem(
+        modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", space["attend"]
+    )
 
 
 def without_layers(model, monkeypatch):
@@ -119,7 +131,9 @@ def check(case, first, monkeypatch):
     # And what was there comes off as ever.
     streambp.unpatch(model)
     assert not patching.is_patched(model)
-    assert not any("forward" in module.__dict__ or "_streambp" in module.__dict__ for module in model.modules())
+    assert not any(
+        "forward" in module.__dict__ or "_streambp" in module.__dict__ for module in model.modules()
+    )
 
 
 @pytest.mark.parametrize("first", [None, "plain"])

@@ -87,7 +87,11 @@ def test_changed_added_and_removed_files_are_named(repository, capsys):
     (repository / "c.py").write_text("")  # outside of the paths
     code, lines = run(repository, capsys, "part")
     assert code == 1
-    assert [line.partition(":")[0] for line in lines[:-1]] == ["part/a.py", "part/b.py", "part/new.py"]
+    assert [line.partition(":")[0] for line in lines[:-1]] == [
+        "part/a.py",
+        "part/b.py",
+        "part/new.py",
+    ]
     assert "value=3" in lines[0]
 
 

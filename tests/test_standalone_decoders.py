@@ -1,4 +1,5 @@
-"""Decoders of encoder-decoder families used alone, as `*ForCausalLM`: their self-attention is causal.
+"""Decoders of encoder-decoder families used alone, as `*ForCausalLM`: their self-attention is
+causal.
 
 covers: model/patching.py, model/wrappers.py
 """
@@ -32,7 +33,13 @@ OTHER_SIZES = {
     },
     "Whisper": {"max_target_positions": 64},
 }  # fmt: skip
-PROPHETNET_LACKS = ("d_model", "decoder_layers", "decoder_attention_heads", "encoder_layers", "encoder_attention_heads")
+PROPHETNET_LACKS = (
+    "d_model",
+    "decoder_layers",
+    "decoder_attention_heads",
+    "encoder_layers",
+    "encoder_attention_heads",
+)
 REASONS = {
     "Bart": INTERFACE, "MBart": INTERFACE, "Marian": INTERFACE, "Pegasus": INTERFACE, "PLBart": INTERFACE,
     "Blenderbot": INTERFACE, "BlenderbotSmall": INTERFACE, "Whisper": INTERFACE, "Mvp": OWN, "TrOCR": OWN,
@@ -48,7 +55,11 @@ def float64_everywhere(float64_oracle):
 
 
 def build(family):
-    sizes = {name: SIZES[name] for name in SIZES if family != "ProphetNet" or name not in PROPHETNET_LACKS}
+    sizes = {
+        name: SIZES[name]
+        for name in SIZES
+        if family != "ProphetNet" or name not in PROPHETNET_LACKS
+    }
     config = getattr(transformers, f"{family}Config")(**{**sizes, **OTHER_SIZES.get(family, {})})
     config.is_decoder, config.is_encoder_decoder = True, False
     seed_torch(0)
@@ -60,7 +71,9 @@ def check(family, modes=MODES):
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))
     for mode in modes:
         batch = make_batch(mode)
-        (expected_loss, expected), (loss, found) = (gradients(model, **batch) for model in (stock, ours))
+        (expected_loss, expected), (loss, found) = (
+            gradients(model, **batch) for model in (stock, ours)
+        )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
         assert worst_error(found, expected) <= 1e-10
     return streambp.describe(ours).layers
@@ -72,7 +85,10 @@ def test_streams(family):
     layers = check(family)
     assert len(layers) == 2
     assert all(layer.path == "streams" for layer in layers), layers
-    assert all(layer.reason.startswith(REASONS[family]) and bool(layer.reason) == bool(REASONS[family]) for layer in layers)
+    assert all(
+        layer.reason.startswith(REASONS[family]) and bool(layer.reason) == bool(REASONS[family])
+        for layer in layers
+    )
 
 
 def test_a_decoder_that_predicts_several_tokens_at_once_runs_whole():
@@ -83,7 +99,8 @@ def test_a_decoder_that_predicts_several_tokens_at_once_runs_whole():
 
 
 def test_attention_that_says_it_is_not_causal_is_refused():
-    """BigBirdPegasus' self-attention does; only its mask says otherwise, and there need not be one."""
+    """BigBirdPegasus' self-attention does; only its mask says otherwise, and there need not be
+    one."""
     model = build("BigBirdPegasus")
     with pytest.raises(streambp.StreamBPError, match="is_causal=False"):
         streambp.patch(model)

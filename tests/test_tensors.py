@@ -1,6 +1,8 @@
-"""Tensors that public functions take: each refuses what does not fit by the argument's name, before torch does.
+"""Tensors that public functions take: each refuses what does not fit by the argument's name, before
+torch does.
 
-covers: tensors.py, head/log_probs.py, integrations/token_batches.py, losses/masked.py, losses/ppo.py
+covers: tensors.py, head/log_probs.py, integrations/token_batches.py, losses/masked.py,
+losses/ppo.py
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ FUNCTIONS = {
         "labels": torch.randint(VOCABULARY, (ROWS, LENGTH), generator=seeded(1)),
         "bias": tokens(VOCABULARY),
     },
-    ppo_loss: lambda: of_ppo("log_probs", "old_log_probs", "advantages", "values", "old_values", "returns", "entropy"),
+    ppo_loss: lambda: of_ppo(
+        "log_probs", "old_log_probs", "advantages", "values", "old_values", "returns", "entropy"
+    ),
     gae: lambda: of_ppo("rewards", "values"),
     whiten: lambda: of_ppo("values"),
 }
@@ -64,7 +68,9 @@ def test_what_does_not_fit_is_refused_by_name(function, name):
     arguments = FUNCTIONS[function]()
     function(**arguments)
     for what, value in wrong(name, arguments[name]):
-        fitting = name == "hidden_states" and what == "dimensions"  # "..." fits by itself; then labels do not
+        fitting = (
+            name == "hidden_states" and what == "dimensions"
+        )  # "..." fits by itself; then labels do not
         with pytest.raises(streambp.StreamBPError) as error:
             function(**{**arguments, name: value})
         text = str(error.value)
@@ -77,26 +83,47 @@ def test_what_does_not_fit_is_refused_by_name(function, name):
 def test_the_table_has_all_tensors(function):
     """So that an argument that comes is tried, too."""
     annotated = inspect.signature(function).parameters.items()
-    assert {name for name, parameter in annotated if "Tensor" in str(parameter.annotation)} == set(FUNCTIONS[function]())
+    assert {name for name, parameter in annotated if "Tensor" in str(parameter.annotation)} == set(
+        FUNCTIONS[function]()
+    )
 
 
 def test_the_table_has_all_functions():
-    public = [getattr(module, name) for module in (streambp.head, streambp.losses) for name in module.__all__]
+    public = [
+        getattr(module, name)
+        for module in (streambp.head, streambp.losses)
+        for name in module.__all__
+    ]
     functions = [one for one in public if inspect.isfunction(one)]
-    takes_tensors = {one for one in functions if "Tensor" in str([*inspect.signature(one).parameters.values()])}
+    takes_tensors = {
+        one for one in functions if "Tensor" in str([*inspect.signature(one).parameters.values()])
+    }
     assert takes_tensors == set(FUNCTIONS)
 
 
-WRONG_LENGTHS = [torch.tensor([[3, 4]]), torch.tensor(3), torch.tensor([3.0]), [3.5, 2], ["a"], [[3], [4]], None, 5]
+WRONG_LENGTHS = [
+    torch.tensor([[3, 4]]),
+    torch.tensor(3),
+    torch.tensor([3.0]),
+    [3.5, 2],
+    ["a"],
+    [[3], [4]],
+    None,
+    5,
+]
 
 
 @pytest.mark.parametrize("lengths", WRONG_LENGTHS, ids=str)
 def test_lengths_that_are_none_are_refused(lengths):
-    with pytest.raises(streambp.errors.ConfigError, match=r"lengths is .*one whole number for each row"):
+    with pytest.raises(
+        streambp.errors.ConfigError, match=r"lengths is .*one whole number for each row"
+    ):
         TokenBatchSampler(lengths, 10)
 
 
-@pytest.mark.parametrize("numbers", [{"tokens": 10.5}, {"tokens": "10"}, {"window": 2.0}, {"num_replicas": None}])
+@pytest.mark.parametrize(
+    "numbers", [{"tokens": 10.5}, {"tokens": "10"}, {"window": 2.0}, {"num_replicas": None}]
+)
 def test_numbers_of_a_sampler_are_whole(numbers):
     with pytest.raises(streambp.errors.ConfigError, match="must be whole numbers from 1"):
         TokenBatchSampler([3], **{"tokens": 10, **numbers})

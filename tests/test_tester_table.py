@@ -13,7 +13,13 @@ from tests.conftest import SHARING
 from tests.seeds import seeded
 from tests.versions import needs_mambas_states
 
-SIZES = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 class Tester:
@@ -27,7 +33,8 @@ class Tester:
 
 
 def row_of(case, model_class):
-    """Forked as the script does it; in this process where torch, built for CUDA, refuses backward in a fork."""
+    """Forked as the script does it; in this process where torch, built for CUDA, refuses backward
+    in a fork."""
     if torch.version.cuda is None:
         return tester_table.in_a_process(case, model_class, "tiny")
     try:
@@ -40,14 +47,19 @@ class Case(unittest.TestCase):
     model_tester = Tester()
 
     def _prepare_for_class(self, inputs, model_class, return_labels=False):
-        return {**inputs, "labels": torch.zeros_like(inputs["input_ids"])} if return_labels else inputs
+        return (
+            {**inputs, "labels": torch.zeros_like(inputs["input_ids"])} if return_labels else inputs
+        )
 
 
 class Padded(Case):
     """Like the testers of Mamba, whose random masks of zeros below 1 leave no token."""
 
     model_tester = Tester()
-    model_tester.config, model_tester.mask = MambaConfig(**SIZES, state_size=4, use_mambapy=False), 0
+    model_tester.config, model_tester.mask = (
+        MambaConfig(**SIZES, state_size=4, use_mambapy=False),
+        0,
+    )
 
 
 class Short(Case):
@@ -86,7 +98,9 @@ def test_rows_show_something(case, model_class):
             LlamaForCausalLM,
             ("chunk_size_for", lambda batch, usual: usual),
             "all its layers ran in one chunk",
-            marks=pytest.mark.skipif(SHARING, reason="trials of sharing, whose rows are longer, run in several chunks"),
+            marks=pytest.mark.skipif(
+                SHARING, reason="trials of sharing, whose rows are longer, run in several chunks"
+            ),
         ),
     ],
 )

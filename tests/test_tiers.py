@@ -1,4 +1,5 @@
-"""What `@pytest.mark.fast` leaves to the full tier. It is about the tests themselves, and covers no module."""
+"""What `@pytest.mark.fast` leaves to the full tier. It is about the tests themselves, and covers no
+module."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def fast_ones(cases):
 
 
 def test_names():
-    assert fast_ones([Case(name, ["a", "[T, T]"]) for name in ("a", "b", "[T, T]", "ab")]) == ["a", "[T, T]"]
+    assert fast_ones([Case(name, ["a", "[T, T]"]) for name in ("a", "b", "[T, T]", "ab")]) == [
+        "a",
+        "[T, T]",
+    ]
 
 
 def test_every_third_of_those_that_are_not_full_already():

@@ -1,4 +1,5 @@
-"""The suite's own yardsticks: what they let pass, what they catch, and that every draw follows from one seed.
+"""The suite's own yardsticks: what they let pass, what they catch, and that every draw follows from
+one seed.
 
 covers: accumulate.py, layer/shadows.py
 """
@@ -35,15 +36,25 @@ def draw(*shape):
 def with_small(size):
     """Gradients of norm 1, 1 and `size`."""
     parts = {name: draw(40, index + 3) for index, name in enumerate("abc")}
-    return {name: part / part.norm() * (size if name == "c" else 1.0) for name, part in parts.items()}
+    return {
+        name: part / part.norm() * (size if name == "c" else 1.0) for name, part in parts.items()
+    }
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-17, 1e-16])
 def test_a_gradient_that_cancels_may_be_all_rounding(size):
     reference = with_small(size)
     noise = draw(*reference["c"].shape)
-    assert worst_error({**reference, "c": reference["c"] + EPS * noise / noise.norm()}, reference) <= EXACT
-    assert worst_error({**reference, "c": reference["c"] + 100 * EPS * noise / noise.norm()}, reference) > EXACT
+    assert (
+        worst_error({**reference, "c": reference["c"] + EPS * noise / noise.norm()}, reference)
+        <= EXACT
+    )
+    assert (
+        worst_error(
+            {**reference, "c": reference["c"] + 100 * EPS * noise / noise.norm()}, reference
+        )
+        > EXACT
+    )
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e-11])
@@ -62,7 +73,8 @@ def test_what_is_not_finite_or_missing_is_found():
 
 
 def judged(ratio, scatter, number):
-    """Whether models whose ratio is `ratio`, but for noise of a given scatter in its logarithm, pass."""
+    """Whether models whose ratio is `ratio`, but for noise of a given scatter in its logarithm,
+    pass."""
     generator = seeded(number)
 
     def errors():
@@ -77,9 +89,13 @@ def judged(ratio, scatter, number):
     return True
 
 
-@pytest.mark.parametrize("scatter", thinned([0.005, 0.015, 0.05, 0.1], lambda scatter: scatter in (0.005, 0.05)))
+@pytest.mark.parametrize(
+    "scatter", thinned([0.005, 0.015, 0.05, 0.1], lambda scatter: scatter in (0.005, 0.05))
+)
 def test_the_bar_tells_one_from_a_tenth_more(scatter):
-    assert sum(judged(1.0, scatter, number) for number in range(200)) >= 197  # at some seeds one in 200 fails
+    assert (
+        sum(judged(1.0, scatter, number) for number in range(200)) >= 197
+    )  # at some seeds one in 200 fails
     assert sum(judged(1.10, scatter, number) for number in range(200)) <= 20
 
 
@@ -93,12 +109,14 @@ def test_too_much_scatter_is_no_verdict():
 def test_a_model_that_is_a_tenth_worse_fails():
     with pytest.raises(AssertionError, match=f"more than {BAR}"):
         assert_as_precise(
-            (1.10 * ours, stock) for ours, stock in test_oracle.bf16_errors(length=64, chunk_size=11, layers=1)
+            (1.10 * ours, stock)
+            for ours, stock in test_oracle.bf16_errors(length=64, chunk_size=11, layers=1)
         )
 
 
 def check_gradient_sums():
-    """300 chunks' bf16 gradients of one parameter are summed with no more than the rounding of their sum."""
+    """300 chunks' bf16 gradients of one parameter are summed with no more than the rounding of
+    their sum."""
     parts = [torch.randn(16, 16, generator=seeded(n)).bfloat16() for n in range(300)]
     total = GradientSum(1, len(parts))
     for part in parts:
@@ -121,7 +139,10 @@ def check_key_sums():
 
 def check_rounded_once(found, expected):
     """Half an ulp, and what 300 additions in float32 may add to it."""
-    bound = torch.finfo(torch.bfloat16).eps / 2 * expected.abs() + 300 * torch.finfo(torch.float32).eps * 5
+    bound = (
+        torch.finfo(torch.bfloat16).eps / 2 * expected.abs()
+        + 300 * torch.finfo(torch.float32).eps * 5
+    )
     assert ((found.double() - expected).abs() <= bound).all()
 
 
@@ -184,5 +205,11 @@ def test_nothing_seeds_itself():
     alone = ("seeds.py", "programs.py", "first_day.py")  # the latter two run by themselves
     by_hand = ("gpu", "frameworks")
     asked = ("backend.py",)  # it hands a seed on, from who asks for it
-    files = [path for path in TESTS.rglob("*.py") if path.name not in (*alone, *asked) and path.parent.name not in by_hand]
-    assert [path.name for path in files if pattern.search(path.read_text()) and path != Path(__file__)] == []
+    files = [
+        path
+        for path in TESTS.rglob("*.py")
+        if path.name not in (*alone, *asked) and path.parent.name not in by_hand
+    ]
+    assert [
+        path.name for path in files if pattern.search(path.read_text()) and path != Path(__file__)
+    ] == []

@@ -1,4 +1,5 @@
-"""Training as people do it: adapters, frozen parts, mixed precision, dropout, Trainer; evaluation and generation.
+"""Training as people do it: adapters, frozen parts, mixed precision, dropout, Trainer; evaluation
+and generation.
 
 covers: model/patching.py
 """
@@ -35,7 +36,9 @@ def compare(stock, config=CONFIG, mode="plain", bar=1e-10, **batch):
 @pytest.mark.parametrize("saves", [(), ("attn_out", "kv")])
 def test_lora(patch_first, saves, float64_oracle):
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
     models = []
     for streamed in (False, True):
         model = build("qwen3", torch.float64)
@@ -93,7 +96,8 @@ def test_input_embeddings_get_their_gradient(float64_oracle):
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])
 def test_dropout_by_finite_differences(family, float64_oracle):
-    """With the same seed the streamed loss is a fixed function; its slope along a direction is the gradient's."""
+    """With the same seed the streamed loss is a fixed function; its slope along a direction is the
+    gradient's."""
     overrides = {"attention_dropout": 0.3, **({"resid_pdrop": 0.2} if family == "phi3" else {})}
     model = streambp.patch(build(family, torch.float64, **overrides), CONFIG)
     batch = make_batch("left-padded")
@@ -129,7 +133,8 @@ def test_backward_leaves_the_random_stream_alone():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "saves", [(), *(pytest.param(saves, marks=pytest.mark.full) for saves in (("attn_out",), ("kv",)))]
+    "saves",
+    [(), *(pytest.param(saves, marks=pytest.mark.full) for saves in (("attn_out",), ("kv",)))],
 )
 def test_autocast_is_as_precise_as_the_unpatched_model(saves):
     assert_as_precise(autocast_errors(saves))
@@ -155,7 +160,9 @@ def autocast_errors(saves):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"saves": ("attn_out", "kv", "*")}, {"head": False}, {"lazy_logits": True}], ids=str
+    "settings",
+    [{}, {"saves": ("attn_out", "kv", "*")}, {"head": False}, {"lazy_logits": True}],
+    ids=str,
 )
 def test_autocast_leaves_float64_alone(settings, float64_oracle):
     """As torch's own operations do, so that such a model is exact under it."""
@@ -180,7 +187,8 @@ def test_autocast_covers_the_recomputation():
 
 @pytest.mark.full
 def test_fp16_with_a_gradient_scaler():
-    """Weights in float32 under autocast: without the scaler's factor the head's products underflow in float16."""
+    """Weights in float32 under autocast: without the scaler's factor the head's products underflow
+    in float16."""
     assert_as_precise(map(scaled_errors, itertools.count()))
 
 
@@ -229,7 +237,8 @@ def test_no_grad_streams(training, labels, attended_chunks, float64_oracle):
 
 @pytest.mark.full
 def test_accelerates_mixed_precision_around_the_model(tmp_path):
-    """It binds wrappers of its own to the model: copies run their own weights, it can be unwrapped, unpatched, patched."""
+    """It binds wrappers of its own to the model: copies run their own weights, it can be unwrapped,
+    unpatched, patched."""
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     import transformers
 
@@ -263,7 +272,9 @@ def test_accelerates_mixed_precision_around_the_model(tmp_path):
 
 def test_eval_logits():
     stock = build("gemma3").eval()
-    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, eval_logits=True))
+    ours = streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, eval_logits=True)
+    )
     batch = make_batch("plain")
     with torch.no_grad():
         expected, found = stock(**batch, use_cache=False), ours(**batch, use_cache=False)
@@ -292,12 +303,16 @@ def test_continuous_batching_is_as_unpatched(training, attended_chunks):
     stock = build("qwen3").eval()
     ours = streambp.patch(copy.deepcopy(stock), CONFIG).train(training)
     prompts = [
-        row[:count].tolist() for row, count in zip(make_batch("plain", rows=3)["input_ids"], (11, 4, 7), strict=True)
+        row[:count].tolist()
+        for row, count in zip(make_batch("plain", rows=3)["input_ids"], (11, 4, 7), strict=True)
     ]
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=64)
     expected, found = (
-        [answer.generated_tokens for answer in model.generate_batch(prompts, settings, sizes).values()]
+        [
+            answer.generated_tokens
+            for answer in model.generate_batch(prompts, settings, sizes).values()
+        ]
         for model in (stock, ours)
     )
     assert found == expected
@@ -308,7 +323,8 @@ def test_continuous_batching_is_as_unpatched(training, attended_chunks):
 
 @pytest.mark.parametrize("use_cache", [None, True, False])
 def test_a_cache_is_returned_in_eval_mode_as_unpatched(use_cache, attended_chunks):
-    """With gradients as without, the config decides where the call does not; with labels there is no cache."""
+    """With gradients as without, the config decides where the call does not; with labels there is
+    no cache."""
     stock = build("qwen3", torch.float64).eval()
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     batch = make_batch("plain")
@@ -316,7 +332,11 @@ def test_a_cache_is_returned_in_eval_mode_as_unpatched(use_cache, attended_chunk
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             expected, found = (model(batch["input_ids"], **given) for model in (stock, ours))
-        assert (found.past_key_values is None) == (expected.past_key_values is None) == (use_cache is False)
+        assert (
+            (found.past_key_values is None)
+            == (expected.past_key_values is None)
+            == (use_cache is False)
+        )
         torch.testing.assert_close(found.logits, expected.logits)
     assert bool(attended_chunks) == (use_cache is False)
     assert ("pass use_cache=False" in str(streambp.describe(ours))) == (use_cache is None)

@@ -1,4 +1,5 @@
-"""Masks that let queries read ahead (images, prefixes): chunk ends move to where none does, and gradients are exact.
+"""Masks that let queries read ahead (images, prefixes): chunk ends move to where none does, and
+gradients are exact.
 
 covers: attention/masks.py
 """
@@ -27,8 +28,17 @@ from tests.seeds import seed_torch
 from tests.versions import IMAGES_IN_FULL_LAYERS
 
 IMAGE = VOCABULARY - 1
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
-BLOCKS = ([slice(5, 9), slice(14, 18)], [slice(3, 7), slice(7, 11)])  # of each row; the second's lie side by side
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+}
+BLOCKS = (
+    [slice(5, 9), slice(14, 18)],
+    [slice(3, 7), slice(7, 11)],
+)  # of each row; the second's lie side by side
 SAVES = ((), ("attn_out", "kv", "mlp.up_proj"))
 
 
@@ -40,11 +50,16 @@ def float64_everywhere(float64_oracle):
 
 
 def gemma3(attention="sdpa"):
-    """Image tokens read all of their image in every layer, within the window in some. The first row has padding."""
+    """Image tokens read all of their image in every layer, within the window in some. The first row
+    has padding."""
     text = zoo.tiny_config("gemma3_text").to_dict()
     vision = SiglipVisionConfig(**VISION, patch_size=4).to_dict()
     config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE, attn_implementation=attention
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_id=IMAGE,
+        attn_implementation=attention,
     )
     seed_torch(0)
     model = Gemma3ForConditionalGeneration(config).double().train()
@@ -65,7 +80,8 @@ def gemma3(attention="sdpa"):
 
 
 def gemma4():
-    """Image tokens read all of their image in sliding layers only; later layers read earlier ones' keys and values."""
+    """Image tokens read all of their image in sliding layers only; later layers read earlier ones'
+    keys and values."""
     config = Gemma4Config(
         text_config=zoo.tiny_config("gemma4_text", use_bidirectional_attention="vision").to_dict(),
         vision_config=None, audio_config=None,
@@ -91,7 +107,9 @@ def prefix_mask(added=False, rows=2):
 
 def check(stock, batch, chunk_size, **settings):
     expected_loss, expected = gradients(stock, **batch)
-    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size, **settings))
+    ours = streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size, **settings)
+    )
     loss, found = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= 1e-10
@@ -104,7 +122,11 @@ MODELS = {"gemma3": gemma3, "gemma3 eager": lambda: gemma3("eager"), "gemma4": g
 
 @pytest.mark.parametrize(
     ("name", "chunk_size"),
-    sampled(lambda name, size: (name, size) in (("gemma3", 5), ("gemma3 eager", 6), ("gemma4", 11)), MODELS, range(1, 24)),
+    sampled(
+        lambda name, size: (name, size) in (("gemma3", 5), ("gemma3 eager", 6), ("gemma4", 11)),
+        MODELS,
+        range(1, 24),
+    ),
 )
 def test_images(name, chunk_size):
     check(*MODELS[name](), chunk_size)
@@ -115,7 +137,8 @@ def check_images():
 
 
 def test_layers_have_their_own_chunks():
-    """Gemma 4's full layers are causal with images, too; in older transformers they read all of an image."""
+    """Gemma 4's full layers are causal with images, too; in older transformers they read all of an
+    image."""
     model, batch = gemma4()
     description = streambp.describe(check(model, batch, 3))
     moved = ["chunks of up to" in layer.reason for layer in description.layers]
@@ -127,7 +150,12 @@ def test_layers_have_their_own_chunks():
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("saves", "gpu_memory", "chunk_size"),
-    sampled(lambda saves, memory, size: saves and memory == 1 and size == 5, SAVES, (None, 1), (3, 5, 8, 11)),
+    sampled(
+        lambda saves, memory, size: saves and memory == 1 and size == 5,
+        SAVES,
+        (None, 1),
+        (3, 5, 8, 11),
+    ),
 )
 def test_offloading_changes_no_bit(saves, gpu_memory, chunk_size):
     """Tiles of keys and values have the chunks' lengths."""

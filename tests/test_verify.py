@@ -1,7 +1,7 @@
 """`streambp verify`: what it finds exact, what it flags, what it says of bad usage.
 
-covers: __main__.py, cli/runs.py, verify/__init__.py, verify/choices.py, verify/compare.py, verify/truth.py,
-  verify/verdict.py
+covers: __main__.py, cli/runs.py, verify/__init__.py, verify/choices.py, verify/compare.py,
+  verify/truth.py, verify/verdict.py
 """
 
 from __future__ import annotations
@@ -44,18 +44,24 @@ def checkpoint(tmp_path):
 
 
 def some(names, dtypes):
-    """Each name with one dtype and each dtype with one name; the rest of the product is in the full tier."""
+    """Each name with one dtype and each dtype with one name; the rest of the product is in the full
+    tier."""
     for (n, name), (d, dtype) in itertools.product(enumerate(names), enumerate(dtypes)):
         fast = n % len(dtypes) == d or d % len(names) == n
-        yield pytest.param(name, dtype, marks=() if fast else pytest.mark.full, id=f"{name}-{dtype}")
+        yield pytest.param(
+            name, dtype, marks=() if fast else pytest.mark.full, id=f"{name}-{dtype}"
+        )
 
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
-    ("family", "dtype"), some(["qwen3", "mistral", "gemma3"], ["float32", "bfloat16", "float16", "float64", "auto"])
+    ("family", "dtype"),
+    some(["qwen3", "mistral", "gemma3"], ["float32", "bfloat16", "float16", "float64", "auto"]),
 )
 def test_verify_says_exact(family, dtype, checkpoint, capsys):
-    code = cli.main(["verify", checkpoint(family, hidden_size=64), "--seq-len", "250", "--dtype", dtype])
+    code = cli.main(
+        ["verify", checkpoint(family, hidden_size=64), "--seq-len", "250", "--dtype", dtype]
+    )
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "EXACT" in printed
@@ -65,11 +71,17 @@ def test_verify_says_exact(family, dtype, checkpoint, capsys):
         assert "window of 6 was crossed" in printed
 
 
-@pytest.mark.parametrize(("family", "dtype"), some(["qwen3_moe", "gpt_oss", "mixtral"], ["float32", "bfloat16", "float64"]))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    some(["qwen3_moe", "gpt_oss", "mixtral"], ["float32", "bfloat16", "float64"]),
+)
 def test_verify_experts(family, dtype, tmp_path, capsys):
-    """Loaded as they are by default they use grouped products, which know no float64; the model's choice is left alone."""
+    """Loaded as they are by default they use grouped products, which know no float64; the model's
+    choice is left alone."""
     zoo.build(family, torch.float32).save_pretrained(tmp_path)
-    assert cli.main(["verify", str(tmp_path), "--seq-len", "60", "--dtype", dtype]) == 0, capsys.readouterr().out
+    assert cli.main(["verify", str(tmp_path), "--seq-len", "60", "--dtype", dtype]) == 0, (
+        capsys.readouterr().out
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     before = model.config._experts_implementation
     assert before == "grouped_mm"
@@ -78,7 +90,8 @@ def test_verify_experts(family, dtype, tmp_path, capsys):
 
 
 def test_a_model_that_names_no_dtype():
-    """XGLM's attention makes the lowest number of its scores' dtype a tensor of the default dtype."""
+    """XGLM's attention makes the lowest number of its scores' dtype a tensor of the default
+    dtype."""
     result = verify(zoo.build("xglm", torch.float32), seq_len=97)
     assert result.exact, str(result)
     assert result.truth_dtype == "float64"
@@ -108,7 +121,9 @@ def test_json_lists_every_parameter(checkpoint, capsys):
     assert cli.main(["verify", path, "--seq-len", "64", "--saves", "attn_out,kv", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     errors = [p["streamed"] for p in found["parameters"]]
-    assert {p["name"] for p in found["parameters"]} == {name for name, _ in build("qwen3").named_parameters()}
+    assert {p["name"] for p in found["parameters"]} == {
+        name for name, _ in build("qwen3").named_parameters()
+    }
     assert errors == sorted(errors, reverse=True)
     assert found["exact"] is True
     assert found["chunks"] >= 4
@@ -125,7 +140,11 @@ def test_top_shortens_the_table(checkpoint, capsys):
 
 
 BUGS = {
-    "lost accumulation": (shadows.GradientSum, "add", lambda: skips_second(shadows.GradientSum.add)),
+    "lost accumulation": (
+        shadows.GradientSum,
+        "add",
+        lambda: skips_second(shadows.GradientSum.add),
+    ),
     "lost dK and dV": (prefix.KVBuffer, "grow_accumulators", lambda: only_this_chunk),
 }
 
@@ -135,7 +154,9 @@ BUGS = {
 def test_bugs_are_flagged(bug, dtype, monkeypatch):
     owner, attribute, mutant = BUGS[bug]
     model = build("qwen3", dtype)
-    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))  # it would find the second one
+    monkeypatch.setattr(
+        entry, "can_stream", lambda call: Verdict(True)
+    )  # it would find the second one
     monkeypatch.setattr(owner, attribute, mutant())
     result = verify(model, seq_len=64)
     assert not result.exact
@@ -152,7 +173,9 @@ def test_a_bug_makes_the_command_fail(checkpoint, capsys, monkeypatch):
 
 def test_a_lost_parameter_is_named(monkeypatch):
     real = shadows.GradientSum.result
-    monkeypatch.setattr(shadows.GradientSum, "result", lambda self, like: [None, *real(self, like)[1:]])
+    monkeypatch.setattr(
+        shadows.GradientSum, "result", lambda self, like: [None, *real(self, like)[1:]]
+    )
     result = verify(build("llama"), seq_len=64)
     assert "model.layers.0.self_attn.q_proj.weight" in result.problems[0]
     assert "get none streamed" in result.problems[0]
@@ -160,7 +183,9 @@ def test_a_lost_parameter_is_named(monkeypatch):
 
 def test_nan_is_flagged_and_valid_json(checkpoint, capsys, monkeypatch):
     real = shadows.GradientSum.result
-    monkeypatch.setattr(shadows.GradientSum, "result", lambda self, like: [g * torch.nan for g in real(self, like)])
+    monkeypatch.setattr(
+        shadows.GradientSum, "result", lambda self, like: [g * torch.nan for g in real(self, like)]
+    )
     assert cli.main(["verify", checkpoint("llama"), "--seq-len", "64", "--json"]) == 1
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert found["parameters"][0]["streamed"] is None
@@ -207,8 +232,12 @@ def test_chunks_are_at_least_four_and_unequal(length):
     ],
 )
 def test_bad_usage_exits_with_2(arguments, message, checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the environment was read already
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # the environment was read already
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
     path = [] if arguments[0].startswith("nowhere") else [checkpoint("llama"), "--seq-len", "64"]
     capsys.readouterr()  # saving imports DeepSpeed, which writes to stdout
     assert cli.main(["verify", *path, *arguments]) == 2
@@ -266,7 +295,9 @@ def test_the_model_is_left_as_it_was(stage, monkeypatch):
             verify(streambp.patch(model), seq_len=64)
         streambp.unpatch(model)
     else:
-        owner, name = (prefix.ChunkMask, "attend") if stage == "streamed" else (function, "_chunk_backward")
+        owner, name = (
+            (prefix.ChunkMask, "attend") if stage == "streamed" else (function, "_chunk_backward")
+        )
         monkeypatch.setattr(owner, name, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             verify(model, seq_len=64)
@@ -279,14 +310,23 @@ def test_the_model_is_left_as_it_was(stage, monkeypatch):
 
 
 def test_the_truth_of_float32_is_float64_throughout():
-    """With transformers' casts to float32 lifted, truths of a float32 model and of its float64 copy are the same."""
+    """With transformers' casts to float32 lifted, truths of a float32 model and of its float64 copy
+    are the same."""
     ours, copy = build("gemma3"), build("gemma3").double()
-    assert verify(ours, seq_len=64).loss_truth == pytest.approx(verify(copy, seq_len=64).loss_truth, rel=1e-14)
+    assert verify(ours, seq_len=64).loss_truth == pytest.approx(
+        verify(copy, seq_len=64).loss_truth, rel=1e-14
+    )
 
 
 @pytest.mark.parametrize(
     ("streamed", "unpatched", "exact"),
-    [(1.9e-6, 1e-6, True), (2.1e-6, 1e-6, False), (float("nan"), 1e-6, False), (1e-11, 0.0, True), (1e-9, 0.0, False)],
+    [
+        (1.9e-6, 1e-6, True),
+        (2.1e-6, 1e-6, False),
+        (float("nan"), 1e-6, False),
+        (1e-11, 0.0, True),
+        (1e-9, 0.0, False),
+    ],
 )
 def test_the_bar_of_the_whole_gradient(streamed, unpatched, exact):
     _, whole = rate({"w": Distances(1.0, streamed, unpatched)})
@@ -305,33 +345,50 @@ def test_a_lucky_parameter_is_judged_by_its_kind():
 
 
 @pytest.mark.parametrize(
-    ("elements", "ratio", "exact"), [(4, 8.0, True), (4, 9.0, False), (64, 4.0, True), (64, 4.1, False)]
+    ("elements", "ratio", "exact"),
+    [(4, 8.0, True), (4, 9.0, False), (64, 4.0, True), (64, 4.1, False)],
 )
 def test_few_elements_may_be_lucky(elements, ratio, exact):
-    rated, _ = rate({"bias": Distances(1e-3, ratio * 1e-8, 1e-8, elements), "weight": Distances(1.0, 1e-8, 1e-8)})
+    rated, _ = rate(
+        {
+            "bias": Distances(1e-3, ratio * 1e-8, 1e-8, elements),
+            "weight": Distances(1.0, 1e-8, 1e-8),
+        }
+    )
     assert next(p for p in rated if p.name == "bias").exact == exact
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_sinks_in_half_precision_are_not_blamed(number):
-    """Plain products take the output before rounding, as eager attention does. [Note: rounded outputs]"""
+    """Plain products take the output before rounding, as eager attention does. [Note: rounded
+    outputs]"""
     model = zoo.build("gpt_oss", torch.bfloat16, seed=number)
     assert verify(model, seq_len=50, seed=seed_of(number)).exact
 
 
 @pytest.mark.fast("0-True-0")
-@pytest.mark.parametrize(("draws", "exact", "undecided"), [(0, True, 0), (1, True, 1), (9, False, 4)])
+@pytest.mark.parametrize(
+    ("draws", "exact", "undecided"), [(0, True, 0), (1, True, 1), (9, False, 4)]
+)
 def test_what_other_experts_compute_decides_nothing(draws, exact, undecided, monkeypatch):
-    """Tokens that go elsewhere streamed than unpatched, in so many draws: others are judged. [Note: choices]"""
+    """Tokens that go elsewhere streamed than unpatched, in so many draws: others are judged. [Note:
+    choices]"""
     model, batches = zoo.build("qwen3_moe", torch.float32, seed=0), []
-    router = type(next(module for name, module in model.named_modules() if name.endswith("mlp.gate")))
+    router = type(
+        next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
+    )
     make_batch, forward = sys.modules["streambp.verify.compare"]._make_batch, router.forward
 
     def elsewhere(self, hidden_states):
         streamed = any("_streambp" in module.__dict__ for module in model.modules())
-        return forward(self, -hidden_states if streamed and len(batches) <= draws else hidden_states)
+        return forward(
+            self, -hidden_states if streamed and len(batches) <= draws else hidden_states
+        )
 
-    monkeypatch.setattr("streambp.verify.compare._make_batch", lambda *args: batches.append(args) or make_batch(*args))
+    monkeypatch.setattr(
+        "streambp.verify.compare._make_batch",
+        lambda *args: batches.append(args) or make_batch(*args),
+    )
     monkeypatch.setattr(router, "forward", elsewhere)
     found = verify(model, seq_len=50)
     assert found.exact == exact

@@ -1,4 +1,5 @@
-"""`streambp.warm_up`: hooks that are set after it count what they count on the unpatched model, from the first step on.
+"""`streambp.warm_up`: hooks that are set after it count what they count on the unpatched model,
+from the first step on.
 
 covers: model/warming.py, model/steps.py, layer/site.py, model/packing.py, admission/entry.py
 """
@@ -67,9 +68,11 @@ def tried(monkeypatch):
 
 
 class Statistics:
-    """What K-FAC, calibration and influence functions add up: tokens, products of inputs, squares of gradients.
+    """What K-FAC, calibration and influence functions add up: tokens, products of inputs, squares
+    of gradients.
 
-    everywhere: also where a forward has no graph that backward will recompute, as before a checkpoint's recomputation.
+    everywhere: also where a forward has no graph that backward will recompute, as before a
+    checkpoint's recomputation.
     """
 
     def __init__(self, model, everywhere=False):
@@ -107,13 +110,19 @@ def from_logits(model, batch):
 
 
 def given(batch, loss_of):
-    return {**batch, "use_cache": False} if loss_of is labelled else {"input_ids": batch["input_ids"], "use_cache": False}
+    return (
+        {**batch, "use_cache": False}
+        if loss_of is labelled
+        else {"input_ids": batch["input_ids"], "use_cache": False}
+    )
 
 
 def lora(model):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     seed_torch(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
 
 
 def same(model):
@@ -124,10 +133,20 @@ CASES = {
     "chunks": ("llama", same, labelled, CHUNKS),
     "default": ("llama", same, labelled, streambp.StreamConfig()),
     "streamed in one chunk": ("llama", same, labelled, streambp.StreamConfig(unpatched_runs=False)),
-    "lazy": ("llama", same, from_logits, streambp.StreamConfig(chunk_size=5, saves=(), lazy_logits=True)),
+    "lazy": (
+        "llama",
+        same,
+        from_logits,
+        streambp.StreamConfig(chunk_size=5, saves=(), lazy_logits=True),
+    ),
     "logits": ("llama", same, from_logits, CHUNKS),
     "LoRA": ("llama", lora, labelled, CHUNKS),
-    "saves": ("llama", same, labelled, streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv", "mlp.*"))),
+    "saves": (
+        "llama",
+        same,
+        labelled,
+        streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv", "mlp.*")),
+    ),
     "experts": ("qwen3_moe", same, labelled, CHUNKS),
     "states": ("falcon_h1", same, labelled, CHUNKS),
     "whole": ("mixing", same, labelled, CHUNKS),
@@ -140,7 +159,9 @@ def build(family):
         for layer in model.model.layers:
             layer.mlp.register_forward_pre_hook(mix)
         return model
-    return families.build(family, torch.float64) if family in families.FAMILIES else zoo.build(family)
+    return (
+        families.build(family, torch.float64) if family in families.FAMILIES else zoo.build(family)
+    )
 
 
 def mix(_, args):
@@ -161,7 +182,9 @@ def statistics(case, tried):
     streambp.warm_up(streambp.patch(ours, config), **given(batch, loss_of))
     assert tried
     tried.clear()
-    everywhere = config.chunk_size == "auto" and config.unpatched_runs  # where the step runs as unpatched
+    everywhere = (
+        config.chunk_size == "auto" and config.unpatched_runs
+    )  # where the step runs as unpatched
     found = [Statistics(model, everywhere) for model in (stock, ours)]
     for seed in (1, 2):
         batch = make_batch("plain", seed=seed)
@@ -175,7 +198,11 @@ def compare(expected, found, twice=False):
     """twice: torch's checkpoint runs forward with a graph, and once more."""
     assert found.keys() == expected.keys()
     for key, value in expected.items():
-        times = found[key[0], "tokens"] / expected[key[0], "tokens"] if key[1] in ("tokens", "inputs") else 1
+        times = (
+            found[key[0], "tokens"] / expected[key[0], "tokens"]
+            if key[1] in ("tokens", "inputs")
+            else 1
+        )
         assert times in ((1, 2) if twice else (1,))
         value, here = (torch.as_tensor(x) for x in (value, found[key]))
         torch.testing.assert_close(here / times, value * 1.0, rtol=1e-9, atol=1e-14)
@@ -220,7 +247,11 @@ def test_sharing_of_prefixes(ranks, tried, monkeypatch):
     monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
     monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine] * ranks)
     config = streambp.StreamConfig(chunk_size=1000, saves=(), rows="packed")
-    stock, ours, batch = build("llama"), streambp.patch(build("llama"), config), batches.make_batch("plain")
+    stock, ours, batch = (
+        build("llama"),
+        streambp.patch(build("llama"), config),
+        batches.make_batch("plain"),
+    )
     streambp.warm_up(ours, **batch)
     assert tried["_try"]
     tried.clear()
@@ -268,7 +299,10 @@ def test_nothing_stays(before):
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         assert (parameter.grad is None) == (grad is None)
         assert grad is None or torch.equal(parameter.grad, grad)
-    assert all(torch.equal(b, buffers[name]) and id(b) == holders[name] for name, b in model.named_buffers())
+    assert all(
+        torch.equal(b, buffers[name]) and id(b) == holders[name]
+        for name, b in model.named_buffers()
+    )
     assert model.model.layers[0].mlp.steps == 0
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -276,9 +310,12 @@ def test_nothing_stays(before):
     assert (np.random.get_state()[1] == states[2]).all()
 
 
-@pytest.mark.parametrize("config", [CHUNKS, streambp.StreamConfig(chunk_size=5, saves=(), offload="cpu")])
+@pytest.mark.parametrize(
+    "config", [CHUNKS, streambp.StreamConfig(chunk_size=5, saves=(), offload="cpu")]
+)
 def test_it_is_no_step(config, caplog):
-    """No record before the first step, none in the log, and the steps count as if nothing had been."""
+    """No record before the first step, none in the log, and the steps count as if nothing had
+    been."""
     stock, ours = (streambp.patch(build("llama"), config) for _ in range(2))
     with caplog.at_level(logging.INFO, logger="streambp"):
         streambp.warm_up(ours, **make_batch("plain"), use_cache=False)
@@ -330,7 +367,9 @@ def test_a_value_of_the_first_batch_is_not_that_of_a_warm_up():
     for _ in range(3):
         streambp.warm_up(ours, **other, use_cache=False)
     for seed, gradients in zip((1, 2), expected, strict=True):
-        assert worst_error(a_step(ours, make_batch("plain", seed=seed), labelled), gradients) <= EXACT
+        assert (
+            worst_error(a_step(ours, make_batch("plain", seed=seed), labelled), gradients) <= EXACT
+        )
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
@@ -347,9 +386,13 @@ def test_a_hook_that_changes_something_is_told_and_tried(grad):
         for model in (stock, ours):
             for layer in model.model.layers:
                 layer.mlp.register_forward_hook(doubling)
-        with pytest.raises(StreamBPError, match=r"doubling .* of mlp .* was set after\s+streambp.warm_up"):
+        with pytest.raises(
+            StreamBPError, match=r"doubling .* of mlp .* was set after\s+streambp.warm_up"
+        ):
             labelled(ours, batch)
-    expected, found = (a_step(model, batch, labelled) for model in (stock, ours))  # the second time it runs
+    expected, found = (
+        a_step(model, batch, labelled) for model in (stock, ours)
+    )  # the second time it runs
     assert worst_error(found, expected) <= EXACT
 
 
@@ -374,7 +417,8 @@ def test_hooks_that_see_trials_are_named_once():
     model = streambp.patch(build("llama"), CHUNKS)
     statistics = Statistics(model)
     with pytest.warns(
-        UserWarning, match=r"forward \(test_warm_up.py:\d+\) on LlamaDecoderLayer 0: .*streambp.warm_up"
+        UserWarning,
+        match=r"forward \(test_warm_up.py:\d+\) on LlamaDecoderLayer 0: .*streambp.warm_up",
     ) as told:
         a_step(model, make_batch("plain"), labelled)
     assert sum("streambp.warm_up" in str(w.message) for w in told) == 1

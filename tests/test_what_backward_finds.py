@@ -1,4 +1,5 @@
-"""What a layer's backward finds otherwise than its forward did, or cannot give a gradient to, raises.
+"""What a layer's backward finds otherwise than its forward did, or cannot give a gradient to,
+raises.
 
 covers: layer/function.py, layer/graphs.py
 """
@@ -23,9 +24,12 @@ pytestmark = pytest.mark.usefixtures("float64_oracle")
 
 
 @pytest.mark.sees_padding("no layer of a packed row reads the mask")
-@pytest.mark.parametrize(("name", "changed"), [("lfm2", "attention_mask"), ("gptj", "position_ids")])
+@pytest.mark.parametrize(
+    ("name", "changed"), [("lfm2", "attention_mask"), ("gptj", "position_ids")]
+)
 def test_arguments_changed_between_forward_and_backward_raise(name, changed):
-    """As when the next batch is written into the same buffers; lfm2's layers with states read the padding mask."""
+    """As when the next batch is written into the same buffers; lfm2's layers with states read the
+    padding mask."""
     ours = streambp.patch(zoo.build(name), CONFIG)
     batch = make_batch("left-padded") | {"position_ids": torch.arange(23).repeat(2, 1)}
     expected = gradients(ours, **batch)[1]
@@ -43,7 +47,9 @@ def test_other_weights_for_a_forward_alone_raise(named):
     """Recomputation would find the model's own."""
     _, ours = model_pair()
     batch = make_batch("plain")
-    others = {n: (p.detach() * 1.5).requires_grad_() for n, p in ours.named_parameters() if named in n}
+    others = {
+        n: (p.detach() * 1.5).requires_grad_() for n, p in ours.named_parameters() if named in n
+    }
     loss = torch.func.functional_call(ours, others, (), {**batch, "use_cache": False}).loss
     with pytest.raises(BackwardError, match=r"mlp\.down_proj|another tensor in backward"):
         loss.backward()
@@ -63,18 +69,25 @@ def test_parametrized_weights(cached):
     stock = build("qwen3", torch.float64)
     for layer in stock.model.layers:
         for module in (layer.mlp.up_proj, layer.self_attn.k_proj):
-            parametrize.register_parametrization(module, "weight", Scaled(len(module.weight)).double())
+            parametrize.register_parametrization(
+                module, "weight", Scaled(len(module.weight)).double()
+            )
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     with parametrize.cached() if cached else contextlib.nullcontext():
         check_agree(stock, ours, **make_batch("plain"))
 
 
 def scaled_by_an_attribute(model, monkeypatch, **options):
-    """One MLP is multiplied by a tensor of shape [3] that is not registered, whose gradient goes through the graph."""
+    """One MLP is multiplied by a tensor of shape [3] that is not registered, whose gradient goes
+    through the graph."""
     mlp = model.model.layers[1].mlp
     mlp.scale = torch.ones(3, **options, dtype=torch.float64)
     real = type(mlp).forward
-    scaled = lambda self, x: real(self, x) * (self.scale * 2).sum() if hasattr(self, "scale") else real(self, x)  # noqa: E731
+
+    def scaled(self, x):
+        y = real(self, x)
+        return y * (self.scale * 2).sum() if hasattr(self, "scale") else y
+
     monkeypatch.setattr(type(mlp), "forward", scaled)
     return mlp.scale
 
@@ -108,7 +121,9 @@ def test_a_tensor_that_wants_a_gradient_later_raises(monkeypatch):
     check_agree(stock, ours, **make_batch("plain"))
     ours.model.layers[1].mlp.scale.requires_grad_()
     assert not scale.requires_grad
-    with pytest.raises(UnsupportedModelError, match=r"tensor of shape \(3,\) that wants a gradient"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"tensor of shape \(3,\) that wants a gradient"
+    ):
         gradients(ours, **make_batch("plain"))
 
 
@@ -129,7 +144,10 @@ def test_what_trains_in_a_hook_inside_a_frozen_layer(leaf, lora):
     def trained():
         steer.weight.grad = None
         model(**batch, use_cache=False).loss.backward(retain_graph=True)
-        found = {"steer": steer.weight.grad, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+        found = {
+            "steer": steer.weight.grad,
+            **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        }
         model.zero_grad(set_to_none=True)
         return found
 
@@ -150,7 +168,9 @@ def test_a_parameter_that_wanted_no_gradient_in_forward():
     streambp.patch(model, CONFIG)
     loss = model(**make_batch("plain"), use_cache=False).loss
     model.set_adapter("second")
-    with pytest.raises(BackwardError, match=r"Linear\.weight \[2, 32\] wants a gradient .* before set_adapter"):
+    with pytest.raises(
+        BackwardError, match=r"Linear\.weight \[2, 32\] wants a gradient .* before set_adapter"
+    ):
         loss.backward()
     model.set_adapter("first")
     loss = model(**make_batch("plain"), use_cache=False).loss

@@ -1,4 +1,5 @@
-"""Whatever a program does to a model comes out exact, or raises: the table of docs/explanation/exactness.md, row by row.
+"""Whatever a program does to a model comes out exact, or raises: the table of
+docs/explanation/exactness.md, row by row.
 
 covers: fingerprint/hooks.py, model/patching.py
 """
@@ -26,7 +27,9 @@ def test_the_outcome_is_what_the_docs_say(program):
 
 
 def test_the_docs_have_no_other_rows():
-    assert set(exactness_table.documented()) == {(program.when, program.what) for program in PROGRAMS}
+    assert set(exactness_table.documented()) == {
+        (program.when, program.what) for program in PROGRAMS
+    }
 
 
 @pytest.mark.parametrize(

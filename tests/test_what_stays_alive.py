@@ -57,7 +57,9 @@ class Two(nn.Module):
 
 def with_adapters(model):
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
 
 
 AROUND = {
@@ -93,7 +95,10 @@ def check(around, config, how):
     inner.zero_grad()
     # A copy of the inner model is that model, patched as it is.
     made = COPIES[how](inner)
-    assert not any(isinstance(o, Engine) and o is not wrapper and o not in wrapper.modules() for o in gc.get_objects())
+    assert not any(
+        isinstance(o, Engine) and o is not wrapper and o not in wrapper.modules()
+        for o in gc.get_objects()
+    )
     assert layers_alive() - before - layers == 2
     assert patching.is_patched(made)
     _, found = gradients(made, **batch)
@@ -104,7 +109,9 @@ def check(around, config, how):
     _, found = gradients(made, **batch)
     assert worst_error(found, expected) <= 1e-10
     # Nothing but the program keeps what was given to `patch`.
-    given = [weakref.ref(module) for module in wrapper.modules() if module not in set(inner.modules())]
+    given = [
+        weakref.ref(module) for module in wrapper.modules() if module not in set(inner.modules())
+    ]
     del wrapper, made, stock
     gc.collect()
     assert not any(ref() is not None for ref in given)

@@ -1,4 +1,5 @@
-"""Modules around decoder layers: refused by `patch` where they are there first, exact where they come after it.
+"""Modules around decoder layers: refused by `patch` where they are there first, exact where they
+come after it.
 
 covers: admission/stacks.py
 """
@@ -74,19 +75,28 @@ def wrap(model, wrapper, which=lambda index: True):
 
 
 def as_accelerate(model):
-    """What accelerate's FSDP activation checkpointing does: FSDP1 and FSDP2 wrap each layer by its class."""
+    """What accelerate's FSDP activation checkpointing does: FSDP1 and FSDP2 wrap each layer by its
+    class."""
     layer_class = type(model.model.layers[0])
-    apply_activation_checkpointing(model, NO_REENTRANT, check_fn=lambda module: isinstance(module, layer_class))
+    apply_activation_checkpointing(
+        model, NO_REENTRANT, check_fn=lambda module: isinstance(module, layer_class)
+    )
     return model
 
 
 @pytest.mark.parametrize("which", ["all", "the first", "all but the first"])
 @pytest.mark.parametrize("name", [*WRAPPERS, "offload_wrapper"])
 def test_a_model_whose_layers_are_wrapped_is_refused(name, which):
-    chosen = {"all": lambda i: True, "the first": lambda i: i == 0, "all but the first": lambda i: i > 0}[which]
+    chosen = {
+        "all": lambda i: True,
+        "the first": lambda i: i == 0,
+        "all but the first": lambda i: i > 0,
+    }[which]
     model = wrap(build("qwen3"), {**WRAPPERS, "offload_wrapper": offload_wrapper}[name], chosen)
     outer = type(model.model.layers[1 if which == "all but the first" else 0]).__name__
-    with pytest.raises(UnsupportedModelError, match=rf"{outer} is around each Qwen3DecoderLayer.*patch first"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{outer} is around each Qwen3DecoderLayer.*patch first"
+    ):
         streambp.patch(model)
     assert not streambp.model.patching.is_patched(model)
     assert "forward" not in model.model.__dict__
@@ -106,7 +116,9 @@ def test_layers_of_a_model_that_transformers_does_not_checkpoint_itself(monkeypa
             self.self_attn, self.mlp = layer.self_attn, layer.mlp
 
         def forward(self, hidden_states, **kwargs):
-            return hidden_states + self.mlp(hidden_states + self.self_attn(hidden_states, **kwargs)[0])
+            return hidden_states + self.mlp(
+                hidden_states + self.self_attn(hidden_states, **kwargs)[0]
+            )
 
     model = wrap(build("llama"), Block)
     assert not any(isinstance(m, GradientCheckpointingLayer) for m in model.modules())
@@ -117,7 +129,11 @@ def test_layers_of_a_model_that_transformers_does_not_checkpoint_itself(monkeypa
 
 @pytest.mark.parametrize("name", [*WRAPPERS, "as accelerate"])
 def test_wrapped_after_patch_it_is_exact(name, float64_oracle):
-    put = as_accelerate if name == "as accelerate" else functools.partial(wrap, wrapper=WRAPPERS[name])
+    put = (
+        as_accelerate
+        if name == "as accelerate"
+        else functools.partial(wrap, wrapper=WRAPPERS[name])
+    )
     stock = build("qwen3", torch.float64)
     expected = gradients(put(copy.deepcopy(stock)), **make_batch("left-padded"))[1]
     model = put(streambp.patch(stock, streambp.StreamConfig(chunk_size=5)))

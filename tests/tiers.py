@@ -1,9 +1,9 @@
 """Which cases the fast tier runs; the full tier runs all of them.
 
-The fast tier takes about five minutes on two cores. So a case of more than a second is for the full tier,
-unless it is the only one that tries what it tries: `@pytest.mark.full` on a test, `thinned` on one axis, and
-`@pytest.mark.fast("packed", "left-padded")` or `@pytest.mark.fast(3)` on all cases of a test: the fast tier runs the cases
-of these names, or every third.
+The fast tier takes about five minutes on two cores. So a case of more than a second is for the full
+tier, unless it is the only one that tries what it tries: `@pytest.mark.full` on a test, `thinned`
+on one axis, and `@pytest.mark.fast("packed", "left-padded")` or `@pytest.mark.fast(3)` on all cases
+of a test: the fast tier runs the cases of these names, or every third.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 
 
 def thinned(cases: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:
-    """For `parametrize`: cases for which `fast` is false are marked `full`. A case of several arguments is a tuple."""
+    """For `parametrize`: cases for which `fast` is false are marked `full`. A case of several
+    arguments is a tuple."""
     found = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
@@ -30,7 +31,11 @@ def leave_out(items: list[pytest.Item]) -> None:
     Raises:
         pytest.UsageError: a test has two cases or more here, and the names of its mark are of none.
     """
-    marked = [item for item in items if item.get_closest_marker("fast") and not item.get_closest_marker("full")]
+    marked = [
+        item
+        for item in items
+        if item.get_closest_marker("fast") and not item.get_closest_marker("full")
+    ]
     tests = [item.nodeid.partition("[")[0] for item in marked]
     before: Counter[str] = Counter()
     left: Counter[str] = Counter()

@@ -1,4 +1,5 @@
-"""What older transformers and torch in range do not have of what tests ask for: marks that skip, each with its reason."""
+"""What older transformers and torch in range do not have of what tests ask for: marks that skip,
+each with its reason."""
 
 from __future__ import annotations
 
@@ -31,22 +32,32 @@ needs_mambas_states = pytest.mark.skipif(
     reason="before transformers 5.15 Mamba keeps no states where streambp can give it one: it is refused",
 )
 needs_diffllamas_calls = pytest.mark.skipif(
-    version.parse("5.15") > NOW, reason="before transformers 5.15 DiffLlama attends by itself, not through the interface"
+    version.parse("5.15") > NOW,
+    reason="before transformers 5.15 DiffLlama attends by itself, not through the interface",
 )
-NOT_IN_FLOAT64 = ("phimoe",) if version.parse("5.23") > NOW else ()  # its rotary embedding gives float32, unpatched as well
+NOT_IN_FLOAT64 = (
+    ("phimoe",) if version.parse("5.23") > NOW else ()
+)  # its rotary embedding gives float32, unpatched as well
 # Its experts asked the host how many tokens each of them got.
-ROUTING_LOOKED_AT = ("aria_text",) if "tokens_per_expert.cpu()" in inspect.getsource(modeling_aria) else ()
+ROUTING_LOOKED_AT = (
+    ("aria_text",) if "tokens_per_expert.cpu()" in inspect.getsource(modeling_aria) else ()
+)
 # With or without: what the layers of a hybrid are said to do.
 HYBRID_PATHS = {"streams"} if STATES_IN_CHUNKS else {"streams", "checkpoints"}
-LFM2_PASSES_ON = "seq_idx" not in inspect.getsource(modeling_lfm2)  # what its mixer is called with, to its kernel
+LFM2_PASSES_ON = "seq_idx" not in inspect.getsource(
+    modeling_lfm2
+)  # what its mixer is called with, to its kernel
 MIXERS_ARE_FUNCTIONS = hasattr(modeling_bamba, "mamba2_chunk_scan")
 needs_mixer_functions = pytest.mark.skipif(
     not MIXERS_ARE_FUNCTIONS,
     reason="before transformers 5.15 plain torch of mixers is no function, for which a kernel could stand in",
 )
-_told = inspect.getsource(FalconH1DecoderLayer.forward).partition("self.mamba(")[2].partition(")")[0]
+_told = (
+    inspect.getsource(FalconH1DecoderLayer.forward).partition("self.mamba(")[2].partition(")")[0]
+)
 needs_falcons_documents = pytest.mark.skipif(
-    "**kwargs" not in _told, reason="before transformers 5.17 Falcon-H1 tells its mixers nothing of packed rows"
+    "**kwargs" not in _told,
+    reason="before transformers 5.17 Falcon-H1 tells its mixers nothing of packed rows",
 )
 # Chunks have a mask of bools where the whole has none.
 _takes_bools = "attention_mask.dtype == torch.bool" in inspect.getsource(GlmMoeDsaAttention.forward)
@@ -58,7 +69,9 @@ needs_indexers = pytest.mark.skipif(
 try:
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
-    _masks_bools = "attention_mask.dtype == torch.bool" in inspect.getsource(DeepseekV32Attention.forward)
+    _masks_bools = "attention_mask.dtype == torch.bool" in inspect.getsource(
+        DeepseekV32Attention.forward
+    )
 except ImportError:
     _masks_bools = False
 needs_deepseeks_picks = pytest.mark.skipif(
@@ -73,8 +86,11 @@ needs_decoders_of_encoders = pytest.mark.skipif(
 )
 SHARES_THROUGH_CACHE = ".shared_layers[" in inspect.getsource(modeling_gemma3n)
 needs_sharing_without_cache = pytest.mark.skipif(
-    SHARES_THROUGH_CACHE, reason="this transformers' Gemma 3n shares keys and values in its cache alone, in training none"
+    SHARES_THROUGH_CACHE,
+    reason="this transformers' Gemma 3n shares keys and values in its cache alone, in training none",
 )
 
 # On meta: a product of half-precision factors, added to a sum in float32.
-SUM_WITHOUT_DATA = torch.ops.aten.addmm.dtype_out if RUNS_WITHOUT_DATA else torch.ops.aten.addmm_.default
+SUM_WITHOUT_DATA = (
+    torch.ops.aten.addmm.dtype_out if RUNS_WITHOUT_DATA else torch.ops.aten.addmm_.default
+)

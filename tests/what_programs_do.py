@@ -1,9 +1,11 @@
-"""What programs do to a model before, during and between steps, each tried against the unpatched model in float64.
+"""What programs do to a model before, during and between steps, each tried against the unpatched
+model in float64.
 
-Every program runs twice, on an unpatched model and on one that it patches itself. Its outcome is `exact` (all gradients
-within 1e-10, all layers stream), `exact, whole` (the same, but a layer runs under a checkpoint), `raises NAME`, or `WRONG`,
-which a crash counts as. The table in docs/explanation/exactness.md lists them: `python scripts/exactness_table.py`
-writes it, `tests/test_what_programs_do.py` compares.
+Every program runs twice, on an unpatched model and on one that it patches itself. Its outcome is
+`exact` (all gradients within 1e-10, all layers stream), `exact, whole` (the same, but a layer runs
+under a checkpoint), `raises NAME`, or `WRONG`, which a crash counts as. The table in
+docs/explanation/exactness.md lists them: `python scripts/exactness_table.py` writes it,
+`tests/test_what_programs_do.py` compares.
 """
 
 from __future__ import annotations
@@ -347,8 +349,11 @@ NUMBERS = {"scale": 1.0, "one": 0.0}  # a program's globals
 
 
 @contextlib.contextmanager
-def until_backward(t: Trial, forward: Callable[[Any, Tensor], Tensor], **numbers: float) -> Iterator[Tensor]:
-    """A loss, after a step, of a layer whose MLP computes that; within, the program's globals are others."""
+def until_backward(
+    t: Trial, forward: Callable[[Any, Tensor], Tensor], **numbers: float
+) -> Iterator[Tensor]:
+    """A loss, after a step, of a layer whose MLP computes that; within, the program's globals are
+    others."""
     mlp = t.layer.mlp
     mlp.forward = lambda x: forward(lambda y: type(mlp).forward(mlp, y), x)
     t.patch()
@@ -378,13 +383,19 @@ def _(t: Trial) -> None:
         loss.backward()
 
 
-@program(WITHIN, "replaces a function that a modeling file holds (`apply_rotary_pos_emb`), around the forward alone")
+@program(
+    WITHIN,
+    "replaces a function that a modeling file holds (`apply_rotary_pos_emb`), around the forward "
+    "alone",
+)
 def _(t: Trial) -> None:
     t.patch()
     t.step()
     t.clear()
     own = modeling_llama.apply_rotary_pos_emb
-    modeling_llama.apply_rotary_pos_emb = lambda *args, **kwargs: tuple(0.5 * x for x in own(*args, **kwargs))
+    modeling_llama.apply_rotary_pos_emb = lambda *args, **kwargs: tuple(
+        0.5 * x for x in own(*args, **kwargs)
+    )
     try:
         loss = t.forward()
     finally:
@@ -462,7 +473,10 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(BEFORE, "trains a tensor through a hook inside, and takes the hook away between forward and backward")
+@program(
+    BEFORE,
+    "trains a tensor through a hook inside, and takes the hook away between forward and backward",
+)
 def _(t: Trial) -> None:
     handle = turn(t)
     t.patch()
@@ -477,7 +491,9 @@ def _(t: Trial) -> None:
     t.layer.mlp.register_forward_hook(lambda m, args, out: kept.append(out))
     t.patch()
     with contextlib.suppress(streambp.errors.BackwardError):
-        (t.forward() + kept[-1].pow(2).mean()).backward()  # the hook has seen the tokens of a trial as well
+        (
+            t.forward() + kept[-1].pow(2).mean()
+        ).backward()  # the hook has seen the tokens of a trial as well
     kept.clear()
     t.clear()
     (t.forward() + kept[-1].pow(2).mean()).backward()
@@ -507,7 +523,10 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BEFORE, "shares prefixes, and hooks a module inside: the hook changes tokens at absolute positions")
+@program(
+    BEFORE,
+    "shares prefixes, and hooks a module inside: the hook changes tokens at absolute positions",
+)
 def _(t: Trial) -> None:
     def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         out = out.clone()
@@ -561,7 +580,9 @@ def _(t: Trial) -> None:
     t.patch()
     t.step()
     t.clear()
-    handle = t.layer.self_attn.o_proj.register_forward_hook(lambda m, args, out: [out.data.mul_(0.5), None][1])
+    handle = t.layer.self_attn.o_proj.register_forward_hook(
+        lambda m, args, out: [out.data.mul_(0.5), None][1]
+    )
     loss = t.forward()
     handle.remove()
     loss.backward()
@@ -849,7 +870,9 @@ def _(t: Trial) -> None:
 def adapters(t: Trial, **settings: Any) -> None:
     import peft
 
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, **settings)
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "up_proj"], init_lora_weights=False, **settings
+    )
     t.model = peft.get_peft_model(t.model, config)
 
 
@@ -908,7 +931,9 @@ def _(t: Trial) -> None:
     import peft
 
     adapters(t)
-    t.model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    t.model.add_adapter(
+        "other", peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    )
     t.patch()
     t.step()
     t.model.set_adapter("other")
@@ -920,7 +945,9 @@ def _(t: Trial) -> None:
     import peft
 
     adapters(t)
-    t.model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    t.model.add_adapter(
+        "other", peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    )
     t.patch()
     t.step()
     t.clear()
@@ -934,7 +961,9 @@ def _(t: Trial) -> None:
     import peft
 
     adapters(t)
-    t.model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    t.model.add_adapter(
+        "other", peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
     for name, parameter in t.model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     t.model.eval()
@@ -945,7 +974,11 @@ def _(t: Trial) -> None:
 
 @program(DURING, "activated LoRA (`alora_invocation_tokens`)")
 def _(t: Trial) -> None:
-    adapters(t, task_type="CAUSAL_LM", alora_invocation_tokens=[int(make_batch("plain")["input_ids"][0, 9])])
+    adapters(
+        t,
+        task_type="CAUSAL_LM",
+        alora_invocation_tokens=[int(make_batch("plain")["input_ids"][0, 9])],
+    )
     t.patch()
     t.step()
 
@@ -967,7 +1000,9 @@ def attention_function(name: str, function: Callable[..., Any]) -> Iterator[None
 
 
 def normed(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return sdpa_attention_forward(module, nn.functional.normalize(query, dim=-1), key, *args, **kwargs)
+    return sdpa_attention_forward(
+        module, nn.functional.normalize(query, dim=-1), key, *args, **kwargs
+    )
 
 
 @program(BEFORE, "registers an attention function by a new name and uses it")
@@ -1019,7 +1054,11 @@ def _(t: Trial) -> None:
 
 
 def by_hand(
-    self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Of an attention, as research code writes it: its own scores, the model's mask."""
     q, k, v = (
@@ -1030,7 +1069,9 @@ def by_hand(
     k, v = (modeling_llama.repeat_kv(x, self.num_key_value_groups) for x in (k, v))
     scores = q @ k.mT * self.scaling - 0.1 * (q - k).square().mean(-1, keepdim=True)
     allowed = torch.ones_like(scores).tril().bool() if attention_mask is None else attention_mask
-    scores = scores.masked_fill(~allowed, -1e30) if allowed.dtype == torch.bool else scores + allowed
+    scores = (
+        scores.masked_fill(~allowed, -1e30) if allowed.dtype == torch.bool else scores + allowed
+    )
     return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None
 
 
@@ -1103,7 +1144,8 @@ def _(t: Trial) -> None:
 
 
 def padded_statistic(t: Trial, read: Callable[[Tensor], Tensor]) -> None:
-    """Steps of a padded batch with labels, as `streambp launch` sets a model, and a statistic of all logits beside."""
+    """Steps of a padded batch with labels, as `streambp launch` sets a model, and a statistic of
+    all logits beside."""
     t.patch(lazy_logits=True)
     ids = t.batch["input_ids"]
     mask = torch.ones_like(ids)
@@ -1134,11 +1176,14 @@ def _(t: Trial) -> None:
     positions = (mask.to(torch.float64).cumsum(-1) - 1).clamp(min=0)
     labels = ids.masked_fill(mask == 0, -100)
     t.clear()
-    t.model(input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels, use_cache=False).loss.backward()
+    t.model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels, use_cache=False
+    ).loss.backward()
 
 
 def accelerated(t: Trial, first: str) -> None:
-    """A step of a model that accelerate has prepared for mixed precision and unwrapped, and a generation."""
+    """A step of a model that accelerate has prepared for mixed precision and unwrapped, and a
+    generation."""
     AcceleratorState._reset_state(True)  # others may have left its settings
     try:
         accelerator = Accelerator(mixed_precision="bf16", cpu=True)
@@ -1155,12 +1200,18 @@ def accelerated(t: Trial, first: str) -> None:
         AcceleratorState._reset_state(True)
 
 
-@program(BEFORE, "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)")
+@program(
+    BEFORE,
+    "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)",
+)
 def _(t: Trial) -> None:
     accelerated(t, "prepare")
 
 
-@program(AFTER, "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)")
+@program(
+    AFTER,
+    "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)",
+)
 def _(t: Trial) -> None:
     accelerated(t, "patch")
 
@@ -1240,7 +1291,9 @@ def _(t: Trial) -> None:
 
 def wrap(t: Trial) -> None:
     layers = {id(layer) for layer in t.model.model.layers}
-    apply_activation_checkpointing(t.model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: id(m) in layers)
+    apply_activation_checkpointing(
+        t.model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: id(m) in layers
+    )
 
 
 @program(DURING, "trains two models of one config object in two threads")
@@ -1250,7 +1303,10 @@ def _(t: Trial) -> None:
     other.model.load_state_dict(t.model.state_dict())
     t.patch()
     other.patch()
-    threads = [threading.Thread(target=lambda trial=trial: [trial.step() for _ in range(4)]) for trial in (t, other)]
+    threads = [
+        threading.Thread(target=lambda trial=trial: [trial.step() for _ in range(4)])
+        for trial in (t, other)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -1267,7 +1323,9 @@ def recording(t: Trial, kept: list[Any]) -> None:
 
 
 def told_as_gradients(t: Trial, kept: list[Any]) -> None:
-    t.extra["kept"] = torch.zeros(len(kept), *kept[-1].shape, requires_grad=True, dtype=torch.float64)
+    t.extra["kept"] = torch.zeros(
+        len(kept), *kept[-1].shape, requires_grad=True, dtype=torch.float64
+    )
     t.extra["kept"].grad = torch.stack(kept)
 
 
@@ -1360,7 +1418,9 @@ class Product(torch.autograd.Function):
         return upstream @ weight, upstream.flatten(0, -2).mT @ x.flatten(0, -2), None
 
 
-@program(BETWEEN, "leaves an `autograd.Function` in the place of `F.linear`, as DeepSpeed's ZeRO-3 does")
+@program(
+    BETWEEN, "leaves an `autograd.Function` in the place of `F.linear`, as DeepSpeed's ZeRO-3 does"
+)
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1391,7 +1451,8 @@ def _(t: Trial) -> None:
 
 
 class KeptElsewhere(nn.Module):
-    """Multiplies by a number of its first batch, kept by a function that a class, a dict or an attribute is hidden in."""
+    """Multiplies by a number of its first batch, kept by a function that a class, a dict or an
+    attribute is hidden in."""
 
     number: Tensor | None = None
 
@@ -1406,7 +1467,9 @@ class KeptElsewhere(nn.Module):
         if self.how == "dict":
             found = self.kept.setdefault("number", size)
         elif self.how == "class":
-            KeptElsewhere.number = found = size if KeptElsewhere.number is None else KeptElsewhere.number
+            KeptElsewhere.number = found = (
+                size if KeptElsewhere.number is None else KeptElsewhere.number
+            )
         else:
             self.found = found = getattr(self, "found", size)
         y: Tensor = self.inner(x) * found

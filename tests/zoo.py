@@ -1,7 +1,7 @@
 """Every causal family that transformers' AutoModelForCausalLM knows, as a tiny model.
 
-A family's default config is shrunk by the names of its fields, keeping one layer of each kind; what that leaves
-inconsistent stands in OVERRIDES.
+A family's default config is shrunk by the names of its fields, keeping one layer of each kind; what
+that leaves inconsistent stands in OVERRIDES.
 """
 
 from __future__ import annotations
@@ -22,26 +22,59 @@ from tests.seeds import seed_torch
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "padded_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "lru_width"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp", "n_inner"), 40),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp", "n_inner"), 40
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24
+    ),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size"), 24),
     "dense_intermediate_size": 40,
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads"), 2),
     **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels"), 8),
     "global_head_dim": 16,
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 512),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"),
+        512,
+    ),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "n_group", "topk_group"), 1),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2
+    ),
+    **dict.fromkeys(
+        (
+            "num_shared_experts",
+            "n_shared_experts",
+            "moe_num_shared_experts",
+            "n_group",
+            "topk_group",
+        ),
+        1,
+    ),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
     "v_head_dim": 12,
     **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), WINDOW),
     "first_k_dense_replace": 1,
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_d_conv", "mamba_dt_rank", "conv1d_width"), 4),
-    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim", "mamba_chunk_size"), 8),
+    **dict.fromkeys(
+        (
+            "mamba_d_state",
+            "ssm_state_size",
+            "state_size",
+            "mamba_d_conv",
+            "mamba_dt_rank",
+            "conv1d_width",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        ("mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim", "mamba_chunk_size"),
+        8,
+    ),
     **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
     "mamba_expand": 2,
     "chunk_size": 8,
@@ -64,7 +97,11 @@ DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 MHA = {"num_key_value_heads": 4}
 ROPE = {"rope_theta": 1e4, "rope_type": "default"}
-SHARED_KV = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+SHARED_KV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash"), MHA
@@ -154,7 +191,9 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
     if isinstance(default.get("intermediate_size"), list):
         small["intermediate_size"] = 40
     chosen = {**small, **OVERRIDES.get(name, {}), **changes}
-    if 0 in chosen.get("layer_types", ()):  # by number: their names are not the same in all versions
+    if 0 in chosen.get(
+        "layer_types", ()
+    ):  # by number: their names are not the same in all versions
         kinds = list(dict.fromkeys(default["layer_types"]))
         chosen["layer_types"] = [kinds[number] for number in chosen["layer_types"]]
     config: PreTrainedConfig = config_class(**chosen)
@@ -164,7 +203,9 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
 
 def _one_layer_of_each_kind(default: dict[str, Any], depth: int, depth_name: str) -> dict[str, Any]:
     per_layer = {
-        field: value for field, value in default.items() if isinstance(value, list | tuple) and len(value) == depth > 2
+        field: value
+        for field, value in default.items()
+        if isinstance(value, list | tuple) and len(value) == depth > 2
     }
     if not per_layer:
         return {depth_name: 2}
@@ -172,20 +213,30 @@ def _one_layer_of_each_kind(default: dict[str, Any], depth: int, depth_name: str
     for layer in range(depth):
         kinds.setdefault(json.dumps([value[layer] for value in per_layer.values()]), layer)
     layers = (list(kinds.values()) if len(kinds) > 1 else [0, 1])[:5]
-    return {depth_name: len(layers), **{field: [value[layer] for layer in layers] for field, value in per_layer.items()}}
+    return {
+        depth_name: len(layers),
+        **{field: [value[layer] for layer in layers] for field, value in per_layer.items()},
+    }
 
 
 def build(
-    name: str, dtype: torch.dtype = torch.float64, seed: int = 0, device: Device = DEVICE, **changes: Any
+    name: str,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    device: Device = DEVICE,
+    **changes: Any,
 ) -> PreTrainedModel:
     """A model in train mode with random weights, norms and biases among them.
 
-    With sdpa, or with transformers' eager attention where the family's sdpa is missing or incomplete.
+    With sdpa, or with transformers' eager attention where the family's sdpa is missing or
+    incomplete.
     """
     config = tiny_config(name, **changes)
     seed_torch(seed)
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name in EAGER else "sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager" if name in EAGER else "sdpa"
+        )
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise

@@ -21,7 +21,9 @@ VOCABULARY = 97
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="FSDP2 with streamed layers.")
-    parser.add_argument("--model", help="checkpoint folder or hub id; a small model from scratch if left out")
+    parser.add_argument(
+        "--model", help="checkpoint folder or hub id; a small model from scratch if left out"
+    )
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--steps", type=int, default=40)
@@ -32,8 +34,15 @@ def build_model(name: str | None) -> PreTrainedModel:
     torch.manual_seed(0)
     if name:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, **sizes))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, **sizes)
+    )
 
 
 def make_batch(length: int, seed: int) -> torch.Tensor:

@@ -28,11 +28,16 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Pipeline stages of streamed layers.")
-    parser.add_argument("--model", help="checkpoint folder or hub id; a small model from scratch if left out")
+    parser.add_argument(
+        "--model", help="checkpoint folder or hub id; a small model from scratch if left out"
+    )
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--chunk-size", type=int, default=128)
     parser.add_argument(
-        "--microbatches", type=int, default=4, help="sequences of a step, one after the other in the pipeline"
+        "--microbatches",
+        type=int,
+        default=4,
+        help="sequences of a step, one after the other in the pipeline",
     )
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--steps", type=int, default=40)
@@ -42,9 +47,18 @@ def parse_args() -> argparse.Namespace:
 def build_model(name: str | None) -> PreTrainedModel:
     torch.manual_seed(0)
     if name:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)  # on the host; a rank moves its stage
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, **sizes))
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.bfloat16
+        )  # on the host; a rank moves its stage
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, **sizes)
+    )
 
 
 class Stage(nn.Module):
@@ -74,33 +88,55 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         """x: token ids [B, T] in the first stage, hidden states [B, T, h] in others. Returns hidden states [B, T, h], and
         in the last stage, which is given labels, a part of the loss [1]."""
-        output = self.model(**{"input_ids" if self.first else "inputs_embeds": x}, use_cache=False, **kwargs)
+        output = self.model(
+            **{"input_ids" if self.first else "inputs_embeds": x}, use_cache=False, **kwargs
+        )
         return output.loss[None] if self.last else output.last_hidden_state
 
     def sum_tied(self) -> None:
         """Before an optimizer step: where embedding and head are one tensor, two stages have a copy each."""
         if self.ends is not None and (self.first or self.last):
-            weights = self.model.get_input_embeddings() if self.first else self.model.get_output_embeddings()
+            weights = (
+                self.model.get_input_embeddings()
+                if self.first
+                else self.model.get_output_embeddings()
+            )
             dist.all_reduce(weights.weight.grad, group=self.ends)
 
 
-def pipeline(stage: Stage, device: torch.device, microbatches: int, name: str = "1f1b") -> Schedule1F1B | ScheduleGPipe:
+def pipeline(
+    stage: Stage, device: torch.device, microbatches: int, name: str = "1f1b"
+) -> Schedule1F1B | ScheduleGPipe:
     """The schedule that runs this rank's stage. The loss is the sum of micro-batches' parts, so nothing is rescaled."""
     there = PipelineStage(stage, dist.get_rank(), dist.get_world_size(), device)
-    return SCHEDULES[name](there, microbatches, loss_fn=lambda part, target: part.sum(), scale_grads=False)
+    return SCHEDULES[name](
+        there, microbatches, loss_fn=lambda part, target: part.sum(), scale_grads=False
+    )
 
 
-def step(schedule: Schedule1F1B | ScheduleGPipe, stage: Stage, batch: dict[str, Tensor]) -> Tensor | None:
+def step(
+    schedule: Schedule1F1B | ScheduleGPipe, stage: Stage, batch: dict[str, Tensor]
+) -> Tensor | None:
     """Forward and backward of a batch [B, T], the same on every rank; the loss, on the last rank.
 
     A mask or position ids go to every stage: each makes its attention masks from them.
     """
-    kwargs: dict[str, Any] = {name: tensor for name, tensor in batch.items() if name not in ("input_ids", "labels")}
+    kwargs: dict[str, Any] = {
+        name: tensor for name, tensor in batch.items() if name not in ("input_ids", "labels")
+    }
     losses: list[Tensor] = []
     if stage.last:
         # The mean over the labels of all micro-batches, however many each has.
-        kwargs |= {"labels": batch["labels"], "num_items_in_batch": int((batch["labels"][:, 1:] != -100).sum())}
-        schedule.step(*([batch["input_ids"]] if stage.first else []), target=batch["labels"], losses=losses, **kwargs)
+        kwargs |= {
+            "labels": batch["labels"],
+            "num_items_in_batch": int((batch["labels"][:, 1:] != -100).sum()),
+        }
+        schedule.step(
+            *([batch["input_ids"]] if stage.first else []),
+            target=batch["labels"],
+            losses=losses,
+            **kwargs,
+        )
         return torch.stack([part.detach().sum() for part in losses]).sum()
     schedule.step(*([batch["input_ids"]] if stage.first else []), **kwargs)
     return None

@@ -55,19 +55,31 @@ class Questions(Dataset[dict[str, torch.Tensor]]):
 
 
 class PrintLoss(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
         if state.is_world_process_zero and logs and "loss" in logs:
             print(f"step {state.global_step}: loss {float(logs['loss']):.3f}", flush=True)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One sequence over several ranks, streamed.")
-    parser.add_argument("--model", help="checkpoint folder or hub id; a small model from scratch if left out")
-    parser.add_argument("--seq-len", type=int, default=512, help="of the whole sequence; ranks share it")
-    parser.add_argument("--batch-size", type=int, help="sequences at a time; 8 from scratch, 1 for --model, if left out")
+    parser.add_argument(
+        "--model", help="checkpoint folder or hub id; a small model from scratch if left out"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=512, help="of the whole sequence; ranks share it"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        help="sequences at a time; 8 from scratch, 1 for --model, if left out",
+    )
     parser.add_argument("--chunk-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--learning-rate", type=float, help="1e-2 from scratch, 1e-5 for --model, if left out")
+    parser.add_argument(
+        "--learning-rate", type=float, help="1e-2 from scratch, 1e-5 for --model, if left out"
+    )
     parser.add_argument("--output", default="runs/sequence_parallel")
     return parser.parse_args()
 
@@ -76,8 +88,20 @@ def build_model(name: str | None) -> PreTrainedModel:
     torch.manual_seed(0)
     if name:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    config = Qwen3Config(vocab_size=32, num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.05, **sizes)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    config = Qwen3Config(
+        vocab_size=32,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        **sizes,
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -88,7 +112,9 @@ def main() -> None:
     split = ParallelismConfig(
         sp_backend="deepspeed",
         sp_size=int(os.environ["WORLD_SIZE"]),
-        sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True),
+        sp_handler=DeepSpeedSequenceParallelConfig(
+            sp_attn_implementation="sdpa", sp_seq_length_is_variable=True
+        ),
     )
     settings = TrainingArguments(
         args.output, max_steps=args.steps, learning_rate=args.learning_rate or (1e-5 if args.model else 1e-2),
@@ -96,7 +122,9 @@ def main() -> None:
         report_to=[], save_strategy="no", lr_scheduler_type="constant", disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
     )  # fmt: skip
-    model = streambp.patch(build_model(args.model), streambp.StreamConfig(chunk_size=args.chunk_size))
+    model = streambp.patch(
+        build_model(args.model), streambp.StreamConfig(chunk_size=args.chunk_size)
+    )
     data = Questions(model.config.vocab_size, args.seq_len, count=args.steps * batch_size)
     trainer = Trainer(model, settings, train_dataset=data, callbacks=[PrintLoss()])
     trainer.train()

@@ -36,7 +36,10 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
         dtype: the result of `coarsest`.
     """
     added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
-    return bool((whole - pieces).float().norm() <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm())
+    return bool(
+        (whole - pieces).float().norm()
+        <= added + 8 * torch.finfo(whole.dtype).eps * whole.float().norm()
+    )
 
 
 @contextlib.contextmanager

@@ -64,26 +64,40 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         hooks, modules = site.of(switched_off)
         silenced = engine_hooks_silenced([] if site.of(reductions_of) else hooks)
         arrive, args, kwargs = _as_one(site, args, kwargs)
-        with around, computed_as_written(modules), in_segments(mixers, segments, None), silenced, arrive:
+        with (
+            around,
+            computed_as_written(modules),
+            in_segments(mixers, segments, None),
+            silenced,
+            arrive,
+        ):
             return site.forward(*args, **kwargs)
 
     try:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         # Recompute to the end, so that the output can be compared. [Note: witness]
-        return checkpoint(Repeatable(site, run, args, kwargs), *args, use_reentrant=False, early_stop=False, **kwargs)
+        return checkpoint(
+            Repeatable(site, run, args, kwargs),
+            *args,
+            use_reentrant=False,
+            early_stop=False,
+            **kwargs,
+        )
     except (AttributeError, TypeError) as error:
         if LazyMask.__name__ not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(site.layer).__name__} cannot stream: {report.because}. Nor can it run whole, because it reads the "
-            f"attention mask itself ({error}). If its attention's forward was replaced after streambp.patch, call that "
-            "again: the layer then gets the model's own mask. Otherwise use gradient checkpointing "
-            "(streambp.unpatch(model))."
+            f"{type(site.layer).__name__} cannot stream: {report.because}. Nor can it run whole, "
+            f"because it reads the attention mask itself ({error}). If its attention's forward was "
+            "replaced after streambp.patch, call that again: the layer then gets the model's own "
+            "mask. Otherwise use gradient checkpointing (streambp.unpatch(model))."
         ) from error
 
 
-def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
+def _as_one(
+    site: LayerSite, args: Any, kwargs: dict[str, Any]
+) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
     """Return a context manager and arguments that deliver the layer's gradients together.
 
     [Note: order of gradients]
@@ -94,7 +108,11 @@ def _as_one(site: LayerSite, args: Any, kwargs: dict[str, Any]) -> tuple[context
     given = args[0] if args else kwargs["hidden_states"]
     parameters = Parameters(site.layer, given.device)
     hidden_states, *others = Together.apply(given, *parameters.current())  # type: ignore[no-untyped-call]
-    args, kwargs = ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
+    args, kwargs = (
+        ((hidden_states, *args[1:]), kwargs)
+        if args
+        else (args, {**kwargs, "hidden_states": hidden_states})
+    )
     return parameters.replaced(others), args, kwargs
 
 
@@ -107,25 +125,40 @@ class Repeatable:
     may draw from. [Note: fingerprint]
     """
 
-    def __init__(self, site: LayerSite, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        self._site, self._layer, self._run, self._fingerprint = site, site.layer, run, site.fingerprint
+    def __init__(
+        self, site: LayerSite, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self._site, self._layer, self._run, self._fingerprint = (
+            site,
+            site.layer,
+            run,
+            site.fingerprint,
+        )
         self._backward_begins = site.backward_begins
         self._look = self._fingerprint.look(site.layer)
         self._generators, self._training = generators_of(site, self._look), site.layer.training
-        given = [(name, x) for name, value in {"input": args, **kwargs}.items() for x in tree_leaves(value)]
+        given = [
+            (name, x)
+            for name, value in {"input": args, **kwargs}.items()
+            for x in tree_leaves(value)
+        ]
         tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
         hidden_states = tensors[0][1]
         self._device = hidden_states.device
         self._parameters = Parameters(site.layer, self._device)
         self._witness = site.witness(hidden_states, Autocast.capture(self._device))
-        self._seen_arguments = [(name, x, x._version) for name, x in tensors if not x.is_inference()]
+        self._seen_arguments = [
+            (name, x, x._version) for name, x in tensors if not x.is_inference()
+        ]
         # buffers that the forward has changed, with their earlier values
         self._buffers: Buffers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffers is None:
             versions = versions_of(self._look)
-            before = {slot: buffer.detach().clone() for slot, buffer in buffers_of(self._layer).items()}
+            before = {
+                slot: buffer.detach().clone() for slot, buffer in buffers_of(self._layer).items()
+            }
             self._states = generator_states(self._generators)
             with watching(self._look.hooks) as acted, self._mismatch_named():
                 result = self._run(*args, **kwargs)
@@ -146,14 +179,22 @@ class Repeatable:
         try:
             nothing_left = kept_values.recomputed(self._site, now)
             routing = again(self._look.hooks.routing)
-            with in_place_of_buffers(self._buffers), routing, nothing_left, watching(now.hooks) as acted:
+            with (
+                in_place_of_buffers(self._buffers),
+                routing,
+                nothing_left,
+                watching(now.hooks) as acted,
+            ):
                 result = self._run(*args, **kwargs)
         finally:
             set_generators(self._generators, later)
             # The reverse shows nothing: torch stops a recomputation early, so some hooks do not
             # run.
             for key in sorted(acted - self._seen.acted):
-                raise changed(self._layer, f"{described(key)} changes what it is given, and changed nothing in forward")
+                raise changed(
+                    self._layer,
+                    f"{described(key)} changes what it is given, and changed nothing in forward",
+                )
         self._see((args, kwargs), result, again=True)
         return result
 
@@ -183,11 +224,12 @@ class Repeatable:
                 return unpack(held)
             except CheckpointError as error:
                 raise BackwardError(
-                    f"{layer} was recomputed in backward, and kept other tensors for it than in forward: something that "
-                    "the layer is made of has changed since. Most likely a hook is gone that handed on its values in "
-                    "forward, and through which a tensor trains (an intervention or an adapter that starts as the "
-                    "identity). Let hooks stay until backward is over. "
-                    f"Torch's checkpoint says: {str(error).strip().splitlines()[0]}"
+                    f"{layer} was recomputed in backward, and kept other tensors for it than in "
+                    "forward: something that the layer is made of has changed since. Most likely a "
+                    "hook is gone that handed on its values in forward, and through which a tensor "
+                    "trains (an intervention or an adapter that starts as the identity). Let hooks "
+                    "stay until backward is over. Torch's checkpoint says: "
+                    f"{str(error).strip().splitlines()[0]}"
                 ) from error
 
         return saved_tensors_hooks(pack, unpacked)

@@ -14,7 +14,13 @@ from torch import nn
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.collectives import no_collectives
 from streambp.admission.insides import hooks_of_others, may_edit_gradients
-from streambp.admission.kept_values import leaving_nothing, refusing_chunks, tell, why_kept, without_traces
+from streambp.admission.kept_values import (
+    leaving_nothing,
+    refusing_chunks,
+    tell,
+    why_kept,
+    without_traces,
+)
 from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.trials import look_for_writes, unread_products
@@ -79,19 +85,28 @@ def stream_layer(
     if isinstance(call, CallReport):
         site.last = call
         try:
-            with site.weights_for_once(args, kwargs, call.because or "its only token cannot be tried in chunks"):
+            with site.weights_for_once(
+                args, kwargs, call.because or "its only token cannot be tried in chunks"
+            ):
                 return strategy.whole(site, args, kwargs, call)
         except Exception:
             site.forget(call.because)
             raise
     longest = (call.plan.longest, call.why_longer) if call.plan.longest > call.plan.size else None
-    site.last = CallReport(None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan)
+    site.last = CallReport(
+        None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan
+    )
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
         return _streamed(call, strategy)
 
 
 def admit(
-    site: LayerSite, args: Any, kwargs: Any, rows: PackedRows | None, strategy: Strategy, forks: Forks = ()
+    site: LayerSite,
+    args: Any,
+    kwargs: Any,
+    rows: PackedRows | None,
+    strategy: Strategy,
+    forks: Forks = (),
 ) -> LayerCall | CallReport:
     """Return the call to stream, or a report with the reason to run it unchunked.
 
@@ -103,20 +118,20 @@ def admit(
     site.of(_refuse_inner_fsdp)
     counts_when_alone()
     carries = site.kind.states.carries
-    if rows is not None and carries and (site.kind.states.returned or not mixers_of(site.layer)):  # [Note: segments]
-        raise UnsupportedModelError(
-            f"position_ids mark {rows.number} documents in packed rows, but no module inside "
-            f"{type(site.layer).__name__} can be called for one of them: the layer takes its states as an argument, and "
-            "would go on from one document to the next. Pass one document per row, or let it go on, as the unpatched "
-            "model does: StreamConfig(documents='as_given')."
-        )
+    if rows is not None and carries:
+        _refuse_inseparable_documents(site, rows)
     told = rows if carries else None
     forward = type(site.layer).forward
-    arguments = Arguments(forward, site.layer, args, kwargs, site.kind.position_cache, told, look.kind)
-    attends = None if isinstance(F.scaled_dot_product_attention, BuiltinFunctionType) else replaced_attention()
-    if attends is not None:  # a trial with torch's own attention does not cover another attention
-        arguments.kind |= {("torch's attention", attends)}
-    arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)  # [Note: kept values]
+    arguments = Arguments(
+        forward, site.layer, args, kwargs, site.kind.position_cache, told, look.kind
+    )
+    # A trial with torch's own attention does not cover another attention.
+    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
+        attends = replaced_attention()
+        if attends is not None:
+            arguments.kind |= {("torch's attention", attends)}
+    # [Note: kept values]
+    arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)
     arguments.forks = forks if carries else ()
     if rows is not None:
         _tell_of_documents(site, rows, arguments)
@@ -129,7 +144,9 @@ def admit(
         (look.hooks.why_whole() if look.hooks.routing else None)
         or findings.because
         or (_why_not_between_documents(site, arguments) if carries else None)
-        or site.kind.attention.take_mask(site.layer, arguments.named, arguments.hidden_states, marked)
+        or site.kind.attention.take_mask(
+            site.layer, arguments.named, arguments.hidden_states, marked
+        )
     )
     if because is not None:
         return CallReport(because, rows=rows)
@@ -137,9 +154,15 @@ def admit(
     call.look = look
     trained = look.trained
     list_them = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
-    call.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(look, trained)
+    call.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(
+        look, trained
+    )
     # A tested kind streams. A new kind is tested first, on a few random tokens.
-    if findings.judged and call.autocast in findings.seen_writing and site.knows(findings, call.plan):
+    if (
+        findings.judged
+        and call.autocast in findings.seen_writing
+        and site.knows(findings, call.plan)
+    ):
         return call
     failed, verdict = _tried(call)
     if not verdict.streams:
@@ -151,6 +174,23 @@ def admit(
         site.found(call.arguments.kind).doubt(broken(failed))
         return CallReport(broken(failed), rows=rows)
     return call
+
+
+def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
+    """Raise if the states of a layer cannot be kept apart by document. [Note: segments]
+
+    Raises:
+        UnsupportedModelError: no module inside the layer can be called for one document.
+    """
+    if mixers_of(site.layer) and not site.kind.states.returned:
+        return
+    raise UnsupportedModelError(
+        f"position_ids mark {rows.number} documents in packed rows, but no module inside "
+        f"{type(site.layer).__name__} can be called for one of them: the layer takes its "
+        "states as an argument, and would go on from one document to the next. Pass one "
+        "document per row, or let it go on, as the unpatched model does: "
+        "StreamConfig(documents='as_given')."
+    )
 
 
 def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
@@ -210,7 +250,9 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
             call.kept.store = site.offloader.open(site.index, call.device)
         reductions = site.of(reductions_of)
         hidden_states = Reduced.apply(hidden_states, reductions) if reductions else hidden_states
-        output, *extras = StreamedLayer.apply(strategy, call, parameters, hidden_states, *inputs, *weights)
+        output, *extras = StreamedLayer.apply(
+            strategy, call, parameters, hidden_states, *inputs, *weights
+        )
         call.arguments.inputs = []
     else:
         versions = versions_of(call.look)
@@ -242,7 +284,10 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
         length = arguments.length
         remedy = f" (append {length}, so that the last tokens are one more document)"
         short = rising and ends[0] == 0 and ends[-1] < length
-        return f"{DOCUMENT_ENDS} does not rise from 0 to the sequence's {length} tokens{remedy if short else ''}"
+        return (
+            f"{DOCUMENT_ENDS} does not rise from 0 to the sequence's {length} "
+            f"tokens{remedy if short else ''}"
+        )
     return None
 
 
@@ -264,6 +309,7 @@ def _refuse_inner_fsdp(layer: nn.Module) -> None:
     for name, module in layer.named_modules():
         if module is not layer and is_fsdp_unit(module):
             raise UnsupportedModelError(
-                f"{name} inside {type(layer).__name__} is an FSDP unit of its own; streamed layers would gather it once "
-                "per chunk and lose gradients. Apply fully_shard to whole decoder layers only."
+                f"{name} inside {type(layer).__name__} is an FSDP unit of its own; streamed layers "
+                "would gather it once per chunk and lose gradients. Apply fully_shard to whole "
+                "decoder layers only."
             )

@@ -1,4 +1,5 @@
-"""Whether a layer's first call sets something that later calls read. [Note: a trial leaves nothing]"""
+"""Whether a layer's first call sets something that later calls read. [Note: a trial leaves
+nothing]"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LOUDER = 64  # times larger than other tokens: what keeps a running value shows 
 
 
 def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
-    """Return the values that the layer sets from x [..., B, t, h] at its first call, and never again.
+    """Return the values that the layer sets from x [..., B, t, h] at its first call, and never
+    again.
 
     In chunks, the first chunk would set these values in place of the batch. Few layers set a value.
     Such layers run some more times, also with other tokens, fewer and much larger.
@@ -39,10 +41,11 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     again = _once(call, x)
     if bool(first.isfinite().all()) and not _repeats(first, again):
         raise OtherModelError(
-            f"{type(call.layer).__name__} gives something else at each call (it counts, or keeps a running scale): "
-            f"{', '.join(names)} changed while a few random tokens were computed, and then the same tokens gave something "
-            "else. Chunks of a sequence would be such calls. Keep the value in a buffer (register_buffer): then the layer "
-            "runs whole, and its recomputation starts from the same value."
+            f"{type(call.layer).__name__} gives something else at each call (it counts, or keeps a "
+            f"running scale): {', '.join(names)} changed while a few random tokens were computed, "
+            "and then the same tokens gave something else. Chunks of a sequence would be such "
+            "calls. Keep the value in a buffer (register_buffer): then the layer runs whole, and "
+            "its recomputation starts from the same value."
         )
     names = state.set_once()
     if names:  # a constant may be set at any time
@@ -64,12 +67,17 @@ def _repeats(first: Tensor, again: Tensor) -> bool:
 
 
 def _once(call: LayerCall, x: Tensor) -> Tensor:
-    """Run x [..., B, t, h] in one chunk and in the layer's mode, always with the same random numbers."""
+    """Run x [..., B, t, h] in one chunk and in the layer's mode, always with the same random
+    numbers."""
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     prefix = causal_prefix(call, x.shape[-2])
-    prefix.overwritten = graph  # whether the layer writes to its attention's output is not known yet
+    prefix.overwritten = (
+        graph  # whether the layer writes to its attention's output is not known yet
+    )
     leaf, stage = x.detach().requires_grad_(graph), Stage.RECOMPUTE if graph else Stage.FORWARD
     with RandomState.capture(call.device).replayed():
-        ((_, output),) = rehearsed(call, leaf, [Chunk(0, 0, x.shape[-2])], stage, prefix, lambda _: None)
+        ((_, output),) = rehearsed(
+            call, leaf, [Chunk(0, 0, x.shape[-2])], stage, prefix, lambda _: None
+        )
     assert output is not None
     return output.hidden_states.detach()

@@ -36,7 +36,12 @@ def generators_of(site: LayerSite, look: Look) -> list[Generator]:
     These are its own generators, and the global ones if a part or a hook of the layer is
     third-party.
     """
-    shared = site.previous is not None or look.hooks.places or hooked_everywhere() or site.of(foreign_parts)
+    shared = (
+        site.previous is not None
+        or look.hooks.places
+        or hooked_everywhere()
+        or site.of(foreign_parts)
+    )
     return [*look.body.generators, *(OF_ALL if shared else ())]
 
 
@@ -69,7 +74,9 @@ def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> No
 def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
     """True if a generator's state differs from the given one."""
     return not all(
-        torch.equal(one, other) if isinstance(one, Tensor) else pickle.dumps(one) == pickle.dumps(other)
+        torch.equal(one, other)
+        if isinstance(one, Tensor)
+        else pickle.dumps(one) == pickle.dumps(other)
         for one, other in zip(states, generator_states(generators), strict=True)
     )
 
@@ -103,5 +110,9 @@ def on_trial(call: LayerCall) -> Iterator[Restored]:
     Enter it while the call is streaming, because streaming switches modules and configs.
     """
     buffers, generators = buffers_of(call.layer), generators_of(call.site, call.look)
-    with in_place_of_buffers(buffers), generators_kept(generators), Restored(call.layer) as restored:
+    with (
+        in_place_of_buffers(buffers),
+        generators_kept(generators),
+        Restored(call.layer) as restored,
+    ):
         yield restored

@@ -57,7 +57,12 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
     found = [] if previous is None or _harmless(previous) else [full_name(previous)]
     for module in layer.modules():
         own, of_class = module.__dict__.get("forward"), getattr(type(module), "forward", module)
-        if module is not layer and own is not None and not isinstance(own, InstanceForward) and not _harmless(own):
+        if (
+            module is not layer
+            and own is not None
+            and not isinstance(own, InstanceForward)
+            and not _harmless(own)
+        ):
             found.append(full_name(own))
         if not _harmless(of_class):
             found.append(full_name(of_class))
@@ -74,9 +79,10 @@ def _harmless(forward: Any) -> bool:
 def refuse_opacus(where: str) -> NoReturn:
     """Raise UnsupportedModelError: opacus' hooks would get chunks and batch gradients."""
     raise UnsupportedModelError(
-        f"{where} has hooks of opacus, which compute a gradient for each sample from what passes a module in one forward "
-        "and one backward. A streamed layer passes in chunks, whose gradients are no sample's. Train with opacus without "
-        "streambp: call streambp.unpatch(model), or leave streambp.patch out."
+        f"{where} has hooks of opacus, which compute a gradient for each sample from what passes a "
+        "module in one forward and one backward. A streamed layer passes in chunks, whose "
+        "gradients are no sample's. Train with opacus without streambp: call "
+        "streambp.unpatch(model), or leave streambp.patch out."
     )
 
 
@@ -107,8 +113,13 @@ def named_hooks(found: dict[str, list[str]]) -> str:
     told = []
     for hook, paths in list(found.items())[:NAMED_AT_MOST]:
         others = len(set(paths)) - 1
-        told.append(f"{hook} on {paths[0]}" + (f" and {others} other module{'s' * (others > 1)}" if others else ""))
-    return ", ".join(told) + (f" and {len(found) - NAMED_AT_MOST} more" if len(found) > NAMED_AT_MOST else "")
+        told.append(
+            f"{hook} on {paths[0]}"
+            + (f" and {others} other module{'s' * (others > 1)}" if others else "")
+        )
+    return ", ".join(told) + (
+        f" and {len(found) - NAMED_AT_MOST} more" if len(found) > NAMED_AT_MOST else ""
+    )
 
 
 def why_rows(module: nn.Module) -> str | None:
@@ -126,8 +137,15 @@ def why_rows(module: nn.Module) -> str | None:
         own = (forward for forward in forwards(inner) if not isinstance(forward, InstanceForward))
         for function in (*own, getattr(type(inner), "forward", inner), type(inner)):
             if not known(function):
-                what = type(inner).__name__ if function is type(inner) else f"the forward {full_name(function)}"
-                return f"{what} (in {path or 'the model'}) is another's, and would see another row than the batch's"
+                what = (
+                    type(inner).__name__
+                    if function is type(inner)
+                    else f"the forward {full_name(function)}"
+                )
+                return (
+                    f"{what} (in {path or 'the model'}) is another's, and would see another row "
+                    "than the batch's"
+                )
     return None
 
 
@@ -139,8 +157,17 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
     caller's values and does not count.
     """
     home = {base.__module__ for backbone in backbones for base in type(backbone).__mro__}
-    of_model = list(itertools.dropwhile(lambda forward: not isinstance(forward, InstanceForward), forwards(model)))
-    functions = [*of_model, type(model).forward, getattr(model, "loss_function", None), nn.functional.cross_entropy]
+    of_model = list(
+        itertools.dropwhile(
+            lambda forward: not isinstance(forward, InstanceForward), forwards(model)
+        )
+    )
+    functions = [
+        *of_model,
+        type(model).forward,
+        getattr(model, "loss_function", None),
+        nn.functional.cross_entropy,
+    ]
     waiting = list(model.children())
     while waiting:
         module = waiting.pop()
@@ -151,7 +178,10 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
             waiting += module.children()
             functions += [*forwards(module), type(module), getattr(type(module), "forward", module)]
     return not all(
-        function is None or isinstance(function, InstanceForward) or _is_known(function, home) or trls_head(function)
+        function is None
+        or isinstance(function, InstanceForward)
+        or _is_known(function, home)
+        or trls_head(function)
         for function in functions
     )
 
@@ -175,7 +205,9 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
     changing: list[str] = []
     everywhere = vars(torch.nn.modules.module)
     tables: list[dict[int, Any]] = [everywhere[f"_global{name}"] for name in names]
-    tables += [getattr(module, name) for module in layer.modules() if module is not layer for name in names]
+    tables += [
+        getattr(module, name) for module in layer.modules() if module is not layer for name in names
+    ]
     before = [(table, dict(table)) for table in tables if table]
     for table, hooks in before:
         for key, hook in hooks.items():
@@ -193,8 +225,18 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
 
 def may_edit_gradients(layer: nn.Module) -> bool:
     """True if the source of a third-party backward hook inside a layer returns a value."""
-    hooks = (h for m in layer.modules() if m is not layer for name in BACKWARD_HOOKS for h in getattr(m, name).values())
-    codes = (getattr(_innermost(h), "__code__", None) for h in hooks if package_of(h) not in HOOKS_ARE_HARMLESS)
+    hooks = (
+        h
+        for m in layer.modules()
+        if m is not layer
+        for name in BACKWARD_HOOKS
+        for h in getattr(m, name).values()
+    )
+    codes = (
+        getattr(_innermost(h), "__code__", None)
+        for h in hooks
+        if package_of(h) not in HOOKS_ARE_HARMLESS
+    )
     return any(code is None or _gives_back(code) for code in codes)
 
 
@@ -208,7 +250,9 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
     result = hook(*args, **kwargs)
     same = result is None and versions == [version_of(x) for x in tensors]
     pairs = zip(tensors, before, strict=True)
-    if not same or not all(bool(((x == old) | (x.isnan() & old.isnan())).all()) for x, old in pairs):
+    if not same or not all(
+        bool(((x == old) | (x.isnan() & old.isnan())).all()) for x, old in pairs
+    ):
         changing.append(full_name(hook))
     return result
 
@@ -219,8 +263,14 @@ def _may_change(hook: Callable[..., Any]) -> bool:
     if code is None:
         return False
     steps = list(dis.get_instructions(code))
-    branches = any(("JUMP" in step.opname and "_IF_" in step.opname) or step.opname == "FOR_ITER" for step in steps)
-    stores = any(step.opname == "STORE_SUBSCR" or (step.opname == "BINARY_OP" and "=" in step.argrepr) for step in steps)
+    branches = any(
+        ("JUMP" in step.opname and "_IF_" in step.opname) or step.opname == "FOR_ITER"
+        for step in steps
+    )
+    stores = any(
+        step.opname == "STORE_SUBSCR" or (step.opname == "BINARY_OP" and "=" in step.argrepr)
+        for step in steps
+    )
     return branches and (stores or _gives_back(code))
 
 
@@ -228,7 +278,9 @@ def _gives_back(code: CodeType) -> bool:
     """True if the code can return anything but None."""
     nothing = False  # the previous instruction loads None
     for step in dis.get_instructions(code):
-        if (step.opname == "RETURN_CONST" and step.argval is not None) or (step.opname == "RETURN_VALUE" and not nothing):
+        if (step.opname == "RETURN_CONST" and step.argval is not None) or (
+            step.opname == "RETURN_VALUE" and not nothing
+        ):
             return True
         nothing = step.opname == "LOAD_CONST" and step.argval is None
     return False
@@ -238,4 +290,6 @@ def _innermost(function: Any) -> Any:
     """Return the function that a partial or a callable object runs."""
     while isinstance(function, functools.partial):
         function = function.func
-    return function if hasattr(function, "__code__") else getattr(type(function), "__call__", function)  # noqa: B004
+    if hasattr(function, "__code__"):
+        return function
+    return getattr(type(function), "__call__", function)  # noqa: B004 - its code

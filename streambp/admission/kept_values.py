@@ -65,7 +65,10 @@ Roots = list[tuple[str, Any]]
 Kind = frozenset[tuple[str, Any]]
 NAMED_AT_MOST = 3
 SHORT = 8  # entries of a list whose flags distinguish kinds of calls
-KEEPS_VALUES = "it, or a hook inside it, keeps values for later, of which chunks would leave others than the whole sequence"
+KEEPS_VALUES = (
+    "it, or a hook inside it, keeps values for later, of which chunks would leave others than the "
+    "whole sequence"
+)
 OUT_OF_SIGHT = "tensors out of sight"
 MISSING = object()
 _DIGITS = re.compile(r"\d+")
@@ -76,7 +79,11 @@ def roots_of(site: LayerSite, look: Look) -> Roots:
 
     The list is empty if no third-party code runs inside.
     """
-    hooks = [("", unwatched(table[number])) for table, number in look.hooks.places.values() if number in table]
+    hooks = [
+        ("", unwatched(table[number]))
+        for table, number in look.hooks.places.values()
+        if number in table
+    ]
     everywhere = vars(torch.nn.modules.module)
     hooks += [("", hook) for name in GLOBAL_HOOKS for hook in everywhere[name].values()]
     hooks = [(name, hook) for name, hook in hooks if is_theirs(hook)]
@@ -179,14 +186,20 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
 
     def run(call: LayerCall, keep: bool) -> T:
         site = call.site
-        roots = roots_of(site, call.look) if len(call.plan) > 1 and has_data(call.hidden_states) else []
+        roots = (
+            roots_of(site, call.look) if len(call.plan) > 1 and has_data(call.hidden_states) else []
+        )
         if not roots:
             return forward(call, keep)
         before = Memory(roots)
         found = forward(call, keep)
         for path, value in Memory(roots).changed(before).items():
             known = path in site.fingerprint.kept
-            if not known and isinstance(value, (Tensor, np.ndarray)) and _is_of_a_chunk(value.shape, call):
+            if (
+                not known
+                and isinstance(value, (Tensor, np.ndarray))
+                and _is_of_a_chunk(value.shape, call)
+            ):
                 _refuse(call, f"{path} {tuple(value.shape)}")
         return found
 
@@ -213,10 +226,14 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
     when = "did not when it was tried"
     if site.warm is not None and site.warm.on:
         site.warm.on = False
-        when = "was set after streambp.warm_up, which lets hooks be set without a trial that add up or look on"
+        when = (
+            "was set after streambp.warm_up, which lets hooks be set without a trial that add up "
+            "or look on"
+        )
     raise StreamBPError(
-        f"{type(call.layer).__name__}, or a hook inside it, keeps values of single chunks ({what}), and {when}. Empty what "
-        "was kept and repeat the step: from now on the layer runs whole, which is exact."
+        f"{type(call.layer).__name__}, or a hook inside it, keeps values of single chunks "
+        f"({what}), and {when}. Empty what was kept and repeat the step: from now on the layer "
+        "runs whole, which is exact."
     )
 
 
@@ -235,8 +252,17 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     failed: Exception | None = None
     because = None
     try:
-        generators, buffers = generators_kept(generators_of(site, call.look)), in_place_of_buffers(buffers_of(call.layer))
-        with nothing_compiled(), _plain_dropout(call), generators, buffers, contextlib.ExitStack() as stack:
+        generators, buffers = (
+            generators_kept(generators_of(site, call.look)),
+            in_place_of_buffers(buffers_of(call.layer)),
+        )
+        with (
+            nothing_compiled(),
+            _plain_dropout(call),
+            generators,
+            buffers,
+            contextlib.ExitStack() as stack,
+        ):
             stack.enter_context(rehearsing(call))
             because = _why_kept(call, x, roots)
             if because is None and dict(call.arguments.kind).get(REACH, ("", False))[1]:
@@ -273,20 +299,24 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
         return None
     otherwise = _differing(whole, trial.left(trial.at_once), coarsest(call, x))
     # Tensors in graphs are out of sight as well, and differ for another attention.
-    otherwise = {path: told for path, told in otherwise.items() if path in differing and path != OUT_OF_SIGHT}
+    otherwise = {
+        path: told for path, told in otherwise.items() if path in differing and path != OUT_OF_SIGHT
+    }
     if otherwise:
         raise UnsupportedModelError(
-            f"{type(call.layer).__name__}, or a hook inside it, keeps values that its unpatched forward makes and streamed "
-            f"layers do not, such as weights of attention: {_named(otherwise)}. Take off what keeps them, pass "
-            "output_attentions=True, with which a call runs unpatched, or run the model unpatched "
-            "(streambp.unpatch(model))."
+            f"{type(call.layer).__name__}, or a hook inside it, keeps values that its unpatched "
+            "forward makes and streamed layers do not, such as weights of attention: "
+            f"{_named(otherwise)}. Take off what keeps them, pass output_attentions=True, with "
+            "which a call runs unpatched, or run the model unpatched (streambp.unpatch(model))."
         )
     return f"{KEEPS_VALUES} ({_named(differing)})"
 
 
 def _named(differing: dict[str, str]) -> str:
     told = [path + shapes for path, shapes in list(differing.items())[:NAMED_AT_MOST]]
-    return ", ".join(told) + (f" and {len(differing) - NAMED_AT_MOST} more" if len(differing) > NAMED_AT_MOST else "")
+    return ", ".join(told) + (
+        f" and {len(differing) - NAMED_AT_MOST} more" if len(differing) > NAMED_AT_MOST else ""
+    )
 
 
 class _Trial:
@@ -384,7 +414,11 @@ def _alike(one: Any, other: Any, tolerance: float) -> bool:
         return bool((first - second).norm() <= tolerance * first.norm())
     numbers = (int, float, complex)
     if isinstance(one, numbers) and isinstance(other, numbers) and not isinstance(one, bool):
-        return one == other or abs(one - other) <= tolerance * abs(one) or (one != one and other != other)
+        return (
+            one == other
+            or abs(one - other) <= tolerance * abs(one)
+            or (one != one and other != other)
+        )
     return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
 
 
@@ -399,7 +433,11 @@ def _told(whole: Any, chunks: Any) -> str:
 @contextlib.contextmanager
 def _plain_dropout(call: LayerCall) -> Iterator[None]:
     """Context manager that disables dropout modules; all other modules have their own mode."""
-    drops = [m for m in call.layer.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    drops = [
+        m
+        for m in call.layer.modules()
+        if isinstance(m, nn.modules.dropout._DropoutNd) and m.training
+    ]
     try:
         for module in drops:
             module.training = False
@@ -416,6 +454,10 @@ def _as_in_a_step(call: LayerCall) -> Iterator[None]:
     """
     parameters = Parameters(call.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
-    given = parameters.replaced([p.detach() for p in parameters.current()]) if graph else torch.no_grad()
+    given = (
+        parameters.replaced([p.detach() for p in parameters.current()])
+        if graph
+        else torch.no_grad()
+    )
     with undone(roots_of(call.site, call.look)), given:
         yield

@@ -13,7 +13,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, choices_once, chose_alike, coarsest
+from streambp.admission.agreement import (
+    HALF_TOLERANCE,
+    TOLERANCE,
+    choices_once,
+    chose_alike,
+    coarsest,
+)
 from streambp.admission.rehearsal import rehearsed
 from streambp.attention.prefix import Prefix, Stage
 from streambp.chunks import Chunk
@@ -37,7 +43,9 @@ def why_not_at_length(call: LayerCall) -> str | None:
                 alike = _is_alike(call, chunks)
                 if not alike:
                     with choices_once(call) as choices:
-                        alike = _is_alike(call, chunks) and chose_alike(choices, coarsest(call, call.hidden_states))
+                        alike = _is_alike(call, chunks) and chose_alike(
+                            choices, coarsest(call, call.hidden_states)
+                        )
                 break
             except MEMORY_ERRORS as error:
                 if chunks == 2 or not is_out_of_memory(error):
@@ -47,8 +55,8 @@ def why_not_at_length(call: LayerCall) -> str | None:
     names = ", ".join(site.foreign)
     if not alike:
         return (
-            f"over {tried} tokens at once it computes something else than in chunks of {call.plan.size}: {names} "
-            "may depend on where a token is in the whole sequence"
+            f"over {tried} tokens at once it computes something else than in chunks of "
+            f"{call.plan.size}: {names} may depend on where a token is in the whole sequence"
         )
     if tried < length:
         site.foreign_until = tried
@@ -86,7 +94,10 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
         for squares in (differences, added, sizes)
     )
     dtype = coarsest(call, x)
-    most = TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt() + 8 * torch.finfo(whole.dtype).eps * size.sqrt()
+    most = (
+        TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt()
+        + 8 * torch.finfo(whole.dtype).eps * size.sqrt()
+    )
     return bool(((difference.sqrt() <= most) | ~size.isfinite()).all())
 
 

@@ -72,7 +72,8 @@ class OwnRun:
                 raise
             raise OtherModelError(
                 f"{self.named} streams a few random tokens and fails to compute them unpatched "
-                f"({type(error).__name__}: {error}), so that it cannot be told whether both are the same. {WHAT_TO_DO}"
+                f"({type(error).__name__}: {error}), so that it cannot be told whether both are "
+                f"the same. {WHAT_TO_DO}"
             ) from error
         self.result = [output.detach()]
         if output.requires_grad:
@@ -84,8 +85,15 @@ class OwnRun:
         """Return the names of the layer and its attentions, for errors."""
         layer = self.call.layer
         attentions = distinct_attentions([layer])
-        names = {f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}" for a in attentions}  # type: ignore[arg-type]
-        return f"{type(layer).__name__} ({', '.join(sorted(names))})" if names else type(layer).__name__
+        names = {
+            f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}"
+            for a in attentions
+        }  # type: ignore[arg-type]
+        return (
+            f"{type(layer).__name__} ({', '.join(sorted(names))})"
+            if names
+            else type(layer).__name__
+        )
 
     def agrees(self, whole: list[Tensor]) -> bool:
         """True if the streamed layer, in one chunk or in several, gave the same result.
@@ -136,9 +144,13 @@ class OwnRun:
             named = without_caches(named)
             if STATE in named:
                 named[STATE] = None
-            named = call.site.kind.attention.unpatched(named, length, lambda mask: self._mask(mask, x))
+            named = call.site.kind.attention.unpatched(
+                named, length, lambda mask: self._mask(mask, x)
+            )
             result = call.site.forward(call.arguments.as_given(x), **named)
-        self.foreign = list(dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing]))
+        self.foreign = list(
+            dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing])
+        )
         hidden_states = result[0] if isinstance(result, tuple) else result
         return hidden_states.flatten(-2) if call.arguments.folds else hidden_states
 
@@ -154,11 +166,22 @@ class OwnRun:
             "attention_mask": None,
             "use_vmap": False,
         }
-        plain = {"q_offset": 0, "kv_offset": 0, "dtype": x.dtype, "config": config, "device": x.device}
-        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**{**plain, **mask.description, **causal})
+        plain = {
+            "q_offset": 0,
+            "kv_offset": 0,
+            "dtype": x.dtype,
+            "config": config,
+            "device": x.device,
+        }
+        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
+            **{**plain, **mask.description, **causal}
+        )
 
 
-WHAT_TO_DO = "Put the original back, or run the model unpatched (streambp.unpatch(model)) with gradient checkpointing."
+WHAT_TO_DO = (
+    "Put the original back, or run the model unpatched (streambp.unpatch(model)) with gradient "
+    "checkpointing."
+)
 
 
 def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]) -> OwnRun | None:
@@ -220,10 +243,11 @@ def why_unlike_unpatched(
         return None
     if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
         raise OtherModelError(
-            f"{own.named} computes something else unpatched than streamed: outputs or gradients for a few random tokens "
-            "differ by more than rounding. Its attention function, its mask function or a forward below it was replaced "
-            "by one that streaming does not call, or a module inside it gives something else at each call (it counts, or "
-            f"keeps a running scale). {WHAT_TO_DO}"
+            f"{own.named} computes something else unpatched than streamed: outputs or gradients "
+            "for a few random tokens differ by more than rounding. Its attention function, its "
+            "mask function or a forward below it was replaced by one that streaming does not call, "
+            "or a module inside it gives something else at each call (it counts, or keeps a "
+            f"running scale). {WHAT_TO_DO}"
         )
     return own.why_whole()
 
@@ -249,7 +273,10 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
     Leaves that the output does not depend on get zeros.
     """
     found = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+    return [
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, found, strict=True)
+    ]
 
 
 def _comparable(config: PreTrainedConfig) -> str:

@@ -67,7 +67,9 @@ MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"
 EMPTY = "its batch is empty, which tells nothing of the layer"
 EDITS = "{} changes gradients inside it, and may do so by where a token is in the whole sequence"
-CONVOLVES = "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
+CONVOLVES = (
+    "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
+)
 
 
 class Verdict(NamedTuple):
@@ -170,7 +172,11 @@ def _judged_at_length(call: LayerCall) -> Verdict:
         try:
             because = why_not_at_length(call)
         except Exception as error:
-            if isinstance(error, StreamBPError) or is_out_of_memory(error) or failed_in_a_kernel(error, call.device):
+            if (
+                isinstance(error, StreamBPError)
+                or is_out_of_memory(error)
+                or failed_in_a_kernel(error, call.device)
+            ):
                 raise
             findings.judged = False
             findings.doubt(broken(error))
@@ -227,7 +233,9 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
     return Found(EDITS.format(", ".join(dict.fromkeys(editing)))) if editing else found
 
 
-def _failed(call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored) -> Found:
+def _failed(
+    call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored
+) -> Found:
     """Return the result of a trial that raised.
 
     If the exception comes again, the layer cannot be chunked. There is no verdict if the unpatched
@@ -243,16 +251,18 @@ def _failed(call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, stat
     if failed_in_a_kernel(error, x.device):
         raise KernelError(
             f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
-            f"({type(error).__name__}: {error}). It would fail in training as well. Set another attention in "
-            "StreamConfig ('flash', or 'math', which uses torch's own products alone), or run the model unpatched "
-            "to see whether it fails there too."
+            f"({type(error).__name__}: {error}). It would fail in training as well. Set another "
+            "attention in StreamConfig ('flash', or 'math', which uses torch's own products "
+            "alone), or run the model unpatched to see whether it fails there too."
         ) from error
     # Any other exception is due to the chunks, or to the call.
     state.rewind()
     return Found(broken(error), certain=False, passes=runs_unpatched(call, x, upstream))
 
 
-def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored) -> Found:
+def _why_unlike(
+    call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored
+) -> Found:
     """Return why chunks differ from the unpatched layer; None if they agree.
 
     The result is uncertain if values are not finite. First, one run of each is compared. If the two
@@ -290,7 +300,9 @@ def _why_unlike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows:
     return Found(MIXES)
 
 
-def _alike(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored) -> OwnRun | None:
+def _alike(
+    call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored
+) -> OwnRun | None:
     """Return the unpatched run if its chunked run agrees.
 
     Return None if the two differ, if either fails, or if the layer needs document arguments.
@@ -324,7 +336,10 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     if torch.is_grad_enabled() and is_kept(kept):
         return KEEPS
     if written:
-        return f"its forward writes to buffers ({', '.join(written)}), and would for each chunk and once more in backward"
+        return (
+            f"its forward writes to buffers ({', '.join(written)}), and would for each chunk and "
+            "once more in backward"
+        )
     return MIXES if mixes else None
 
 
@@ -342,7 +357,9 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
             if output.requires_grad:
                 # Keep the graph for hooks that store tensors: their backward reaches `origin`,
                 # which names them.
-                (grad,) = torch.autograd.grad(output[..., here, :], leaf, upstream[..., here, :], retain_graph=True)
+                (grad,) = torch.autograd.grad(
+                    output[..., here, :], leaf, upstream[..., here, :], retain_graph=True
+                )
                 across = grad[..., there, :]
                 if bool(across.isfinite().all()) and bool(across.any()):
                     return True
@@ -359,7 +376,9 @@ def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tupl
     prefix.overwritten = True  # a write to the attention's output has not been ruled out yet
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
-        ((_, output),) = rehearsed(call, Started.apply(leaf, origin, True), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix)
+        ((_, output),) = rehearsed(
+            call, Started.apply(leaf, origin, True), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix
+        )
     assert output is not None
     return leaf, output.hidden_states
 
@@ -374,7 +393,9 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     that are not floating-point.
     """
     size = min(CHUNK, x.shape[-2] // 2)
-    if size < LEAST_TOKENS or any(parameter.is_inference() for parameter in call.layer.parameters()):
+    if size < LEAST_TOKENS or any(
+        parameter.is_inference() for parameter in call.layer.parameters()
+    ):
         return None
     named = {**nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}
     with torch.inference_mode(False), torch.enable_grad():
@@ -386,10 +407,15 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     assert output is not None
     assert states is not None
     read = {id(getattr(node, "variable", None)) for node in nodes_behind([output.hidden_states])}
-    kinds = sorted({key.kind for key, state in states.items() if state.requires_grad and id(state) not in read})
+    kinds = sorted(
+        {key.kind for key, state in states.items() if state.requires_grad and id(state) not in read}
+    )
     if not kinds:
         return None
-    return f"it mixes tokens outside of its attention, and goes on from its {' and '.join(kinds)} state with one token only"
+    return (
+        f"it mixes tokens outside of its attention, and goes on from its {' and '.join(kinds)} "
+        "state with one token only"
+    )
 
 
 def broken(error: Exception) -> str:
@@ -401,11 +427,17 @@ def _convolves(layer: nn.Module) -> bool:
     """True if a convolution mixes neighbouring tokens. Its effect may be below half precision's
     tolerance.
     """
-    return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules())
+    return any(
+        isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules()
+    )
 
 
 def _run(
-    call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int | None = None, judged: Sequence[Tensor] = ()
+    call: LayerCall,
+    x: Tensor,
+    upstream: Tensor,
+    chunk_size: int | None = None,
+    judged: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Run x [..., B, TOKENS, h] and return the output, and gradients for `upstream` if required.
 
@@ -430,7 +462,9 @@ def _run(
         plan = ChunkPlan(length, chunk_size)
         plan = plan.avoiding(call.packing.barriers) if call.packing.barriers else plan
         outputs = rehearsed(call, x, plan.with_least(LEAST_TOKENS), stage, prefix)
-    whole = torch.cat([output.hidden_states for _, output in outputs if output is not None], -2)  # [..., B, TOKENS, h]
+    whole = torch.cat(
+        [output.hidden_states for _, output in outputs if output is not None], -2
+    )  # [..., B, TOKENS, h]
     if not whole.requires_grad:
         return [whole.detach()]
     # Autograd also differentiates one graph over all chunks from last to first: newest nodes run

@@ -52,11 +52,13 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
         found = foreign_function(module, implementation)
         if found is not None:
             raise UnsupportedModelError(
-                f"{found}. A streamed layer would not call it: streambp computes softmax attention itself, with the masks "
-                "that transformers describes, so another model would be trained. Choose one of transformers' own "
-                "(model.set_attn_implementation('sdpa')) and put its function back, or run the model unpatched "
-                "(streambp.unpatch(model)) with gradient checkpointing. To split sequences over ranks, use DeepSpeed "
-                "Ulysses or torch's context parallelism (accelerate's sp_size with sp_backend='deepspeed', or cp_size)."
+                f"{found}. A streamed layer would not call it: streambp computes softmax attention "
+                "itself, with the masks that transformers describes, so another model would be "
+                "trained. Choose one of transformers' own (model.set_attn_implementation('sdpa')) "
+                "and put its function back, or run the model unpatched (streambp.unpatch(model)) "
+                "with gradient checkpointing. To split sequences over ranks, use DeepSpeed Ulysses "
+                "or torch's context parallelism (accelerate's sp_size with sp_backend='deepspeed', "
+                "or cp_size)."
             )
 
 
@@ -92,7 +94,9 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
         plain = home_of(inner).startswith("verl.") and callable(size) and size() == 1
         inner = None if plain or home_of(inner).startswith("transformers.") else inner
     mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
-    return _why_foreign(type(module).__name__, names["__name__"], implementation, function, registered, inner, mask)
+    return _why_foreign(
+        type(module).__name__, names["__name__"], implementation, function, registered, inner, mask
+    )
 
 
 def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +124,13 @@ def _eager_names(forward: Callable[..., Any]) -> list[str]:
 
 @_remembered
 def _why_foreign(
-    kind: str, home: str, implementation: str | None, function: Any, registered: bool, inner: Any, mask: Any
+    kind: str,
+    home: str,
+    implementation: str | None,
+    function: Any,
+    registered: bool,
+    inner: Any,
+    mask: Any,
 ) -> str | None:
     """Compute `foreign_function` for these functions, which are the same in each call of a model.
 
@@ -138,16 +148,28 @@ def _why_foreign(
     if not registered:
         # The expected place is its modeling file (transformers' or a user's), or elsewhere in
         # transformers.
-        if function is not None and home_of(function) != home and not home_of(function).startswith("transformers."):
+        if (
+            function is not None
+            and home_of(function) != home
+            and not home_of(function).startswith("transformers.")
+        ):
             return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
     elif not _is_softmax(function, implementation):
         return f"{who} is {full_name(function)}, where a function of transformers is expected"
     if inner is not None:
-        return f"{who} calls {full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
+        return (
+            f"{who} calls {full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
+        )
     if mask is None:
-        return f"{who} has no mask function registered by its name, so that the unpatched model ignores padding and windows"
+        return (
+            f"{who} has no mask function registered by its name, so that the unpatched model "
+            "ignores padding and windows"
+        )
     if home_of(mask) != MASKING:
-        return f"The mask function for attn_implementation={implementation!r} is {full_name(mask)}, not transformers' own"
+        return (
+            f"The mask function for attn_implementation={implementation!r} is {full_name(mask)}, "
+            "not transformers' own"
+        )
     return None
 
 

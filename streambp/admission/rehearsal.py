@@ -81,7 +81,9 @@ def random_like(hidden_states: Tensor) -> Tensor:
     some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
     usual = some.float().abs().median()
     usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
-    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual  # [..., B, TOKENS, h]
+    x = (
+        torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual
+    )  # [..., B, TOKENS, h]
     return x.to(hidden_states.dtype)
 
 
@@ -94,7 +96,9 @@ def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
     found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
     if isinstance(named.get(PICKED), Tensor):
         queries = torch.arange(length, device=named[PICKED].device)
-        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(len(named[PICKED]), -1, -1)  # [B, T, 2]
+        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(
+            len(named[PICKED]), -1, -1
+        )  # [B, T, 2]
     return found
 
 
@@ -161,13 +165,18 @@ def _plain_modules(layer: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in layer.modules()
-        if all(p is None or (type(p) in PLAIN and p.is_floating_point()) for p in module._parameters.values())
+        if all(
+            p is None or (type(p) in PLAIN and p.is_floating_point())
+            for p in module._parameters.values()
+        )
     ]
 
 
 def may_have_graphs(call: LayerCall) -> bool:
     """True if autograd can run through the layer: no inference mode and no inference parameters."""
-    return not torch.is_inference_mode_enabled() and not any(p.is_inference() for p in call.look.body.parameters)
+    return not torch.is_inference_mode_enabled() and not any(
+        p.is_inference() for p in call.look.body.parameters
+    )
 
 
 def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:

@@ -52,16 +52,36 @@ from streambp.admission.tables import (
 )
 from streambp.admission.values import Values, Writes, can_be_copied, put_back, values_of, written
 from streambp.instance_forward import InstanceForward, forwards
-from streambp.known_names import CAPTURES, GLOBAL_HOOKS, MODULE_HOOKS, MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
+from streambp.known_names import (
+    CAPTURES,
+    GLOBAL_HOOKS,
+    MODULE_HOOKS,
+    MODULES_ARE_HARMLESS,
+    OBJECTS_ARE_KNOWN,
+)
 
 ATOMS = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.Generator)
+    (
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.Generator,
+    )
 )
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 MODE = "training"  # an attribute that trials switch
 # standard modules whose objects store a program's values
 OPEN = ("collections", "types", "weakref")
-KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)).difference(OPEN)
+KNOWN = frozenset(
+    (*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)
+).difference(OPEN)
 MOST = 10_000  # values that are followed
 SMALL = 2**22  # elements, over all tensors, that are copied beforehand
 OUTSIDE = 64  # largest number of modules in an outside tree that is followed
@@ -114,9 +134,13 @@ class Snapshot:
                 continue
             for key in (*kept, *(key for key in now if key not in kept)):
                 came = key not in kept
-                other = came or key not in now or (now[key] is not kept[key] and not kind.names_alone)
+                other = (
+                    came or key not in now or (now[key] is not kept[key] and not kind.names_alone)
+                )
                 if other and key not in (MODE, CAPTURES):
-                    found[kind.named(name, key)] = Change(_copied(now.get(key)), name if came and kind.grows else "")
+                    found[kind.named(name, key)] = Change(
+                        _copied(now.get(key)), name if came and kind.grows else ""
+                    )
         found |= {values.name: Change(_copied(values.holder)) for values in written(self._values)}
         return found
 
@@ -164,7 +188,12 @@ class Snapshot:
                 self._note(path, value, kind, structure="hook" in name)
         # a module may scale its own parameters by its first batch
         for name, parameter in module._parameters.items():
-            if inside and parameter is not None and parameter.dim() < 2 and id(parameter) not in self._seen:
+            if (
+                inside
+                and parameter is not None
+                and parameter.dim() < 2
+                and id(parameter) not in self._seen
+            ):
                 self._seen[id(parameter)] = parameter
                 self._copy(dotted(path, name), parameter)
         if not inside and len(list(itertools.islice(module.modules(), OUTSIDE + 1))) <= OUTSIDE:
@@ -235,27 +264,42 @@ class Snapshot:
             parts = self._note(name, value.__dict__, ATTRIBUTES)
             self._wait((dotted(name, key), part) for key, part in parts.items())
         if any("__slots__" in vars(base) for base in own.__mro__):
-            self._wait((dotted(name, key), part) for key, part in self._note(name, value, SLOTS).items())
+            self._wait(
+                (dotted(name, key), part) for key, part in self._note(name, value, SLOTS).items()
+            )
         if own.__module__ not in OPEN:
             self._read_class(own)
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
         """Save a function's closure, attributes and named globals, and queue the values in them."""
-        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._wait((f"{variable} in {name}", held) for held in self._note(f"{variable} in {name}", cell, CELL).values())
+        for variable, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            self._wait(
+                (f"{variable} in {name}", held)
+                for held in self._note(f"{variable} in {name}", cell, CELL).values()
+            )
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         self._wait((f"a default of {name}", value) for value in defaults)
         if function.__dict__ or is_foreign(function):
-            self._wait((dotted(name, key), v) for key, v in self._note(name, function.__dict__, ATTRIBUTES).items())
+            self._wait(
+                (dotted(name, key), v)
+                for key, v in self._note(name, function.__dict__, ATTRIBUTES).items()
+            )
         if is_foreign(function):
             names = tuple(dict.fromkeys(_names_in(function.__code__)))
             kind = Kind(
-                functools.partial(read_globals, names), functools.partial(refill_globals, names), lambda _, key: key
+                functools.partial(read_globals, names),
+                functools.partial(refill_globals, names),
+                lambda _, key: key,
             )
             found = self._note(name, function.__globals__, kind)
             self._wait(found.items())
             for part in found.values():  # the names also include attributes of these modules
-                if isinstance(part, types.ModuleType) and part.__name__.partition(".")[0] not in KNOWN:
+                if (
+                    isinstance(part, types.ModuleType)
+                    and part.__name__.partition(".")[0] not in KNOWN
+                ):
                     self._wait(self._note(part.__name__, vars(part), kind).items())
 
     def _copy(self, name: str, tensor: Tensor) -> None:
@@ -279,7 +323,11 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def is_foreign(known: Any) -> bool:
     """True if a class or a function belongs to a program and not to a known library."""
-    home = known.__globals__.get("__name__") if isinstance(known, types.FunctionType) else known.__module__
+    home = (
+        known.__globals__.get("__name__")
+        if isinstance(known, types.FunctionType)
+        else known.__module__
+    )
     return str(home).partition(".")[0] not in KNOWN
 
 
@@ -332,7 +380,9 @@ class Restored:
         """
         now = self._snapshot.changes()
         return [
-            name for name, change in self._first.items() if name not in now or not _equal(change.value, now[name].value)
+            name
+            for name, change in self._first.items()
+            if name not in now or not _equal(change.value, now[name].value)
         ]
 
     def __exit__(self, *error: Any) -> None:
@@ -355,11 +405,15 @@ def _equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+        return (
+            one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+        )
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(part, other[key]) for key, part in one.items())
+        return one.keys() == other.keys() and all(
+            _equal(part, other[key]) for key, part in one.items()
+        )
     if isinstance(one, list | tuple | collections.deque):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, set | frozenset):

@@ -81,15 +81,16 @@ def find_stacks(model: nn.Module) -> Found:
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
-            f"This is a {type(model).__name__}; pass a model, such as AutoModelForCausalLM.from_pretrained(...) returns."
+            f"This is a {type(model).__name__}; pass a model, such as "
+            "AutoModelForCausalLM.from_pretrained(...) returns."
         )
     if any(base.__name__ == FSDP1 for module in model.modules() for base in type(module).__mro__):
         # FSDP1's parameters are views of a flat one, plain attributes that no layer can get
         # gradients for.
         raise UnsupportedModelError(
-            f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters streamed layers "
-            "cannot give gradients to. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or "
-            "DDP."
+            f"{type(model).__name__} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat "
+            "parameters streamed layers cannot give gradients to. Use FSDP2 (fully_shard; "
+            "fsdp_version: 2 in accelerate's config), DeepSpeed ZeRO or DDP."
         )
     if any(OPACUS_MODULE in base.__name__ for base in type(model).__mro__):
         refuse_opacus(type(model).__name__)
@@ -98,7 +99,12 @@ def find_stacks(model: nn.Module) -> Found:
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)
     stacks: list[Stack] = []
     reasons: list[str] = []
-    lists = [(module, bare_layers(layers)) for module in models for layers in module.children() if _is_stack(layers)]
+    lists = [
+        (module, bare_layers(layers))
+        for module in models
+        for layers in module.children()
+        if _is_stack(layers)
+    ]
     for module, layers in lists or _deeper_stacks(models):
         _refuse_unsloth(module, *layers)
         problem = _why_not(module, layers, encoded)
@@ -129,7 +135,9 @@ def bare_layers(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
     return tuple(layer._modules.get(COMPILED) or layer for layer in layers)
 
 
-def _deeper_stacks(models: list[PreTrainedModel]) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
+def _deeper_stacks(
+    models: list[PreTrainedModel],
+) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
     """Find stacks inside the models' modules, where no model contains a stack directly.
 
     Layers that transformers does not checkpoint are found by the code of an inner module.
@@ -157,16 +165,20 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
             inner = _wrapped(layer)
             if inner is not None:
                 raise UnsupportedModelError(
-                    f"A {type(layer).__name__} is around each {type(inner).__name__} of {type(model).__name__}, or around "
-                    f"some, so that streambp cannot tell what the layer itself is. Call streambp.patch first and put the "
-                    f"{type(layer).__name__} around the patched layers then, or leave it out: streamed layers need no "
-                    "gradient checkpointing."
+                    f"A {type(layer).__name__} is around each {type(inner).__name__} of "
+                    f"{type(model).__name__}, or around some, so that streambp cannot tell what "
+                    "the layer itself is. Call streambp.patch first and put the "
+                    f"{type(layer).__name__} around the patched layers then, or leave it out: "
+                    "streamed layers need no gradient checkpointing."
                 )
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """Return the decoder layer inside a wrapper of a single one; None for other modules."""
-    if isinstance(module, GradientCheckpointingLayer | nn.ModuleList) or COMPILED in module._modules:
+    if (
+        isinstance(module, GradientCheckpointingLayer | nn.ModuleList)
+        or COMPILED in module._modules
+    ):
         return None
     children = list(module.children())
     layers = [child for child in children if isinstance(child, GradientCheckpointingLayer)]
@@ -177,7 +189,9 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     # Layers that transformers does not checkpoint are identified by their content.
     [inner] = children
     holds = (
-        ATTENDING.isdisjoint(_names(inner)) and bool(list(inner.children())) and (attends(inner) or cache_argument(inner))
+        ATTENDING.isdisjoint(_names(inner))
+        and bool(list(inner.children()))
+        and (attends(inner) or cache_argument(inner))
     )
     return _wrapped(inner) or (inner if holds else None)
 
@@ -188,9 +202,10 @@ def _refuse_unsloth(*modules: nn.Module) -> None:
         for home in map(home_of, wrapped_functions(type(module).forward)):
             if home.startswith(UNSLOTH):
                 raise UnsupportedModelError(
-                    f"Unsloth has replaced the forward of {type(module).__name__} (in {home}) with one that cannot be cut "
-                    "into chunks. Load the model with transformers in a process that does not import unsloth, or train it "
-                    "with Unsloth's own checkpointing, without streambp."
+                    f"Unsloth has replaced the forward of {type(module).__name__} (in {home}) with "
+                    "one that cannot be cut into chunks. Load the model with transformers in a "
+                    "process that does not import unsloth, or train it with Unsloth's own "
+                    "checkpointing, without streambp."
                 )
 
 
@@ -205,7 +220,9 @@ def cache_argument(layer: nn.Module) -> str | None:
     """Return the cache argument of a layer that attends itself, over its cache's result; None for
     others.
     """
-    if attends(layer) or not any(UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()):
+    if attends(layer) or not any(
+        UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()
+    ):
         return None
     return next(iter(cache_arguments(layer)), None)
 
@@ -220,7 +237,11 @@ def replaced_attention(layer: nn.Module) -> str | None:
     for module in layer.modules():
         wrote = next((base for base in type(module).__mro__ if "forward" in vars(base)), nn.Module)
         home = home_of(written_forward(module))
-        if ATTENTION in type(module).__name__ and home != wrote.__module__ and not home.startswith("transformers."):
+        if (
+            ATTENTION in type(module).__name__
+            and home != wrote.__module__
+            and not home.startswith("transformers.")
+        ):
             return f"{home}.{name_of(written_forward(module))}"
     return None
 
@@ -235,7 +256,11 @@ def states_argument(layer: nn.Module) -> str | None:
         return next(iter(cache_arguments(layer)), None)
     # A module must not assign to items if it uses the states by the same name.
     knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
-    writes = (step.opname == "STORE_SUBSCR" for forward in knowing for step in dis.get_instructions(forward))
+    writes = (
+        step.opname == "STORE_SUBSCR"
+        for forward in knowing
+        for step in dis.get_instructions(forward)
+    )
     return STATE if _takes_states(layer) and not any(writes) else None
 
 
@@ -249,7 +274,11 @@ def kind_of(layer: nn.Module) -> LayerKind:
         attention: NoAttention = OverCache(cache)
     elif attends(layer):
         picks = any(map(_hands_picks, _attentions(layer)))
-        top = next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None) if picks else None
+        top = (
+            next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None)
+            if picks
+            else None
+        )
         attention = Picking(top) if picks else ThroughInterface()
     else:
         attention = NoAttention() if replaced is None else Replaced(replaced)
@@ -274,7 +303,9 @@ def position_cache(layer: nn.Module) -> str:
     llama4's layers without rotary positions ask, and would count from 0 in every chunk. Empty if
     none does.
     """
-    asking = (module for module in layer.modules() if not getattr(module, "is_cross_attention", False))
+    asking = (
+        module for module in layer.modules() if not getattr(module, "is_cross_attention", False)
+    )
     if not any(SEQUENCE_LENGTH in _names(module) for module in asking):
         return ""
     return next(iter(cache_arguments(layer)), "")
@@ -291,21 +322,34 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
             with a mask that cannot be cut.
     """
     if getattr(backbone.config, "is_encoder_decoder", False):
-        return "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads its output"
+        return (
+            "it is part of an encoder-decoder: the encoder is bidirectional, and the decoder reads "
+            "its output"
+        )
     if getattr(backbone.config, "is_causal", True) is False:
         return "its attention is bidirectional, a chunk would read what later chunks hold"
     if getattr(backbone.config, "is_decoder", True) is False:
         # A model whose mask is causal in a decoder and bidirectional in an encoder, which it is
         # here.
-        own = (inspect.unwrap(value) for value in vars(type(backbone)).values() if inspect.isfunction(value))
-        codes = (function.__code__ for function in (written_forward(backbone), *own) if hasattr(function, "__code__"))
+        own = (
+            inspect.unwrap(value)
+            for value in vars(type(backbone)).values()
+            if inspect.isfunction(value)
+        )
+        codes = (
+            function.__code__
+            for function in (written_forward(backbone), *own)
+            if hasattr(function, "__code__")
+        )
         if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:
             return (
-                "its attention is bidirectional, a chunk would read what later chunks hold; it is causal with "
-                "config.is_decoder=True, which is False here"
+                "its attention is bidirectional, a chunk would read what later chunks hold; it is "
+                "causal with config.is_decoder=True, which is False here"
             )
     for layer in layers:
-        if isinstance(layer, GradientCheckpointingLayer) != isinstance(layers[0], GradientCheckpointingLayer):
+        if isinstance(layer, GradientCheckpointingLayer) != isinstance(
+            layers[0], GradientCheckpointingLayer
+        ):
             return f"{type(layer).__name__} is not a GradientCheckpointingLayer"
         attentions = _attentions(layer)
         bidirectional = [a for a in attentions if getattr(a, "is_causal", True) is False]
@@ -315,23 +359,36 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: 
             told = f"{type(bidirectional[0]).__name__} is bidirectional (is_causal=False)"
             return f"{told}, a chunk would read what later chunks hold"
         # Doge computes a mask from its values.
-        masking = (a for a in attentions if any("mask" in name and hasattr(type(a), name) for name in _names(a)))
+        masking = (
+            a
+            for a in attentions
+            if any("mask" in name and hasattr(type(a), name) for name in _names(a))
+        )
         ranking = next((a for a in masking if not _looks_at_keys(a)), None)
         if ranking is not None:
             return (
-                f"{type(ranking).__name__} reads the keys whose values rank highest, in which equal tokens tie, and "
-                "which of them it reads depends on how many keys there are"
+                f"{type(ranking).__name__} reads the keys whose values rank highest, in which "
+                "equal tokens tie, and which of them it reads depends on how many keys there are"
             )
         indexer = next((m for m in layer.modules() if INDEXER in type(m).__name__), None)
-        if indexer is not None and not any(_looks_at_keys(a) or _hands_picks(a) for a in attentions):
-            return f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools in a cache of its own"
+        if indexer is not None and not any(
+            _looks_at_keys(a) or _hands_picks(a) for a in attentions
+        ):
+            return (
+                f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools "
+                "in a cache of its own"
+            )
     known = (attends, cache_argument, states_argument, replaced_attention)
     if not any(known_by(layer) for layer in layers for known_by in known):
         writing = next((layer for layer in layers if _takes_states(layer)), None)
         if writing is not None:
-            return f"{type(writing).__name__} writes its states in place, where no gradient follows them to the next chunk"
+            return (
+                f"{type(writing).__name__} writes its states in place, where no gradient follows "
+                "them to the next chunk"
+            )
         return (
-            "its layers neither attend, through transformers' interface or over what a cache returns, nor keep states there"
+            "its layers neither attend, through transformers' interface or over what a cache "
+            "returns, nor keep states there"
         )
     return None
 
@@ -357,7 +414,9 @@ def _looks_at_keys(attention: nn.Module) -> bool:
     if _hands_picks(attention):
         return False
     indexed = any(INDEXER in type(module).__name__ for module in attention.children())
-    return UPDATE in _names(attention) and (indexed or biases_positions(attention) or PICKED in _locals(attention))
+    return UPDATE in _names(attention) and (
+        indexed or biases_positions(attention) or PICKED in _locals(attention)
+    )
 
 
 def _hands_picks(attention: nn.Module) -> bool:
@@ -368,10 +427,16 @@ def _hands_picks(attention: nn.Module) -> bool:
     """
     forward, indexers = written_forward(attention), indexers_of(attention)
     keywords = (const for const in forward.__code__.co_consts if isinstance(const, tuple))
-    if UPDATE not in _names(attention) or biases_positions(attention) or not any(PICKS in names for names in keywords):
+    if (
+        UPDATE not in _names(attention)
+        or biases_positions(attention)
+        or not any(PICKS in names for names in keywords)
+    ):
         return False
     return bool(indexers or PICKED in _locals(attention)) and all(
-        set(INDEXER_CALLS) <= set(_names(indexer)) and hasattr(indexer, INDEX_HEADS) and hasattr(indexer, INDEX_TOPK)
+        set(INDEXER_CALLS) <= set(_names(indexer))
+        and hasattr(indexer, INDEX_HEADS)
+        and hasattr(indexer, INDEX_TOPK)
         for indexer in indexers
     )
 

@@ -55,7 +55,9 @@ class Table(NamedTuple):
 
 
 def _refill_dict(holder: dict[Any, Any], kept: dict[Any, Any]) -> None:
-    own: type[dict[Any, Any]] = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+    own: type[dict[Any, Any]] = (
+        collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+    )
     for key in [key for key in holder if key not in kept]:
         own.__delitem__(holder, key)
     for key, value in kept.items():
@@ -131,8 +133,14 @@ def _refill_cell(holder: types.CellType, kept: dict[None, Any]) -> None:
 
 
 def _read_slots(holder: Any) -> dict[str, Any]:
-    names = (name for base in type(holder).__mro__ for name in _names(vars(base).get("__slots__", ())))
-    return {name: getattr(holder, name) for name in names if name != "__dict__" and hasattr(holder, name)}
+    names = (
+        name for base in type(holder).__mro__ for name in _names(vars(base).get("__slots__", ()))
+    )
+    return {
+        name: getattr(holder, name)
+        for name in names
+        if name != "__dict__" and hasattr(holder, name)
+    }
 
 
 def _names(slots: Any) -> Iterable[str]:
@@ -182,7 +190,12 @@ CLASS = Kind(_read_own, _refill_class, dotted)
 CELL = Kind(_read_cell, _refill_cell, None)
 SLOTS = Kind(_read_slots, _refill_slots, dotted)
 STRUCTURES = dict(zip(MODULE_TABLES, (NAMES, NAMES, ATTRIBUTES), strict=True))  # tables of a module
-CONTAINERS: tuple[tuple[type, Kind], ...] = ((dict, DICT), (list, LIST), (collections.deque, DEQUE), (set, SET))
+CONTAINERS: tuple[tuple[type, Kind], ...] = (
+    (dict, DICT),
+    (list, LIST),
+    (collections.deque, DEQUE),
+    (set, SET),
+)
 
 
 def same_entries(kept: dict[Any, Any], now: dict[Any, Any]) -> bool:

@@ -55,7 +55,9 @@ from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import States, leaves_of
 
 
-def unread_products(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
+def unread_products(
+    call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
+) -> UnreadProducts:
     """Return the Linear products that this layer's refill and recomputation can skip."""
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
@@ -76,14 +78,23 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     """
     site, x = call.site, call.hidden_states.detach()
     findings = site.found(call.arguments.kind)
-    if call.autocast in findings.seen_writing or not has_data(x) or x.shape[-2] == 1 or not x.numel():
+    if (
+        call.autocast in findings.seen_writing
+        or not has_data(x)
+        or x.shape[-2] == 1
+        or not x.numel()
+    ):
         return None
     chunks = call.first_chunks(TOKENS)
     failed: Exception | None = None
     # a layer may count its keys by their positions, and find none at the highest ones
     for turned in (True, False):
         try:
-            with torch.no_grad(), call.streaming(), few_tokens(call, x, chunks[-1].stop, turned) as tokens:
+            with (
+                torch.no_grad(),
+                call.streaming(),
+                few_tokens(call, x, chunks[-1].stop, turned) as tokens,
+            ):
                 site.overwritten = _writes(call, tokens, chunks)
         except Exception as error:
             if is_out_of_memory(error):
@@ -137,12 +148,19 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
         with call.arguments.replaced(in_one(named)), on_trial(call):
             yield like.new_empty((*like.shape[:-2], length, like.shape[-1]))
         return
-    with RandomState.capture(call.device).replayed(), nothing_cached(), on_trial(call), as_trained(call):
+    with (
+        RandomState.capture(call.device).replayed(),
+        nothing_cached(),
+        on_trial(call),
+        as_trained(call),
+    ):
         with torch.no_grad():
             parts = [random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
             x = torch.cat(parts, -2)[..., :length, :]  # [..., B, length, h]
         positions = _turned(call, length) if turned else {}
-        with call.arguments.replaced({**nothing_masked(named, length), **in_one(named), **positions}):
+        with call.arguments.replaced(
+            {**nothing_masked(named, length), **in_one(named), **positions}
+        ):
             yield x
 
 
@@ -162,7 +180,11 @@ def _turned(call: LayerCall, length: int) -> dict[str, Any]:
     def turn(x: Any, dim: int) -> Any:
         return x.roll(-start, dim) if isinstance(x, Tensor) else x
 
-    return {name: rebuilt(named[name], functools.partial(turn, dim=dim)) for name, dim in dims.items() if name in named}
+    return {
+        name: rebuilt(named[name], functools.partial(turn, dim=dim))
+        for name, dim in dims.items()
+        if name in named
+    }
 
 
 def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Tensor | None]:
@@ -178,7 +200,9 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
     return list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True))
 
 
-def same_gradients(call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+def same_gradients(
+    call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]
+) -> bool:
     """True if two lists of gradients [...] are equal to the bit, or nearly where kernels sum in any
     order.
 
@@ -225,16 +249,23 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
     attended, inputs = known.attended, known.inputs
     for chunk in chunks:
         given = [part.clone() for part in (x[..., chunk.start : chunk.stop, :], *states.values())]
-        before = [(part, part.clone(), None if part.is_inference() else part._version) for part in given]
+        before = [
+            (part, part.clone(), None if part.is_inference() else part._version) for part in given
+        ]
         point = _Watched(prefix, chunk)
         started = dict(zip(states, given[1:], strict=True))
         with tapped(linears, linears, lambda name, out: products.append((name, out, out.clone()))):
             output = call.run(given[0], chunk, point, states=started)
         assert output is not None
         attended |= any(_changed(*pair) for pair in point.given)
-        inputs |= any(_changed(part, old) and (version in (None, part._version)) for part, old, version in before)
+        inputs |= any(
+            _changed(part, old) and (version in (None, part._version))
+            for part, old, version in before
+        )
         states = output.states
-    return Overwritten(known.products.union(name for name, *pair in products if _changed(*pair)), attended, inputs)
+    return Overwritten(
+        known.products.union(name for name, *pair in products if _changed(*pair)), attended, inputs
+    )
 
 
 def _changed(now: Tensor, before: Tensor) -> bool:
@@ -286,9 +317,15 @@ class Trial:
             return found.starts[-1]
 
         with torch.enable_grad(), self.random.replayed():
-            for _, output in rehearsed(self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start):
+            for _, output in rehearsed(
+                self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start
+            ):
                 assert output is not None
-                found.outputs += [output.hidden_states, *output.extras.values(), *output.states.values()]
+                found.outputs += [
+                    output.hidden_states,
+                    *output.extras.values(),
+                    *output.states.values(),
+                ]
                 if not output.states:
                     break
         found.kv += _keys_and_values(prefix)
@@ -299,7 +336,9 @@ class Trial:
         prefix, given = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
         prefix.calls, chunks = calls, self.chunks[: len(starts)]
         with torch.no_grad(), self.random.replayed(), left_out(self.linears, names):
-            for _ in rehearsed(self.call, self.x, chunks, Stage.REFILL, prefix, lambda _: next(given)):
+            for _ in rehearsed(
+                self.call, self.x, chunks, Stage.REFILL, prefix, lambda _: next(given)
+            ):
                 pass
         return _keys_and_values(prefix)
 
@@ -313,7 +352,9 @@ class Trial:
 
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
         """Return the same gradients [...] for a finished recomputation."""
-        parameters = [parameter for parameter in self.call.layer.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in self.call.layer.parameters() if parameter.requires_grad
+        ]
         with self.random.replayed():
             return gradients_of(found.outputs, [*found.leaves, *parameters])
 
@@ -324,7 +365,9 @@ def _keys_and_values(prefix: Prefix) -> list[Tensor]:
     return [part[:, : prefix.filled_until] for site in sites for part in (site.k, site.v)]
 
 
-def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool) -> UnreadProducts:
+def _find_unread(
+    call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
+) -> UnreadProducts:
     """Trace the layer, and test the products that the trace proposes."""
     like = call.kept.store.peek("x", 0)
     chunks = call.first_chunks(TRIED)
@@ -346,7 +389,9 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
             if is_out_of_memory(error):
                 raise
             return UnreadProducts()
-        found = UnreadProducts(traced.called - traced.reached, traced.called - traced.read, ran[0].goes_on)
+        found = UnreadProducts(
+            traced.called - traced.reached, traced.called - traced.read, ran[0].goes_on
+        )
         if known and found.recompute:
             try:
                 # a checkpoint inside the layer computes the products once more
@@ -357,7 +402,10 @@ def _find_unread(call: LayerCall, linears: dict[str, nn.Linear], needs_input: bo
                     raise
                 recompute: Labels = frozenset()
             else:
-                recompute = confirmed(found.recompute, lambda names: same_gradients(call, trial.gradients(names), expected))
+                recompute = confirmed(
+                    found.recompute,
+                    lambda names: same_gradients(call, trial.gradients(names), expected),
+                )
             found = dataclasses.replace(found, recompute=recompute)
         return _refillable(found, trial, ran[0])
 
@@ -368,7 +416,9 @@ def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadP
         return dataclasses.replace(found, refill=frozenset())
     starts = ran.starts if trial.call.site.kind.states.carries else [{}]
     calls = len(ran.kv) // 2
-    refill = confirmed(found.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv))
+    refill = confirmed(
+        found.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv)
+    )
     return dataclasses.replace(found, refill=refill)
 
 
@@ -376,4 +426,6 @@ def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
     """True if K and V are equal to the bit; without data, if they have the same shapes."""
     if any(x.shape != y.shape for x, y in zip(found, expected, strict=True)):
         return False
-    return not has_data(found[0]) or all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    return not has_data(found[0]) or all(
+        torch.equal(x, y) for x, y in zip(found, expected, strict=True)
+    )

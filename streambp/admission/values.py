@@ -112,7 +112,11 @@ def written(known: Iterable[Values]) -> list[Values]:
 
 def can_be_copied(tensor: Tensor) -> bool:
     """True if a tensor [...] has values that a copy can restore."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+    plain = (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+    )
     if not plain or tensor.is_meta or not tensor.numel():
         return False
     return torch._debug_has_internal_overlap(tensor) != 1

@@ -1,1 +1,2 @@
-"""Attention of a chunk over its causal prefix: spans, blocks, kernels, and the prefix's keys and values."""
+"""Attention of a chunk over its causal prefix: spans, blocks, kernels, and the prefix's keys and
+values."""

@@ -1,12 +1,13 @@
 """One chunk's attention over its prefix, block by block, and its gradients.
 
-[Note: prefix accumulation order] Chunks are differentiated from the last to the first. The keys of chunk i are read by
-the queries of chunks i, i + 1, ...; so when chunk i's own backward has added its part, the accumulators' slice [s, e) is
-complete and can be handed to autograd as the gradient of this chunk's K and V.
+[Note: prefix accumulation order] Chunks are differentiated from the last to the first. The keys of
+chunk i are read by the queries of chunks i, i + 1, ...; so when chunk i's own backward has added
+its part, the accumulators' slice [s, e) is complete and can be handed to autograd as the gradient
+of this chunk's K and V.
 
-[Note: scores under autocast] q, k and v come in autocast's dtype. From there on autocast is off (`interface.py`, here in
-backward): it would round the scores of plain products and their logsumexp, of which
-fused kernels are handed the merged one and take it for float32.
+[Note: scores under autocast] q, k and v come in autocast's dtype. From there on autocast is off
+(`interface.py`, here in backward): it would round the scores of plain products and their logsumexp,
+of which fused kernels are handed the merged one and take it for float32.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Params(NamedTuple):
     """How one attention call attends to a chunk.
 
     scale: factor of q @ k^T, before softcap * tanh(scores / softcap); softcap None: no tanh.
-    dropout: the probability to drop a weight; seed: of the first block, block i draws its mask with seed + i.
+    dropout: the probability to drop a weight; seed: of the first block, block i draws its mask with
+    seed + i.
     """
 
     backend: Backend
@@ -44,13 +46,19 @@ class Params(NamedTuple):
     seed: int
 
     def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
-        """What the kernels of the plan's blocks need beside q, k and v, on `device`; a tile when its turn comes."""
+        """What the kernels of the plan's blocks need beside q, k and v, on `device`; a tile when
+        its turn comes."""
         if plan.by_place and self.dropout == 0.0:
-            return list(map(functools.partial(Task, scale=self.scale, softcap=self.softcap), plan.blocks))
-        return (self._task(number, block, layout, device) for number, block in enumerate(plan.blocks))
+            return list(
+                map(functools.partial(Task, scale=self.scale, softcap=self.softcap), plan.blocks)
+            )
+        return (
+            self._task(number, block, layout, device) for number, block in enumerate(plan.blocks)
+        )
 
     def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
-        """A MASK block needs its tile [B or 1, H or 1, q, k]; a VARLEN block cu_q and cu_k, [documents + 1] in int32."""
+        """A MASK block needs its tile [B or 1, H or 1, q, k]; a VARLEN block cu_q and cu_k,
+        [documents + 1] in int32."""
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
@@ -77,18 +85,27 @@ def attend_blocks(
 
     Args:
         plan: the blocks, if they are known.
-        keep_wide: keep o as it is before rounding where backward can use it. [Note: rounded outputs]
+        keep_wide: keep o as it is before rounding where backward can use it. [Note: rounded
+            outputs]
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
-        plan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
+        plan = params.backend.plan(
+            layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD
+        )
     keep_wide = keep_wide and set(plan.kernels) == {MATH}
     size = site.value_size
-    merged, padded = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None), size != site.width
+    merged, padded = (
+        MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None),
+        size != site.width,
+    )
     (whole,) = cut((0, q.shape[0], 0, q.shape[1]), q)
     visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
     for number, ((block, k, v), task) in enumerate(visits):
-        covers, queries = plan.covers[number], (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
+        covers, queries = (
+            plan.covers[number],
+            (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start),
+        )
         o, lse = plan.kernels[number].forward(whole if covers else cut(queries, q)[0], k, v, task)
         merged.add(number, narrowed(o, size) if padded else o, lse)
     attended = merged.result()
@@ -102,7 +119,8 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
     """Merge one more key, read by every query, with logit sink [H] and value zero.
 
     The merged lse is all that the blocks' backward needs; the sink's own gradient is
-    -sum over queries of exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's.
+    -sum over queries of exp(sink - lse) * (do . o), because each weight shrinks by its product with
+    the sink's.
     """
     sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
     lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
@@ -111,14 +129,17 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
 
 
 class PrefixRead(torch.autograd.Function):
-    """One chunk's k and v in, the prefix's out. What comes back for the prefix goes into the accumulators, as in
-    `PrefixAttention`."""
+    """One chunk's k and v in, the prefix's out. What comes back for the prefix goes into the
+    accumulators, as in `PrefixAttention`."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, site: KVBuffer, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, site: KVBuffer, chunk: Chunk
+    ) -> tuple[Tensor, Tensor]:
         """K [B, H_kv, e, D] and V up to the chunk's end, as views of the buffers.
 
-        The chunk's own k [B, H_kv, C, D] and v are there for the graph alone: `site` holds their values already.
+        The chunk's own k [B, H_kv, C, D] and v are there for the graph alone: `site` holds their
+        values already.
         """
         ctx.site, ctx.chunk = site, chunk
         ctx.set_materialize_grads(False)
@@ -126,12 +147,17 @@ class PrefixRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Adds dK [B, H_kv, e, D] and dV to the accumulators; gives the chunk's own part [B, H_kv, C, D], in k's dtype."""
+        """Adds dK [B, H_kv, e, D] and dV to the accumulators; gives the chunk's own part [B, H_kv,
+        C, D], in k's dtype."""
         own, parts = slice(ctx.chunk.start, ctx.chunk.stop), list[Tensor | None]()
-        for total, grad, like in zip(ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True):
+        for total, grad, like in zip(
+            ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True
+        ):
             if grad is not None:
                 ctx.site.add_once(total[:, : ctx.chunk.stop], grad.transpose(1, 2))
-            parts.append(total[:, own].transpose(1, 2).to(like.dtype))  # complete: [Note: prefix accumulation order]
+            parts.append(
+                total[:, own].transpose(1, 2).to(like.dtype)
+            )  # complete: [Note: prefix accumulation order]
         return *parts, None, None
 
 
@@ -155,7 +181,8 @@ class PrefixAttention(torch.autograd.Function):
 
         Args:
             q: [B, H, C, D].
-            k, v: [B, H_kv, C, D] and [B, H_kv, C, D_v], for the graph alone: `site` holds their values already.
+            k, v: [B, H_kv, C, D] and [B, H_kv, C, D_v], for the graph alone: `site` holds their
+                values already.
             sink: [H], the logits of one more key; None: there is none.
             saved: what the same chunk's attention gave in forward; None: attend again.
         """
@@ -167,14 +194,21 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """From do [B, C, H, D_v]: dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the sink's gradient [H].
+        """From do [B, C, H, D_v]: dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the
+        sink's gradient [H].
 
-        dK and dV of the chunks before go into the accumulators of `site`. [Note: prefix accumulation order]
+        dK and dV of the chunks before go into the accumulators of `site`. [Note: prefix
+        accumulation order]
         """
         q, o, lse, sink = ctx.saved_tensors
-        q, do = q.transpose(1, 2).contiguous(), grad.contiguous()  # [B, C, H, D]. [Note: one layout]
+        q, do = (
+            q.transpose(1, 2).contiguous(),
+            grad.contiguous(),
+        )  # [B, C, H, D]. [Note: one layout]
         site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
-        plan: BlockPlan = params.backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD)
+        plan: BlockPlan = params.backend.plan(
+            layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD
+        )
         summed = SummedQueries(q, plan, chunk)
         size, width = site.value_size, site.width
         do_wide, o_wide = do, o  # [B, C, H, width]. [Note: padded values]
@@ -182,15 +216,26 @@ class PrefixAttention(torch.autograd.Function):
             do_wide, o_wide = widened(do, width), widened(o, width)
         do_whole, q_whole, o_whole = cut((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
         uncast = without_autocast(q.device.type)  # [Note: scores under autocast]
-        visits = zip(site.visit(plan.blocks, gradients=True), params.tasks(plan, layout, q.device), strict=True)
+        visits = zip(
+            site.visit(plan.blocks, gradients=True),
+            params.tasks(plan, layout, q.device),
+            strict=True,
+        )
         for number, ((block, k, v), task) in enumerate(visits):
-            queries = b0, b1, t0, t1 = block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start
+            queries = b0, b1, t0, t1 = (
+                block.b0,
+                block.b1,
+                block.q0 - chunk.start,
+                block.q1 - chunk.start,
+            )
             do_here, q_here, o_here, lse_here = do_whole, q_whole, o_whole, lse
             if not plan.covers[number]:
                 do_here, q_here, o_here = cut(queries, do_wide, q, o_wide)
                 lse_here = lse[b0:b1, :, t0:t1]
             with uncast:
-                dq, dk, dv = plan.kernels[number].backward(do_here, q_here, k, v, o_here, lse_here, task)
+                dq, dk, dv = plan.kernels[number].backward(
+                    do_here, q_here, k, v, o_here, lse_here, task
+                )
             summed.add(number, dq)
             site.add(block, dk, dv if size == width else narrowed(dv, size))
         dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
@@ -199,4 +244,14 @@ class PrefixAttention(torch.autograd.Function):
             weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
             products = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [B, C, H]
             dsink = -(weight.transpose(1, 2) * products).sum((0, 1)).view_as(sink).to(sink.dtype)
-        return summed.result(), dk_own.to(q.dtype), dv_own.to(q.dtype), dsink, None, None, None, None, None
+        return (
+            summed.result(),
+            dk_own.to(q.dtype),
+            dv_own.to(q.dtype),
+            dsink,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,7 +1,9 @@
-"""How the chunks of a layer get at the keys and values of the chunks before: what stands in for its mask and its cache.
+"""How the chunks of a layer get at the keys and values of the chunks before: what stands in for its
+mask and its cache.
 
-[Note: carriers] A layer's kind is chosen once, by `admission/stacks.py`. It is two objects: an attention carrier, here, and
-a state carrier (`recurrent/carriers.py`). The step asks them what it hands to a chunk, and never what kind a layer is of.
+[Note: carriers] A layer's kind is chosen once, by `admission/stacks.py`. It is two objects: an
+attention carrier, here, and a state carrier (`recurrent/carriers.py`). The step asks them what it
+hands to a chunk, and never what kind a layer is of.
 
     `NoAttention`        the layer reads no keys                                nothing stands in for anything
     `ThroughInterface`   it attends through transformers' attention interface   an `AttentionPoint` for its mask
@@ -69,11 +71,15 @@ class NoAttention:
     returns_weights = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """The configs by which the layer's attention is sent to ours while it streams; none if it stays its own."""
+        """The configs by which the layer's attention is sent to ours while it streams; none if it
+        stays its own."""
         return attention_configs(layer) if self.ours else []
 
-    def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
-        """Why the layer cannot be cut with these arguments; None if it can. The mask among them may become another.
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Why the layer cannot be cut with these arguments; None if it can. The mask among them may
+        become another.
 
         Args:
             x: hidden_states [..., B, T, h].
@@ -82,16 +88,26 @@ class NoAttention:
         return None
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """What each query of hidden_states x [..., B, T, h] may read: read off the mask, whichever it is."""
+        """What each query of hidden_states x [..., B, T, h] may read: read off the mask, whichever
+        it is."""
         mask, (batch_size, length) = attention_mask_of(named), x.shape[-3:-1]
-        if not self.reads_a_mask and not isinstance(mask, LazyMask):  # nobody reads it, or the layer itself does
-            return Layout(Spans.causal(batch_size, length), mask.barriers if isinstance(mask, OwnMask) else ())
-        spans = resolve(mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device)
+        if not self.reads_a_mask and not isinstance(
+            mask, LazyMask
+        ):  # nobody reads it, or the layer itself does
+            return Layout(
+                Spans.causal(batch_size, length), mask.barriers if isinstance(mask, OwnMask) else ()
+            )
+        spans = resolve(
+            mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device
+        )
         barriers = spans.barriers if isinstance(spans, DenseMask) else ()
         return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)
 
-    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
-        """A chunk's arguments with what stands in for its mask and cache, and what its cache does with keys and values."""
+    def hand(
+        self, named: dict[str, Any], point: AttentionPoint
+    ) -> tuple[dict[str, Any], Read | None]:
+        """A chunk's arguments with what stands in for its mask and cache, and what its cache does
+        with keys and values."""
         return named, None
 
     def whole(
@@ -100,8 +116,11 @@ class NoAttention:
         """What the forward of a layer that is not cut runs in, and its arguments."""
         return routed(configs), args, kwargs
 
-    def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
-        """The arguments of the first `length` tokens with the masks that the model gives the layer as unpatched.
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """The arguments of the first `length` tokens with the masks that the model gives the layer
+        as unpatched.
 
         Args:
             mask: what the model's own mask function makes of ours.
@@ -110,17 +129,27 @@ class NoAttention:
 
 
 class ThroughInterface(NoAttention):
-    """A layer that attends through transformers' attention interface: the `AttentionPoint` travels as its mask."""
+    """A layer that attends through transformers' attention interface: the `AttentionPoint` travels
+    as its mask."""
 
     reads_a_mask = True
 
-    def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
-        """The layer's mask has to be ours, a tensor [B or 1, H or 1, T, T], or none; x: [..., B, T, h]."""
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """The layer's mask has to be ours, a tensor [B or 1, H or 1, T, T], or none; x: [..., B, T,
+        h]."""
         mask = attention_mask_of(named)
-        known = mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.dim() == 4)
+        known = (
+            mask is None
+            or isinstance(mask, LazyMask)
+            or (isinstance(mask, Tensor) and mask.dim() == 4)
+        )
         return None if known else "its attention_mask is not for attention alone"
 
-    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
+    def hand(
+        self, named: dict[str, Any], point: AttentionPoint
+    ) -> tuple[dict[str, Any], Read | None]:
         """The point in place of attention's mask."""
         point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
@@ -129,11 +158,18 @@ class ThroughInterface(NoAttention):
                 continue
             if isinstance(value, LazyMask):
                 found[name] = point
-            elif isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
-                found[name] = {key: point if isinstance(part, LazyMask) else part for key, part in value.items()}
+            elif isinstance(value, Mapping) and any(
+                isinstance(part, LazyMask) for part in value.values()
+            ):
+                found[name] = {
+                    key: point if isinstance(part, LazyMask) else part
+                    for key, part in value.items()
+                }
         return {**named, **(found or {"attention_mask": point})}, None
 
-    def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
         """Each mask of ours becomes the model's; a layer without one is given a causal one."""
         found = {name: _own_masks(value, mask) for name, value in named.items()}
         if not isinstance(attention_mask_of(named), LazyMask):
@@ -143,8 +179,8 @@ class ThroughInterface(NoAttention):
 
 @dataclasses.dataclass(frozen=True)
 class Replaced(NoAttention):
-    """A layer whose attention's class has another forward than it was written with: it runs whole, with the model's own
-    masks.
+    """A layer whose attention's class has another forward than it was written with: it runs whole,
+    with the model's own masks.
 
     Args:
         by: what stands there, by name.
@@ -159,20 +195,28 @@ class Replaced(NoAttention):
         """It attends to this rank's shard alone."""
         return f"{self.by} attends in its place, to this rank's shard"
 
-    def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str:
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str:
         """It is never cut, whatever its hidden states x [..., B, T, h]."""
-        return f"{self.by} stands in the place of its attention's forward, and attends in its own way"
+        return (
+            f"{self.by} stands in the place of its attention's forward, and attends in its own way"
+        )
 
 
-PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})  # arguments that neither are masks of ours nor hold some
+PLAIN = frozenset(
+    {Tensor, tuple, list, bool, type(None)}
+)  # arguments that neither are masks of ours nor hold some
 
 
 @dataclasses.dataclass(frozen=True)
 class Picking(ThroughInterface):
-    """A layer whose attention names the keys that its queries read: sparse attention with an indexer. [Note: indexers]
+    """A layer whose attention names the keys that its queries read: sparse attention with an
+    indexer. [Note: indexers]
 
     Args:
-        kept: how many keys its own indexer picks for a query; None: it reads what an earlier layer's has picked.
+        kept: how many keys its own indexer picks for a query; None: it reads what an earlier
+            layer's has picked.
     """
 
     kept: int | None = None
@@ -183,8 +227,15 @@ class Picking(ThroughInterface):
     @property
     def costs(self) -> str:  # type: ignore[override]
         """What `describe` says of it."""
-        found = "sparse attention: plain products with all keys before, which are masked if they are not picked"
-        return found if self.kept is None else f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+        found = (
+            "sparse attention: plain products with all keys before, which are masked if they are "
+            "not picked"
+        )
+        return (
+            found
+            if self.kept is None
+            else f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+        )
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
@@ -196,12 +247,17 @@ class Picking(ThroughInterface):
             return AttentionMaskInterface()[own[0]](**lazy.description)
 
         args = tuple(_own_masks(value, mask) for value in args)
-        return unrouted(configs, own), args, {name: _own_masks(value, mask) for name, value in kwargs.items()}
+        return (
+            unrouted(configs, own),
+            args,
+            {name: _own_masks(value, mask) for name, value in kwargs.items()},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class OverCache(NoAttention):
-    """A layer that attends by itself: the cache that it gets returns the prefix. See `attention/own.py`.
+    """A layer that attends by itself: the cache that it gets returns the prefix. See
+    `attention/own.py`.
 
     Args:
         argument: the name of the argument that takes the cache.
@@ -209,17 +265,23 @@ class OverCache(NoAttention):
 
     argument: str
 
-    costs = "its own attention: the model builds its [T, T] mask, and a chunk's scores against all before exist"
+    costs = (
+        "its own attention: the model builds its [T, T] mask, and a chunk's scores against all "
+        "before exist"
+    )
     why_not_split = "it attends by itself, to this rank's shard"
     in_tiles = False  # all of its keys are read at once
     returns_weights = True
     ours = False
 
-    def take_mask(self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None) -> str | None:
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
         """The layer's mask becomes an `OwnMask`; x: [..., B, T, h].
 
         Raises:
-            UnsupportedModelError: its attention is not told of packed documents, and the model's recurrent layers are.
+            UnsupportedModelError: its attention is not told of packed documents, and the model's
+                recurrent layers are.
         """
         mask, length = attention_mask_of(named), x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
@@ -230,49 +292,76 @@ class OverCache(NoAttention):
         if documents is not None and found.mask.dim() < 4:
             raise UnsupportedModelError(
                 f"position_ids mark {documents} documents of packed rows, which the attention of "
-                f"{type(layer).__name__} is not told of: its mask knows padding alone, while the model's recurrent "
-                "layers would compute the documents apart. Pass one document per row, or "
-                "StreamConfig(documents='as_given') to let all layers go on from one to the next, as the unpatched model "
-                "does."
+                f"{type(layer).__name__} is not told of: its mask knows padding alone, while the "
+                "model's recurrent layers would compute the documents apart. Pass one document per "
+                "row, or StreamConfig(documents='as_given') to let all layers go on from one to "
+                "the next, as the unpatched model does."
             )
-        because = why_picked_blocks_stay_whole(layer, named.get("position_ids"), found, length, by_sdpa)
+        because = why_picked_blocks_stay_whole(
+            layer, named.get("position_ids"), found, length, by_sdpa
+        )
         if because is not None:
             return because
-        # Which gives an empty query 0, in a chunk as in the whole; with a position bias it is given another mask.
+        # Which gives an empty query 0, in a chunk as in the whole; with a position bias it is given
+        # another mask.
         if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
             found = dataclasses.replace(found, empty=None)
         named["attention_mask"] = found
         return None
 
-    def hand(self, named: dict[str, Any], point: AttentionPoint) -> tuple[dict[str, Any], Read | None]:
+    def hand(
+        self, named: dict[str, Any], point: AttentionPoint
+    ) -> tuple[dict[str, Any], Read | None]:
         """A cache that returns the prefix, and the mask's part for the chunk's queries."""
         assert isinstance(point, ChunkMask)
         chunk, mask = point.chunk, named["attention_mask"]
 
-        def read(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
+        def read(
+            k: Tensor, v: Tensor
+        ) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
             return point.read(k, mask.values(v, chunk))
 
-        changed: dict[str, Any] = {self.argument: ChunkCache(chunk.start, read), "attention_mask": mask.cut(chunk)}
-        changed.update({name: named[name][..., : chunk.stop] for name in PER_KEY if isinstance(named.get(name), Tensor)})
+        changed: dict[str, Any] = {
+            self.argument: ChunkCache(chunk.start, read),
+            "attention_mask": mask.cut(chunk),
+        }
+        changed.update(
+            {
+                name: named[name][..., : chunk.stop]
+                for name in PER_KEY
+                if isinstance(named.get(name), Tensor)
+            }
+        )
         return {**named, **changed}, read
 
-    def unpatched(self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]) -> dict[str, Any]:
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
         """The model's own mask, cut to these tokens."""
-        keys = {name: named[name][..., :length] for name in PER_KEY if isinstance(named.get(name), Tensor)}
+        keys = {
+            name: named[name][..., :length]
+            for name in PER_KEY
+            if isinstance(named.get(name), Tensor)
+        }
         return {**named, "attention_mask": named["attention_mask"].cut(Chunk(0, 0, length)), **keys}
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
     """Every distinct config that the layer's modules read their attention implementation from."""
-    found = {id(m.config): m.config for m in layer.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    found = {
+        id(m.config): m.config
+        for m in layer.modules()
+        if isinstance(getattr(m, "config", None), PreTrainedConfig)
+    }
     return list(found.values())
 
 
 def attention_mask_of(named: Mapping[str, Any]) -> Any:
     """What the layer will hand to its attention as its mask.
 
-    Some layers get a second mask, of padding, for what else mixes tokens in them, by the name of attention_mask or in one
-    dictionary with attention's: attention's is the one that our mask function made.
+    Some layers get a second mask, of padding, for what else mixes tokens in them, by the name of
+    attention_mask or in one dictionary with attention's: attention's is the one that our mask
+    function made.
     """
     for value in named.values():
         if type(value) in PLAIN:

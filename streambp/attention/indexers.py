@@ -1,10 +1,12 @@
 """The indexers of sparse attention: which keys each query of a chunk reads.
 
-[Note: indexers] An indexer (DeepSeek V3.2, GLM 5) scores all keys up to a query in each of its heads, and picks the highest
-sums. It has no gradient. Its forward is the model's own, called for a few queries at a time, so that of its scores
-[B, queries, heads, keys] in float32 no more than `SCORES` bytes exist; its keys [B, T, D] are collected over the chunks and
-dropped after the forward. The picks are kept for backward, whose recomputation does not score again: rounding could let it
-choose another key than forward did, and its gradient would be that of another function. A refill needs none.
+[Note: indexers] An indexer (DeepSeek V3.2, GLM 5) scores all keys up to a query in each of its
+heads, and picks the highest sums. It has no gradient. Its forward is the model's own, called for a
+few queries at a time, so that of its scores [B, queries, heads, keys] in float32 no more than
+`SCORES` bytes exist; its keys [B, T, D] are collected over the chunks and dropped after the
+forward. The picks are kept for backward, whose recomputation does not score again: rounding could
+let it choose another key than forward did, and its gradient would be that of another function. A
+refill needs none.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def picking(indexers: Sequence[nn.Module], point: AttentionPoint) -> Iterator[None]:
-    """Within, these modules pick keys for the queries of the point's chunk, or know what they have picked."""
+    """Within, these modules pick keys for the queries of the point's chunk, or know what they have
+    picked."""
     assert isinstance(point, ChunkMask)
     before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
     for number, indexer in enumerate(indexers):
@@ -51,14 +54,22 @@ def picking(indexers: Sequence[nn.Module], point: AttentionPoint) -> Iterator[No
 
 
 def _pick(
-    indexer: nn.Module, forward: Callable[..., Tensor], number: int, point: ChunkMask, /, *args: Any, **kwargs: Any
+    indexer: nn.Module,
+    forward: Callable[..., Tensor],
+    number: int,
+    point: ChunkMask,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """[B, C, k] in int32: the keys that the chunk's queries read."""
     named = dict(inspect.signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments)
     named.pop(next(iter(named)))
     x: Tensor = next(value for value in named.values() if isinstance(value, Tensor))  # [B, C, h]
     if point.stage is Stage.REFILL:
-        return x.new_empty(*x.shape[:2], 0, dtype=torch.int32)  # the layer stops before it reads them
+        return x.new_empty(
+            *x.shape[:2], 0, dtype=torch.int32
+        )  # the layer stops before it reads them
     if point.picks is not None:
         picks = point.picks[number]
     else:
@@ -69,7 +80,12 @@ def _pick(
 
 
 def _few_queries_at_a_time(
-    indexer: nn.Module, forward: Callable[..., Tensor], number: int, point: ChunkMask, named: dict[str, Any], x: Tensor
+    indexer: nn.Module,
+    forward: Callable[..., Tensor],
+    number: int,
+    point: ChunkMask,
+    named: dict[str, Any],
+    x: Tensor,
 ) -> Tensor:
     """[B, C, k] for x [B, C, h]."""
     chunk, rows = point.chunk, x.shape[0]
@@ -81,9 +97,17 @@ def _few_queries_at_a_time(
         found = []
         for start in range(chunk.start, chunk.stop, step):
             stop = min(start + step, chunk.stop)
-            found.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))  # [1, queries, k]
-        most = found[-1].shape[-1]  # the first queries may have fewer keys, pick all, and the first once more
-        picks.append(torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1))
+            found.append(
+                forward(**_part(named, caches, number, point, row, rows, start, stop))
+            )  # [1, queries, k]
+        most = found[-1].shape[
+            -1
+        ]  # the first queries may have fewer keys, pick all, and the first once more
+        picks.append(
+            torch.cat(
+                [torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1
+            )
+        )
     return picks[0] if rows == 1 else torch.cat(picks)
 
 
@@ -113,7 +137,9 @@ def _part(
         """k [1, 1, queries, D] -> all up to the last of them, [1, 1, stop, D]."""
         keys = prefix.index_keys.get(number)
         if keys is None:
-            keys = prefix.index_keys[number] = k.new_empty(rows, prefix.length, k.shape[-1])  # [B, T, D]
+            keys = prefix.index_keys[number] = k.new_empty(
+                rows, prefix.length, k.shape[-1]
+            )  # [B, T, D]
         keys[row, start:stop] = k[0, 0]
         return keys[row, :stop][None, None], nothing
 

@@ -1,4 +1,5 @@
-"""Our entry in transformers' attention interface, and the switch that sends a model's attention to it."""
+"""Our entry in transformers' attention interface, and the switch that sends a model's attention to
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from streambp.attention.prefix import AttentionCall, AttentionPoint, ChunkMask, 
 from streambp.chunks import Chunk
 from streambp.device import autocast_dtype, without_autocast
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import DOCUMENT_ENDS, EAGER_FORWARD, FOREIGN_ARGUMENTS, IMPLEMENTATION, PICKS, SINKS
+from streambp.known_names import (
+    DOCUMENT_ENDS,
+    EAGER_FORWARD,
+    FOREIGN_ARGUMENTS,
+    IMPLEMENTATION,
+    PICKS,
+    SINKS,
+)
 
 NAME = "streambp"
 NOTHING_CAST = contextlib.nullcontext()
@@ -41,13 +49,16 @@ def stream_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [B, H, C, D], key and value [B, H_kv, C, D] -> [B, C, H, D_v].
+    """transformers' attention function: query [B, H, C, D], key and value [B, H_kv, C, D] -> [B, C,
+    H, D_v].
 
-    In a streamed layer `attention_mask` is the `AttentionPoint` that the layer was called with; it knows the prefix and the
-    spans, so a `sliding_window` passed as well is already in it. In a layer that does not stream it is the model's own
-    (a `LazyMask`, a 4-D tensor, or None for causal), and the sequence is attended whole, as one chunk.
-    Keys from elsewhere than the queries' sequence (cross-attention to an image) are attended as the model's sdpa does it.
-    Raises UnsupportedModelError where the module attends in a way that streambp does not support, such as is_causal=False.
+    In a streamed layer `attention_mask` is the `AttentionPoint` that the layer was called with; it
+    knows the prefix and the spans, so a `sliding_window` passed as well is already in it. In a
+    layer that does not stream it is the model's own (a `LazyMask`, a 4-D tensor, or None for
+    causal), and the sequence is attended whole, as one chunk. Keys from elsewhere than the queries'
+    sequence (cross-attention to an image) are attended as the model's sdpa does it. Raises
+    UnsupportedModelError where the module attends in a way that streambp does not support, such as
+    is_causal=False.
     """
     ours = isinstance(attention_mask, OURS)
     if not ours:
@@ -55,7 +66,9 @@ def stream_attention(
         eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
         function = None if own is None else AttentionInterface().get(own, eager)
         if function is not None:
-            if kwargs.get(PICKS) is not None:  # the module left it to us to mask what was not picked
+            if (
+                kwargs.get(PICKS) is not None
+            ):  # the module left it to us to mask what was not picked
                 attention_mask = _only_picked(attention_mask, kwargs[PICKS], key.shape[2])
             given = kwargs if softcap is None else {**kwargs, "softcap": softcap}
             found: tuple[Tensor, None] = function(
@@ -67,10 +80,14 @@ def stream_attention(
         foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     elsewhere = not ours and (
-        not is_causal or getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]
+        not is_causal
+        or getattr(module, "is_cross_attention", False)
+        or key.shape[2] != query.shape[2]
     )
     if elsewhere:
-        foreign += [name for name in SINKS if kwargs.get(name) is not None] + ["softcap"] * (softcap is not None)
+        foreign += [name for name in SINKS if kwargs.get(name) is not None] + ["softcap"] * (
+            softcap is not None
+        )
         # sdpa would read that as causal from the first key on, for a chunk as for the whole.
         foreign += ["no mask over keys from elsewhere"] * (attention_mask is None and is_causal)
     elif not is_causal:
@@ -78,34 +95,54 @@ def stream_attention(
     if foreign:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
-            "ignoring it would give wrong numbers. Use gradient checkpointing for this model (streambp.unpatch(model))."
+            "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
+            "(streambp.unpatch(model))."
         )
     if elsewhere:  # token by token, as far as queries go: the model's own sdpa is right for a chunk of them as well
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
     if not isinstance(attention_mask, AttentionPoint):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     dtype = autocast_dtype(query.device.type)
-    if dtype is not None:  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
-        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
+    if (
+        dtype is not None
+    ):  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
+        query, key, value = (
+            t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    with NOTHING_CAST if dtype is None else without_autocast(query.device.type):  # [Note: scores under autocast]
-        return attention_mask.attend(AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)), None
+    with (
+        NOTHING_CAST if dtype is None else without_autocast(query.device.type)
+    ):  # [Note: scores under autocast]
+        return attention_mask.attend(
+            AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)
+        ), None
 
 
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
-    """A 4-D mask [B, 1, S, T], in bool or to be added, without the keys that no picks [B, S, k] name."""
+    """A 4-D mask [B, 1, S, T], in bool or to be added, without the keys that no picks [B, S, k]
+    name."""
     if not isinstance(mask, Tensor):
         raise UnsupportedModelError(
-            f"Attention is given keys that an indexer picked, and {type(mask).__name__} in place of a 4-D mask. Pass "
-            "attention_mask [B, T], or run this model unpatched (streambp.unpatch(model))."
+            f"Attention is given keys that an indexer picked, and {type(mask).__name__} in place "
+            "of a 4-D mask. Pass attention_mask [B, T], or run this model unpatched "
+            "(streambp.unpatch(model))."
         )
     picked = torch.zeros(*picks.shape[:2], length, dtype=torch.bool, device=picks.device)
     picked = picked.scatter_(-1, picks.long(), True)[:, None]  # [B, 1, S, T]
-    return mask & picked if mask.dtype == torch.bool else mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+    return (
+        mask & picked
+        if mask.dtype == torch.bool
+        else mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+    )
 
 
-def _unusual(mask: Any, kwargs: Mapping[str, Any]) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Of a call's arguments the names of those that are refused, a sink's logits [H] and picks [B, S, k]."""
+def _unusual(
+    mask: Any, kwargs: Mapping[str, Any]
+) -> tuple[list[str], Tensor | None, Tensor | None]:
+    """Of a call's arguments the names of those that are refused, a sink's logits [H] and picks [B,
+    S, k]."""
     given = {name for name, value in kwargs.items() if value is not None}
     foreign, picks = [name for name in FOREIGN_ARGUMENTS if name in given], kwargs.get(PICKS)
     if picks is not None and not (isinstance(mask, AttentionPoint) and mask.takes_picks):
@@ -124,16 +161,25 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Chunk
     length = query.shape[2]
     if key.shape[2] != length:
         raise UnsupportedModelError(
-            f"A layer attends {length} queries to {key.shape[2]} keys while its model streams; streambp supports neither "
-            "caches nor cross-attention there. Use gradient checkpointing for this model (streambp.unpatch(model))."
+            f"A layer attends {length} queries to {key.shape[2]} keys while its model streams; "
+            "streambp supports neither caches nor cross-attention there. Use gradient "
+            "checkpointing for this model (streambp.unpatch(model))."
         )
-    layout = resolve(mask, query.shape[0], length, kwargs.get("position_ids"), kwargs.get(DOCUMENT_ENDS), query.device)
+    layout = resolve(
+        mask,
+        query.shape[0],
+        length,
+        kwargs.get("position_ids"),
+        kwargs.get(DOCUMENT_ENDS),
+        query.device,
+    )
     stage = Stage.RECOMPUTE if torch.is_grad_enabled() else Stage.FORWARD
     return ChunkMask(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
 
 
 class Routed(str):
-    """`NAME` in a config's place for its own implementation, which it remembers. [Note: routed configs]
+    """`NAME` in a config's place for its own implementation, which it remembers. [Note: routed
+    configs]
 
     Args:
         own: the config's own implementation; a copied or pickled config has that again.
@@ -155,30 +201,37 @@ class Routed(str):
 
 LOCK = threading.RLock()  # held while a config's name changes
 # The names that `routed` of this thread holds, by id.
-HERE: contextvars.ContextVar[Mapping[int, Routed]] = contextvars.ContextVar("streambp_routed", default=MappingProxyType({}))
+HERE: contextvars.ContextVar[Mapping[int, Routed]] = contextvars.ContextVar(
+    "streambp_routed", default=MappingProxyType({})
+)
 COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
     "streambp_unrouted", default=MappingProxyType({})
 )
 
 
-_plain = object.__getattribute__  # a config's own asks more, and is asked in each layer of each pass
+_plain = (
+    object.__getattribute__
+)  # a config's own asks more, and is asked in each layer of each pass
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
-    """The attention implementation that the config names outside of `routed`, from within or without."""
+    """The attention implementation that the config names outside of `routed`, from within or
+    without."""
     name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
 
 def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager[None]:
-    """Within, models with these configs use `stream_attention` and `LazyMask`. Sub-configs are left alone.
+    """Within, models with these configs use `stream_attention` and `LazyMask`. Sub-configs are left
+    alone.
 
-    Our name enters transformers' tables here, so that a model unpickled in a process that never called `patch` runs; no
-    model outside of `routed` uses it.
+    Our name enters transformers' tables here, so that a model unpickled in a process that never
+    called `patch` runs; no model outside of `routed` uses it.
 
-    [Note: routed configs] Models share config objects, and threads run models. So a config has our name from the first of
-    its `routed` in any thread to the last one's end, and then its own again. A thread that is not within a `routed` of its
-    own, and meets our name because another is, is sent on to the implementation that the config names.
+    [Note: routed configs] Models share config objects, and threads run models. So a config has our
+    name from the first of its `routed` in any thread to the last one's end, and then its own again.
+    A thread that is not within a `routed` of its own, and meets our name because another is, is
+    sent on to the implementation that the config names.
     """
     return contextlib.nullcontext() if all(map(_is_here, configs)) else _routed(configs)
 
@@ -224,8 +277,11 @@ def _is_here(config: PreTrainedConfig) -> bool:
 
 @contextlib.contextmanager
 def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
-    """Within `routed`, in this thread: models with these configs attend with these implementations."""
-    before = COMPARED.set({id(config): name for config, name in zip(configs, implementations, strict=True)})
+    """Within `routed`, in this thread: models with these configs attend with these
+    implementations."""
+    before = COMPARED.set(
+        {id(config): name for config, name in zip(configs, implementations, strict=True)}
+    )
     try:
         yield
     finally:
@@ -233,8 +289,8 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
 
 
 def _met_by_chance(config: object) -> str | None:
-    """The implementation that the config is to have in this thread, where it is not ours: within `unrouted` the one given
-    there, outside of `routed` the config's own. [Note: routed configs]"""
+    """The implementation that the config is to have in this thread, where it is not ours: within
+    `unrouted` the one given there, outside of `routed` the config's own. [Note: routed configs]"""
     if not isinstance(config, PreTrainedConfig):
         return None
     compared = COMPARED.get().get(id(config))

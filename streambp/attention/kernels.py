@@ -1,22 +1,25 @@
 """Kernels for one block of attention: forward to (o, lse), backward from the *merged* (o, lse).
 
-A block is a rectangle of the attention matrix (`spans.Block`). Forward gives its own softmax's output and logsumexp.
-Backward is handed the output and logsumexp of the whole row, over all its blocks; every kernel recomputes the weights as
-exp(score - lse), so the parts it returns add up to the exact gradient (DESIGN.md section 2, "Block attention").
+A block is a rectangle of the attention matrix (`spans.Block`). Forward gives its own softmax's
+output and logsumexp. Backward is handed the output and logsumexp of the whole row, over all its
+blocks; every kernel recomputes the weights as exp(score - lse), so the parts it returns add up to
+the exact gradient (DESIGN.md section 2, "Block attention").
 
-Shapes: q [B, H, Tq, D]; k [B, H_kv, Tk, D]; v [B, H_kv, Tk, D_v]; o, do [B, H, Tq, D_v]; lse [B, H, Tq] in float32, float64
-for float64 inputs. A query that reads nothing has o = 0 and lse = -inf.
+Shapes: q [B, H, Tq, D]; k [B, H_kv, Tk, D]; v [B, H_kv, Tk, D_v]; o, do [B, H, Tq, D_v]; lse [B, H,
+Tq] in float32, float64 for float64 inputs. A query that reads nothing has o = 0 and lse = -inf.
 
-[Note: one layout] torch keeps cuDNN's graphs by the sizes and strides of q, k and v. The strides of o, dO and the logsumexp
-are part of a graph but not of its key, so for one key they must always be the same, or a later call reads them wrongly.
-So `cut` makes all of q, o, dO, K and V from contiguous [B, T, H, D] tensors: sizes and strides of a block's q and v fix
-those of its o and dO, which have D_v columns. Where a block has one row, its strides do not depend on T, so other lengths
+[Note: one layout] torch keeps cuDNN's graphs by the sizes and strides of q, k and v. The strides of
+o, dO and the logsumexp are part of a graph but not of its key, so for one key they must always be
+the same, or a later call reads them wrongly. So `cut` makes all of q, o, dO, K and V from
+contiguous [B, T, H, D] tensors: sizes and strides of a block's q and v fix those of its o and dO,
+which have D_v columns. Where a block has one row, its strides do not depend on T, so other lengths
 find the same graphs.
 
-[Note: padded values] FlashAttention has one head size for q, k and v. If D_v < D, v and dO get columns of zeros behind.
-The scores, their logsumexp and the weights P do not contain v, so nothing changes but o = P v, dP = dO v^T and dv = P^T dO:
-o and dv get columns of zeros, which are dropped, and dP sums more zeros. So dq and dk are the same, too. The zeros must be
-there: what lies in memory may be NaN.
+[Note: padded values] FlashAttention has one head size for q, k and v. If D_v < D, v and dO get
+columns of zeros behind. The scores, their logsumexp and the weights P do not contain v, so nothing
+changes but o = P v, dP = dO v^T and dv = P^T dO: o and dv get columns of zeros, which are dropped,
+and dP sums more zeros. So dq and dk are the same, too. The zeros must be there: what lies in memory
+may be NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from streambp.device import has_data
 
 aten = torch.ops.aten
 K_BLOCK = 16384
-CUDNN_FEW = 256  # under it cuDNN does not fill a device; under 64 it refuses blocks, or gets them wrong
+CUDNN_FEW = (
+    256  # under it cuDNN does not fill a device; under 64 it refuses blocks, or gets them wrong
+)
 
 
 class Task(NamedTuple):
@@ -50,7 +55,8 @@ class Task(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A kernel for one block of attention, without a state of its own. Shapes are those of the module's docstring.
+    """A kernel for one block of attention, without a state of its own. Shapes are those of the
+    module's docstring.
 
     kinds: of blocks that it can compute; tiling: how large it wants them.
     """
@@ -60,17 +66,22 @@ class Kernel(Protocol):
     tiling: Tiling
 
     def takes(self, block: Block) -> bool:
-        """Whether it can compute a block: one of its kinds, of its few lengths if it has some, and on the diagonal if it is
-        causal and the kernel does not align queries to the last keys."""
+        """Whether it can compute a block: one of its kinds, of its few lengths if it has some, and
+        on the diagonal if it is causal and the kernel does not align queries to the last keys."""
         kind, tiling = block.kind, self.tiling
         if kind not in self.kinds or (
-            kind is Kind.CAUSAL and not tiling.bottom_right and (block.q0, block.q1) != (block.k0, block.k1)
+            kind is Kind.CAUSAL
+            and not tiling.bottom_right
+            and (block.q0, block.q1) != (block.k0, block.k1)
         ):
             return False
-        return tiling.few is None or (tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0))
+        return tiling.few is None or (
+            tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0)
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq], of the softmax over this block's keys alone."""
+        """o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq], of the softmax over this
+        block's keys alone."""
         ...
 
     def backward(
@@ -87,8 +98,8 @@ class Kernel(Protocol):
 
 
 def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
-    """Of contiguous tensors [B, T, H, D] the part that is `here`, rows [b0, b1) and tokens [t0, t1), as views [b, H, t, D].
-    [Note: one layout]"""
+    """Of contiguous tensors [B, T, H, D] the part that is `here`, rows [b0, b1) and tokens [t0,
+    t1), as views [b, H, t, D]. [Note: one layout]"""
     b0, b1, t0, t1 = here
     rows, tokens, parts = b1 - b0, t1 - t0, list[Tensor]()
     for x in whole:
@@ -101,7 +112,8 @@ def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
 
 
 def widened(x: Tensor, width: int) -> Tensor:
-    """x [..., D] with columns of zeros behind, [..., width]; x itself if it has so many. [Note: padded values]"""
+    """x [..., D] with columns of zeros behind, [..., width]; x itself if it has so many. [Note:
+    padded values]"""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
@@ -111,7 +123,8 @@ def narrowed(x: Tensor, size: int) -> Tensor:
 
 
 class MathKernel(Kernel):
-    """Plain matrix products in promote_types(dtype, float32); serves every kind, dropout, softcap and any head size."""
+    """Plain matrix products in promote_types(dtype, float32); serves every kind, dropout, softcap
+    and any head size."""
 
     name = "math"
     kinds = frozenset(Kind) - {Kind.VARLEN, Kind.WINDOW}
@@ -123,7 +136,10 @@ class MathKernel(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v] and lse [B, H, Tq], both in promote_types(dtype, float32)."""
-        scores, v = self._masked(self._scores(q, k, task), q, k, task), _wide(v)  # [B, H_kv, G, Tq, Tk]
+        scores, v = (
+            self._masked(self._scores(q, k, task), q, k, task),
+            _wide(v),
+        )  # [B, H_kv, G, Tq, Tk]
         lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
         weights = _weights(scores, lse)  # [B, H_kv, G, Tq, Tk]
         keep = _dropout_mask(weights, task)
@@ -135,7 +151,8 @@ class MathKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in promote_types(dtype, float32).
+        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in promote_types(dtype,
+        float32).
 
         The dropout mask is drawn again from the task's seed.
         """
@@ -186,7 +203,9 @@ class CpuFlashKernel(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D] in q's dtype."""
         causal = task.block.kind is Kind.CAUSAL
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=task.scale)
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=task.scale
+        )
         return o, lse
 
     def backward(
@@ -194,40 +213,59 @@ class CpuFlashKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
         causal = task.block.kind is Kind.CAUSAL
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=task.scale)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, causal, scale=task.scale
+        )
 
 
 class FlashKernel(Kernel):
     """torch's FlashAttention on CUDA (grouped queries).
 
-    bottom_right: causal blocks may have more keys than queries. packs: it knows windows and the documents of packed rows.
+    bottom_right: causal blocks may have more keys than queries. packs: it knows windows and the
+    documents of packed rows.
     """
 
     name = "flash"
 
     def __init__(self, bottom_right: bool = True, packs: bool = True) -> None:
-        self.kinds = frozenset({Kind.FULL, Kind.CAUSAL, *((Kind.WINDOW, Kind.VARLEN) if packs else ())})
-        self.tiling = Tiling(k_block=K_BLOCK, bottom_right=bottom_right, native_window=packs, native_varlen=packs)
+        self.kinds = frozenset(
+            {Kind.FULL, Kind.CAUSAL, *((Kind.WINDOW, Kind.VARLEN) if packs else ())}
+        )
+        self.tiling = Tiling(
+            k_block=K_BLOCK, bottom_right=bottom_right, native_window=packs, native_varlen=packs
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D] in q's dtype; VARLEN blocks go to the kernel as one packed row [T, H, D]."""
-        assert q.shape[-1] == v.shape[-1], "the operators need one head size; without data they do not notice"
+        """o [B, H, Tq, D] in q's dtype; VARLEN blocks go to the kernel as one packed row [T, H,
+        D]."""
+        assert q.shape[-1] == v.shape[-1], (
+            "the operators need one head size; without data they do not notice"
+        )
         kind = task.block.kind
         if kind in (Kind.FULL, Kind.CAUSAL):
             causal = kind is Kind.CAUSAL
-            o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=task.scale)
+            o, lse, *_ = aten._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, causal, False, scale=task.scale
+            )
             return o, lse
         q, k, v = (_token_major(t, kind) for t in (q, k, v))
         lengths, window = _lengths_and_window(task, q.device)
-        o, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, scale=task.scale, **window)
-        return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[None]  # varlen gives [H, T]
+        o, lse, *_ = aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, True, False, scale=task.scale, **window
+        )
+        return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[
+            None
+        ]  # varlen gives [H, T]
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
         kind = task.block.kind
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        no_dropout = (
+            torch.empty(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, device=q.device),
+        )
         lse = lse.contiguous()
         if kind in (Kind.FULL, Kind.CAUSAL):
             return aten._scaled_dot_product_flash_attention_backward(
@@ -244,7 +282,8 @@ class FlashKernel(Kernel):
 
 
 class CudnnKernel(Kernel):
-    """cuDNN's fused attention on Hopper and later; nearly twice FlashAttention-2, but causal only for squares."""
+    """cuDNN's fused attention on Hopper and later; nearly twice FlashAttention-2, but causal only
+    for squares."""
 
     name = "cudnn"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
@@ -253,13 +292,16 @@ class CudnnKernel(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v] in q's dtype."""
         causal = task.block.kind is Kind.CAUSAL
-        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=task.scale)
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=task.scale
+        )
         return o, lse.squeeze(-1)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in q's dtype. [Note: one layout]"""
+        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in q's dtype. [Note: one
+        layout]"""
         causal = task.block.kind is Kind.CAUSAL
         philox = torch.empty(0, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -269,17 +311,20 @@ class CudnnKernel(Kernel):
 
 
 MATH, CPU_FLASH, FLASH, CUDNN = MathKernel(), CpuFlashKernel(), FlashKernel(), CudnnKernel()
-# ROCm's backward wants as many queries as keys. Windows and packed rows have other conventions there (AOTriton's logsumexp
-# of packed rows is [B, H, longest document]).
+# ROCm's backward wants as many queries as keys. Windows and packed rows have other conventions
+# there (AOTriton's logsumexp of packed rows is [B, H, longest document]).
 SQUARE_FLASH = FlashKernel(bottom_right=False, packs=False)
-# FlashAttention-4's operators behind torch 2.11 do not differentiate windows, which documents of packed rows may have.
+# FlashAttention-4's operators behind torch 2.11 do not differentiate windows, which documents of
+# packed rows may have.
 WINDOWLESS_FLASH = FlashKernel(packs=False)
 
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
     """cu_seqlens of a VARLEN block's queries and keys, [documents + 1] each in int32."""
     cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
-    return cu_q, cu_q if block.cu_k == block.cu_q else torch.tensor(block.cu_k, dtype=torch.int32, device=device)
+    return cu_q, cu_q if block.cu_k == block.cu_q else torch.tensor(
+        block.cu_k, dtype=torch.int32, device=device
+    )
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -287,16 +332,22 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); a query without any key has lse = -inf and weights 0, not NaN. [Note: empty rows]"""
+    """exp(scores - lse); a query without any key has lse = -inf and weights 0, not NaN. [Note:
+    empty rows]"""
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
 
 
 def _dropout_mask(weights: Tensor, task: Task) -> Tensor | None:
-    """0 or 1 / (1 - p), the same in forward, recomputation and backward: it depends on nothing but the task's seed."""
+    """0 or 1 / (1 - p), the same in forward, recomputation and backward: it depends on nothing but
+    the task's seed."""
     if task.dropout == 0.0:
         return None
-    generator = torch.Generator(weights.device).manual_seed(task.seed) if has_data(weights) else None
-    draw = torch.rand(weights.shape, generator=generator, device=weights.device, dtype=torch.float32)
+    generator = (
+        torch.Generator(weights.device).manual_seed(task.seed) if has_data(weights) else None
+    )
+    draw = torch.rand(
+        weights.shape, generator=generator, device=weights.device, dtype=torch.float32
+    )
     return (draw >= task.dropout).to(weights.dtype) / (1.0 - task.dropout)
 
 
@@ -326,9 +377,14 @@ def _head_major(x: Tensor, kind: Kind) -> Tensor:
 
 
 def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], dict[str, int]]:
-    """FlashAttention's arguments: cu_seqlens of queries and keys (None unless packed), the longest of each; the window."""
+    """FlashAttention's arguments: cu_seqlens of queries and keys (None unless packed), the longest
+    of each; the window."""
     block = task.block
-    window = {} if block.window is None else {"window_size_left": block.window - 1, "window_size_right": 0}
+    window = (
+        {}
+        if block.window is None
+        else {"window_size_left": block.window - 1, "window_size_right": 0}
+    )
     if block.kind is not Kind.VARLEN:
         return [None, None, block.q1 - block.q0, block.k1 - block.k0], window
     longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (block.cu_q, block.cu_k)]

@@ -26,17 +26,21 @@ LSE_ALIGNMENT = 32  # queries of the memory-efficient kernels' logsumexp are a m
 
 
 class PaddedKernel(Kernel):
-    """Another kernel, for q, k and v that have not the one head size which it needs. [Note: padded values]
+    """Another kernel, for q, k and v that have not the one head size which it needs. [Note: padded
+    values]
 
-    They are padded for each block, unlike V in a padded buffer. So it is for blocks that another kernel leaves over, and
-    for head sizes that need more than V padded. Its blocks have few keys, because copies of them exist.
+    They are padded for each block, unlike V in a padded buffer. So it is for blocks that another
+    kernel leaves over, and for head sizes that need more than V padded. Its blocks have few keys,
+    because copies of them exist.
     """
 
     def __init__(self, inner: Kernel) -> None:
         self.inner = inner
         self.name = f"padded {inner.name}"
         self.kinds = inner.kinds
-        self.tiling = dataclasses.replace(inner.tiling, k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
+        self.tiling = dataclasses.replace(
+            inner.tiling, k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v], a view, and lse [B, H, Tq]."""
@@ -55,14 +59,18 @@ class PaddedKernel(Kernel):
 
 
 class EfficientKernel(Kernel):
-    """torch's memory-efficient attention on CUDA: any D and D_v. It takes one key head for each query head.
+    """torch's memory-efficient attention on CUDA: any D and D_v. It takes one key head for each
+    query head.
 
-    Its backward computes the row sums of dO * o itself and takes the logsumexp as given, so both may be merged ones.
+    Its backward computes the row sums of dO * o itself and takes the logsumexp as given, so both
+    may be merged ones.
     """
 
     name = "efficient"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
-    tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)  # keys and values are repeated for the heads of a group
+    tiling = Tiling(
+        k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2
+    )  # keys and values are repeated for the heads of a group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of one with more queries."""
@@ -75,7 +83,8 @@ class EfficientKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in it or wider."""
+        """dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in it or
+        wider."""
         causal, groups = task.block.kind is Kind.CAUSAL, q.shape[1] // k.shape[1]
         more = -lse.shape[2] % LSE_ALIGNMENT
         lse = torch.nn.functional.pad(lse, (0, more), value=torch.inf) if more else lse.contiguous()
@@ -88,7 +97,9 @@ class EfficientKernel(Kernel):
 
 
 EFFICIENT = EfficientKernel()
-PADDED = MappingProxyType({kernel: PaddedKernel(kernel) for kernel in (FLASH, SQUARE_FLASH, WINDOWLESS_FLASH, CPU_FLASH)})
+PADDED = MappingProxyType(
+    {kernel: PaddedKernel(kernel) for kernel in (FLASH, SQUARE_FLASH, WINDOWLESS_FLASH, CPU_FLASH)}
+)
 
 
 def _common(q: Tensor, v: Tensor) -> int:
@@ -98,7 +109,11 @@ def _common(q: Tensor, v: Tensor) -> int:
 
 def _padded(x: Tensor, width: int) -> Tensor:
     """x [B, H, T, D] -> [B, H, T, width], with tokens before heads in memory. [Note: one layout]"""
-    return x if x.shape[-1] == width else widened(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
+    return (
+        x
+        if x.shape[-1] == width
+        else widened(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
+    )
 
 
 def _repeated(x: Tensor, groups: int) -> Tensor:

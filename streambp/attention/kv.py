@@ -3,20 +3,23 @@
     KVBuffer    the whole sequence in one buffer on the device
     KVTiles   a tile for each chunk; some stay on the device, the others come from the host and go back there
 
-Attention asks both for the keys and values of its blocks, one block after the other, and adds to their gradients. Inside,
-tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
+Attention asks both for the keys and values of its blocks, one block after the other, and adds to
+their gradients. Inside, tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
 
-[Note: one chunk] Where a chunk is the whole sequence, its own k and v are the buffers, if they lie as buffers do; and where
-one block is all of its attention, the gradients that the kernel gives are the accumulators, in the kernel's dtype. Nothing
-is copied, filled with zeros or added. A layer that writes to k or v after that would change what backward reads: their
-versions tell. A chunk that is retried after a lack of memory has new k and v, which replace the first ones. The first ones
-are not overwritten: another layer may share them, and would find their versions changed.
+[Note: one chunk] Where a chunk is the whole sequence, its own k and v are the buffers, if they lie
+as buffers do; and where one block is all of its attention, the gradients that the kernel gives are
+the accumulators, in the kernel's dtype. Nothing is copied, filled with zeros or added. A layer that
+writes to k or v after that would change what backward reads: their versions tell. A chunk that is
+retried after a lack of memory has new k and v, which replace the first ones. The first ones are not
+overwritten: another layer may share them, and would find their versions changed.
 
-[Note: tiles] Chunk i reads tiles 0 .. i, so tile j is read by all chunks but the first j: the first tiles are those that
-stay on the device. Blocks are visited in the order of their keys, so that a tile comes in once for each chunk: into the
-next tile's copies falls the work on this one. A tile of accumulators is written back after each visit; in a chunk's own
-tile they are complete and never go back. [Note: prefix accumulation order]. What is computed with which numbers in which
-order is the same as in one buffer, up to where blocks end: gradients are equal to the bit if blocks are the same.
+[Note: tiles] Chunk i reads tiles 0 .. i, so tile j is read by all chunks but the first j: the first
+tiles are those that stay on the device. Blocks are visited in the order of their keys, so that a
+tile comes in once for each chunk: into the next tile's copies falls the work on this one. A tile of
+accumulators is written back after each visit; in a chunk's own tile they are complete and never go
+back. [Note: prefix accumulation order]. What is computed with which numbers in which order is the
+same as in one buffer, up to where blocks end: gradients are equal to the bit if blocks are the
+same.
 """
 
 from __future__ import annotations
@@ -33,8 +36,12 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.errors import BackwardError
 from streambp.offload.manager import HostTensors
 
-WORKING = 4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
-Visit = Iterable[tuple[Block, Tensor, Tensor]]  # a block; K [b, H_kv, k, D] and V of its rows and keys
+WORKING = (
+    4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
+)
+Visit = Iterable[
+    tuple[Block, Tensor, Tensor]
+]  # a block; K [b, H_kv, k, D] and V of its rows and keys
 
 
 @dataclasses.dataclass
@@ -71,15 +78,19 @@ class KVBuffer:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
-        """From K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all tokens, contiguous; width: that V is padded to."""
+        """From K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all tokens, contiguous; width: that V
+        is padded to."""
         return cls(k, v) if width is None else cls(k, widened(v, width), columns=v.shape[3])
 
     @classmethod
     def of_one_chunk(cls, k: Tensor, v: Tensor) -> KVBuffer | None:
-        """The layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all tokens; None if they lie otherwise, or in memory
-        that holds more. [Note: one chunk]"""
+        """The layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all tokens; None if they lie
+        otherwise, or in memory that holds more. [Note: one chunk]"""
         own = k.transpose(1, 2), v.transpose(1, 2)
-        if not all(x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes and not x.is_inference() for x in own):
+        if not all(
+            x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes and not x.is_inference()
+            for x in own
+        ):
             return None
         return cls(*own, versions=(k._version, v._version))
 
@@ -89,7 +100,8 @@ class KVBuffer:
             self.packed, self.v = self.width, narrowed(self.v, self.columns).contiguous()
 
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
-        """dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32); zeros when first asked for."""
+        """dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32); zeros when
+        first asked for."""
         if self.dk is None or self.dv is None:
             dtype = torch.promote_types(self.k.dtype, torch.float32)
             self.dk = torch.zeros_like(self.k, dtype=dtype)
@@ -97,14 +109,17 @@ class KVBuffer:
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views: as tiles lie, which may be made of them in
-        backward."""
+        """K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views: as tiles lie, which may
+        be made of them in backward."""
         here = slice(chunk.start, chunk.stop)
         return self.k[:, here], narrowed(self.v[:, here], self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as views."""
-        k, v = (x[:, : chunk.stop].transpose(1, 2) for x in (self.k, narrowed(self.v, self.value_size)))
+        """K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as
+        views."""
+        k, v = (
+            x[:, : chunk.stop].transpose(1, 2) for x in (self.k, narrowed(self.v, self.value_size))
+        )
         return k, v
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
@@ -118,14 +133,16 @@ class KVBuffer:
         """The blocks with views of the buffers.
 
         Raises:
-            BackwardError: the layer has written to K or V since they were attended to. [Note: one chunk]
+            BackwardError: the layer has written to K or V since they were attended to. [Note: one
+                chunk]
         """
         if self.packed is not None:
             self.v, self.packed = widened(self.v, self.packed), None
         if gradients and self.versions not in (None, (self.k._version, self.v._version)):
             raise BackwardError(
-                "A layer writes in place to keys or values that its attention has read, and backward would read others. "
-                "Let it write to a copy (torch.add instead of Tensor.add_)."
+                "A layer writes in place to keys or values that its attention has read, and "
+                "backward would read others. Let it write to a copy (torch.add instead of "
+                "Tensor.add_)."
             )
         found = []
         for block in blocks:
@@ -134,9 +151,14 @@ class KVBuffer:
         return found
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the buffers."""
+        """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the
+        buffers."""
         batch, length = self.k.shape[:2]
-        if self.dk is None and (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0) == (batch, length, length):
+        if self.dk is None and (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0) == (
+            batch,
+            length,
+            length,
+        ):
             self.dk, self.dv = dk.transpose(1, 2), dv.transpose(1, 2)  # [Note: one chunk]
             self.added += 2
             return
@@ -145,8 +167,8 @@ class KVBuffer:
             self.add_once(total[rows, keys], part.transpose(1, 2))
 
     def add_once(self, total: Tensor, part: Tensor) -> None:
-        """Add a part [...] to accumulators [...], unless an attempt before has done so: what counts is that it came to its
-        end, not that it began. [Note: once for each chunk]"""
+        """Add a part [...] to accumulators [...], unless an attempt before has done so: what counts
+        is that it came to its end, not that it began. [Note: once for each chunk]"""
         if self.again:
             self.again -= 1
             return
@@ -168,15 +190,16 @@ class KVBuffer:
 
 
 class KVTiles:
-    """Keys and values in tiles, one for each chunk. On the device a tile is the buffer of its chunk. [Note: tiles]
+    """Keys and values in tiles, one for each chunk. On the device a tile is the buffer of its
+    chunk. [Note: tiles]
 
     Args:
         index: which of the layer's attention calls.
         keys: where K and V are kept. scratch: where the accumulators are between two chunks.
         resident: how many of the first tiles stay on the device.
         keeps_all: `keys` gets the resident tiles too, because they are saved for backward.
-        value_size: D_v. width: columns of V in blocks; tiles are kept, and come and go, with D_v of them.
-            [Note: padded values]
+        value_size: D_v. width: columns of V in blocks; tiles are kept, and come and go, with D_v of
+            them. [Note: padded values]
     """
 
     streams = True
@@ -199,21 +222,31 @@ class KVTiles:
         self.value_size = value_size
         self.width = width or value_size
         self._keys, self._scratch = keys, scratch
-        self._k, self._v, self._dk, self._dv = (f"{part}.{index}" for part in ("k", "v", "dk", "dv"))
+        self._k, self._v, self._dk, self._dv = (
+            f"{part}.{index}" for part in ("k", "v", "dk", "dv")
+        )
         self._here: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Copy a chunk's K [B, H_kv, C, D] and V into a tile; tiles of the chunks before leave unless they are resident.
+        """Copy a chunk's K [B, H_kv, C, D] and V into a tile; tiles of the chunks before leave
+        unless they are resident.
 
-        A store gets the tile if `keeps_all`, or if a later chunk will read it and it is not resident.
+        A store gets the tile if `keeps_all`, or if a later chunk will read it and it is not
+        resident.
         """
         self._leave(list(self._here))
-        k, v = (part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v))
+        k, v = (
+            part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v)
+        )
         tile = KVBuffer(k, v)
-        if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:  # nobody else reads the last
+        if (
+            self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1
+        ):  # nobody else reads the last
             for name, part in ((self._k, tile.k), (self._v, tile.v)):
                 self._keys.put(name, chunk.index, part)
-                if not self._keys.has(name, chunk.index):  # to be computed again in backward; this pass needs it
+                if not self._keys.has(
+                    name, chunk.index
+                ):  # to be computed again in backward; this pass needs it
                     self._scratch.put(name, chunk.index, part)
         self._here[chunk.index] = tile
 
@@ -238,8 +271,14 @@ class KVTiles:
                     if gradients and self._scratch.has(self._dk, index):
                         self._scratch.load(self._dk, index)
                         self._scratch.load(self._dv, index)
-            yield block, self._part(block, lambda tile: tile.k), self._part(block, lambda tile: tile.v, self.width)
-            self._leave(index for index in wanted[number] if index not in following and index != own)
+            yield (
+                block,
+                self._part(block, lambda tile: tile.k),
+                self._part(block, lambda tile: tile.v, self.width),
+            )
+            self._leave(
+                index for index in wanted[number] if index not in following and index != own
+            )
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """dk [b, H_kv, k, D] and dv are added tile by tile."""
@@ -261,7 +300,10 @@ class KVTiles:
         tile = self._here[index]
         if gradients and tile.dk is None:
             if self._scratch.has(self._dk, index):
-                tile.dk, tile.dv = self._scratch.borrow(self._dk, index), self._scratch.borrow(self._dv, index)
+                tile.dk, tile.dv = (
+                    self._scratch.borrow(self._dk, index),
+                    self._scratch.borrow(self._dv, index),
+                )
             else:
                 tile.grow_accumulators()
 
@@ -280,13 +322,20 @@ class KVTiles:
         return range(self.plan.holding(block.k0), self.plan.holding(block.k1 - 1) + 1)
 
     def _overlaps(self, block: Block) -> Iterator[tuple[int, slice, slice]]:
-        """The tiles of a block's keys: which, which of the tile's keys, and where these are among the block's."""
+        """The tiles of a block's keys: which, which of the tile's keys, and where these are among
+        the block's."""
         for index in self._tiles(block):
             chunk = self.plan[index]
             k0, k1 = max(block.k0, chunk.start), min(block.k1, chunk.stop)
-            yield index, slice(k0 - chunk.start, k1 - chunk.start), slice(k0 - block.k0, k1 - block.k0)
+            yield (
+                index,
+                slice(k0 - chunk.start, k1 - chunk.start),
+                slice(k0 - block.k0, k1 - block.k0),
+            )
 
-    def _part(self, block: Block, which: Callable[[KVBuffer], Tensor], width: int | None = None) -> Tensor:
+    def _part(
+        self, block: Block, which: Callable[[KVBuffer], Tensor], width: int | None = None
+    ) -> Tensor:
         """[b, H_kv, k, D], or with that many columns."""
         tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
         if width is not None and tiles[0][0].shape[3] != width:
@@ -304,7 +353,9 @@ class KVTiles:
         return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), whole)[0]
 
 
-Site = KVBuffer | KVTiles  # keys and values of one attention call, and the accumulators of their gradients
+Site = (
+    KVBuffer | KVTiles
+)  # keys and values of one attention call, and the accumulators of their gradients
 
 
 @dataclasses.dataclass

@@ -1,12 +1,15 @@
-"""What a mask that follows no rule lets queries read, found out by looking at all of it, tile by tile.
+"""What a mask that follows no rule lets queries read, found out by looking at all of it, tile by
+tile.
 
-[Note: chunk ends] A chunk may end before position c if no query before c reads a key from c on. A causal mask allows every
-end. Where queries read ahead (image tokens their whole image, a prefix all of itself) the ends between are left out
-(`chunks.Barrier`), and chunks get other lengths. A mask without any end left is not causal in any sense and is refused.
+[Note: chunk ends] A chunk may end before position c if no query before c reads a key from c on. A
+causal mask allows every end. Where queries read ahead (image tokens their whole image, a prefix all
+of itself) the ends between are left out (`chunks.Barrier`), and chunks get other lengths. A mask
+without any end left is not causal in any sense and is refused.
 
-[Note: empty queries] A query that may read nothing (padding on the left) gives 0, as in torch's sdpa and in FlashAttention.
-Added masks in eager attention give it the mean over all keys instead, those of later chunks too, which nothing causal can
-compute. Nobody reads what such a query gives, because nobody reads its key; its own label is all that differs.
+[Note: empty queries] A query that may read nothing (padding on the left) gives 0, as in torch's
+sdpa and in FlashAttention. Added masks in eager attention give it the mean over all keys instead,
+those of later chunks too, which nothing causal can compute. Nobody reads what such a query gives,
+because nobody reads its key; its own label is all that differs.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from streambp.errors import UnsupportedMaskError
 
 SCAN = 1024
 
-ReadTile = Callable[[int, int, int, int], Tensor]  # q0, q1, k0, k1 -> [B or 1, H or 1, q, k], True where it is read
+ReadTile = Callable[
+    [int, int, int, int], Tensor
+]  # q0, q1, k0, k1 -> [B or 1, H or 1, q, k], True where it is read
 
 
 def reads(tile: Tensor) -> Tensor:
     """Which pairs of a mask tile [B or 1, H or 1, q, k] count, in bool.
 
-    A bool tile says it itself; an added one leaves a pair out with the lowest number of its dtype, or -inf.
+    A bool tile says it itself; an added one leaves a pair out with the lowest number of its dtype,
+    or -inf.
     """
     return tile if tile.dtype == torch.bool else tile > torch.finfo(tile.dtype).min / 2
 
@@ -46,7 +52,9 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
             read = tile(q0, q1, k0, k1).flatten(0, -3).any(0)  # [q, k]
             last = torch.where(read, position[k0:k1], 0).amax(1)
             furthest[q0:q1] = torch.maximum(furthest[q0:q1], last)
-    blocked = furthest.cummax(0).values[:-1] >= position[1:]  # [T - 1]: a chunk cannot end at 1, 2, ..., T - 1
+    blocked = (
+        furthest.cummax(0).values[:-1] >= position[1:]
+    )  # [T - 1]: a chunk cannot end at 1, 2, ..., T - 1
     edges = torch.diff(torch.nn.functional.pad(blocked.to(torch.int8), (1, 1))).cpu()
     first, behind = ((edges == sign).nonzero().flatten() + 1 for sign in (1, -1))
     return tuple(Barrier(a, b - 1) for a, b in zip(first.tolist(), behind.tolist(), strict=True))
@@ -63,16 +71,18 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
     moved = plan.avoiding(barriers)
     if len(moved) == 1:
         raise UnsupportedMaskError(
-            f"The attention mask is not causal: wherever the {plan.length} tokens are cut, a query reads a key that comes "
-            "after the cut. streambp needs a mask that allows an end of a chunk somewhere: between images, after a prefix. "
-            f"Pass a chunk_size of at least {plan.length}, or run this batch unpatched (streambp.unpatch(model))."
+            f"The attention mask is not causal: wherever the {plan.length} tokens are cut, a query "
+            "reads a key that comes after the cut. streambp needs a mask that allows an end of a "
+            "chunk somewhere: between images, after a prefix. Pass a chunk_size of at least "
+            f"{plan.length}, or run this batch unpatched (streambp.unpatch(model))."
         )
     return moved
 
 
 def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tensor | None, bool]:
-    """Queries that read nothing [B or 1, T], None if there are none; and whether what they give matters to nobody else: all
-    heads agree on them, and no query reads their keys. [Note: empty queries]
+    """Queries that read nothing [B or 1, T], None if there are none; and whether what they give
+    matters to nobody else: all heads agree on them, and no query reads their keys. [Note: empty
+    queries]
 
     Costs T^2 mask elements and one wait for the device, two if there are any.
     """

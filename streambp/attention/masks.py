@@ -1,9 +1,9 @@
 """From transformers' description of a mask to spans, without ever building a [T, T] tensor.
 
-transformers builds masks from index functions. In their place stands `LazyMask`, which keeps their description instead of
-calling them. `resolve` then reads the spans off the parts that are known (2-D padding, window,
-packing) and checks them against the index function at the edges of every span. A mask that is no interval becomes a
-`DenseMask`, built tile by tile.
+transformers builds masks from index functions. In their place stands `LazyMask`, which keeps their
+description instead of calling them. `resolve` then reads the spans off the parts that are known
+(2-D padding, window, packing) and checks them against the index function at the edges of every
+span. A mask that is no interval becomes a `DenseMask`, built tile by tile.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from streambp.known_names import DOCUMENT_ENDS
 
 
 class LazyMask:
-    """A mask as transformers describes it to its mask functions, `sdpa_mask` among them; `layout` and `whole` cache what
-    `resolve` and `resolve_whole` made of it, for all layers that share it.
+    """A mask as transformers describes it to its mask functions, `sdpa_mask` among them; `layout`
+    and `whole` cache what `resolve` and `resolve_whole` made of it, for all layers that share it.
 
-    told: the argument that told `resolve` of packed documents, and how many there are; None: there are none.
-    ends: where the documents of each row end, for models that do not tell their masks; None: what the mask says counts.
-    tree: of rows in one packed row, what its queries read within a window or without. [Note: tree of rows]
+    told: the argument that told `resolve` of packed documents, and how many there are; None: there
+    are none. ends: where the documents of each row end, for models that do not tell their masks;
+    None: what the mask says counts. tree: of rows in one packed row, what its queries read within a
+    window or without. [Note: tree of rows]
     """
 
     def __init__(self, **description: Any) -> None:
@@ -43,35 +44,43 @@ class LazyMask:
         self.tree: Callable[[int | None], Spans] | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
-        """The same mask, for models that cut their masks to the queries at hand; all of them are at hand here."""
+        """The same mask, for models that cut their masks to the queries at hand; all of them are at
+        hand here."""
         lengths = (None, None, self.description["q_length"], self.description["kv_length"])
         parts = index if isinstance(index, tuple) else (index,)
         for part, length in zip(parts, lengths, strict=False):
-            whole = isinstance(part, slice) and (length is None or range(length)[part] == range(length))
+            whole = isinstance(part, slice) and (
+                length is None or range(length)[part] == range(length)
+            )
             if not whole and part is not Ellipsis:
                 raise UnsupportedMaskError(
-                    f"The model cuts its attention mask to {part} of {length} positions; streambp attends whole sequences. "
-                    "Run this model unpatched (streambp.unpatch(model))."
+                    f"The model cuts its attention mask to {part} of {length} positions; streambp "
+                    "attends whole sequences. Run this model unpatched (streambp.unpatch(model))."
                 )
         return self
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseMask:
-    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]; bool (True is read) or added to the scores.
+    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]; bool (True is read) or added
+    to the scores.
 
     Args:
-        barriers: where no chunk may end, because a query before would read a key behind. [Note: chunk ends]
+        barriers: where no chunk may end, because a query before would read a key behind. [Note:
+            chunk ends]
     """
 
     batch_size: int
     length: int
     source: LazyMask | Tensor
     barriers: tuple[Barrier, ...] = ()
-    derived: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)  # by others
+    derived: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )  # by others
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
-        """MASK blocks of queries [start, stop), over keys up to a block's last query if causal, up to `stop` otherwise."""
+        """MASK blocks of queries [start, stop), over keys up to a block's last query if causal, up
+        to `stop` otherwise."""
         tiling, found = tiling.masked or tiling, list[Block]()
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
@@ -79,11 +88,14 @@ class DenseMask:
             q1 = min(q0 + q_step, stop)
             end = stop if self.barriers else q1
             for k0 in range(0, end, k_step):
-                found.append(Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end)))
+                found.append(
+                    Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
+                )
         return found
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
-        """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1), in bool or to be added, on `device`."""
+        """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1), in bool or to be added, on
+        `device`."""
         if isinstance(self.source, Tensor):
             return self.source[:, :, q0:q1, k0:k1].to(device)
         known = self.source.description
@@ -114,7 +126,8 @@ def resolve(
     Args:
         mask: a `LazyMask`, a ready 4-D mask of the user's, or None for plain causal.
         position_ids: [1 or B, T]; restarts mark packed documents, if there is no 2-D padding mask.
-        cu_seq_lens: [documents + 1] document boundaries of a single packed row; they win over plain position_ids.
+        cu_seq_lens: [documents + 1] document boundaries of a single packed row; they win over plain
+            position_ids.
 
     Raises:
         UnsharedError: rows share a prefix, and the mask is more than causal within a window.
@@ -125,7 +138,9 @@ def resolve(
         mask = LazyMask(mask_function=causal_mask_function, q_length=length, kv_length=length)
     if mask.layout is None:
         if mask.tree is None:
-            mask.layout = _from_description(mask, batch_size, length, position_ids, cu_seq_lens, device)
+            mask.layout = _from_description(
+                mask, batch_size, length, position_ids, cu_seq_lens, device
+            )
         else:  # a packed row, with a tree if a single row is causal, within a window or without. [Note: tree of rows]
             plain = _from_description(mask, 1, length, None, None, device)
             if not isinstance(plain, Spans) or plain != Spans.causal(1, length, plain.window):
@@ -135,33 +150,43 @@ def resolve(
 
 
 def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:
-    fits = mask.dim() == 4 and mask.shape[0] in (1, batch_size) and tuple(mask.shape[2:]) == (length, length)
+    fits = (
+        mask.dim() == 4
+        and mask.shape[0] in (1, batch_size)
+        and tuple(mask.shape[2:]) == (length, length)
+    )
     if mask.dim() == 4 and mask.shape[-2] == 1 < length:
         raise UnsupportedMaskError(
-            f"The attention mask has shape {tuple(mask.shape)}, one row of keys for all {length} queries: each query reads "
-            "the keys behind it, too. So the attention is bidirectional, as an encoder's, and a chunk would read what "
-            "later chunks hold. Use gradient checkpointing for this model (streambp.unpatch(model)). For a decoder "
-            f"pass the mask 2-D, [{batch_size}, {length}] with 1 for tokens and 0 for padding."
+            f"The attention mask has shape {tuple(mask.shape)}, one row of keys for all {length} "
+            "queries: each query reads the keys behind it, too. So the attention is bidirectional, "
+            "as an encoder's, and a chunk would read what later chunks hold. Use gradient "
+            "checkpointing for this model (streambp.unpatch(model)). For a decoder pass the mask "
+            f"2-D, [{batch_size}, {length}] with 1 for tokens and 0 for padding."
         )
     if not fits:
         raise UnsupportedMaskError(
-            f"The attention mask has shape {tuple(mask.shape)}; for this batch it must be [{batch_size} or 1, heads or 1, "
-            f"{length}, {length}], or 2-D [{batch_size}, {length}] with 1 for tokens and 0 for padding."
+            f"The attention mask has shape {tuple(mask.shape)}; for this batch it must be "
+            f"[{batch_size} or 1, heads or 1, {length}, {length}], or 2-D [{batch_size}, {length}] "
+            "with 1 for tokens and 0 for padding."
         )
     if mask.requires_grad and torch.is_grad_enabled():
         raise UnsupportedMaskError(
-            "The attention mask requires a gradient, which streambp does not compute. Pass mask.detach() if it is not "
-            "trained, or run this model unpatched (streambp.unpatch(model))."
+            "The attention mask requires a gradient, which streambp does not compute. Pass "
+            "mask.detach() if it is not trained, or run this model unpatched "
+            "(streambp.unpatch(model))."
         )
     if mask.is_meta or isinstance(mask, FakeTensor):  # without data it is taken for causal
         return DenseMask(batch_size, length, mask)
     if mask.dtype != torch.bool:
-        _, harmless = find_empty(lambda q0, q1, k0, k1: reads(mask[:, :, q0:q1, k0:k1]), length, mask.device)
+        _, harmless = find_empty(
+            lambda q0, q1, k0, k1: reads(mask[:, :, q0:q1, k0:k1]), length, mask.device
+        )
         if not harmless:
             raise UnsupportedMaskError(
-                "The added 4-D attention mask leaves a query without any key, though its own is read by others, or in some "
-                "heads. Softmax turns that into equal weights on all keys, later ones too, which chunks cannot "
-                "compute. Pass a bool mask (True is read): there such a query reads nothing."
+                "The added 4-D attention mask leaves a query without any key, though its own is "
+                "read by others, or in some heads. Softmax turns that into equal weights on all "
+                "keys, later ones too, which chunks cannot compute. Pass a bool mask (True is "
+                "read): there such a query reads nothing."
             )
     return _dense(mask, batch_size, length, device)
 
@@ -177,8 +202,8 @@ def _from_description(
     known = mask.description
     if (known["q_length"], known["kv_length"]) != (length, length):
         raise UnsupportedMaskError(
-            f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} tokens. "
-            "Pass an attention_mask of the same length as input_ids."
+            f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} "
+            "tokens. Pass an attention_mask of the same length as input_ids."
         )
     padding, window = known.get("attention_mask"), known.get("local_size")
     if padding is not None and bool(padding.all()):
@@ -186,7 +211,10 @@ def _from_description(
     plain = known["mask_function"] is causal_mask_function and padding is None
     if mask.ends is not None and padding is None:
         spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
-        alike = (spans, Spans.causal(batch_size, length, window))  # it tells of documents, or of none
+        alike = (
+            spans,
+            Spans.causal(batch_size, length, window),
+        )  # it tells of documents, or of none
         if plain or any(agrees(found, known, None, device) for found in alike):
             mask.told = "position_ids", sum(map(len, spans.rows))
             return spans
@@ -203,50 +231,66 @@ def _from_description(
         ends = cu_seq_lens.tolist()
         if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
             raise UnsupportedMaskError(
-                f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must rise from 0 to the length "
-                f"of a single row. {_remedy_of_ends(ends, batch_size, length)}"
+                f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must "
+                "rise from 0 to the length of a single row. "
+                f"{_remedy_of_ends(ends, batch_size, length)}"
             )
         rows = (_documents(ends),)
         mask.told = mask.told or (DOCUMENT_ENDS, len(rows[0]))
         if packed is not None and rows != rows_of(batch_size, length, None, packed):
             raise UnsupportedMaskError(
-                f"cu_seq_lens ends its documents at {ends[:9]}..., but position_ids restart elsewhere. "
-                "Make them agree, or pass only one of them."
+                f"cu_seq_lens ends its documents at {ends[:9]}..., but position_ids restart "
+                "elsewhere. Make them agree, or pass only one of them."
             )
         return Spans(length, rows, window)
     spans = Spans(length, rows_of(batch_size, length, padding, packed), window)
-    return spans if agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
+    return (
+        spans if agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
+    )
 
 
-def spans_of_tokens(batch_size: int, length: int, padding: Tensor | None, position_ids: Tensor) -> Spans:
+def spans_of_tokens(
+    batch_size: int, length: int, padding: Tensor | None, position_ids: Tensor
+) -> Spans:
     """The spans of causal sequences without a window, from what is known of their tokens.
 
     Args:
-        padding: [B, T], True for tokens; None: all are. A mask rules out packing, as in transformers.
+        padding: [B, T], True for tokens; None: all are. A mask rules out packing, as in
+            transformers.
         position_ids: [1 or B, T]; restarts mark packed documents.
 
     Raises:
         UnsupportedMaskError: the padding has holes.
     """
-    packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1)) if padding is None else None
+    packed = (
+        find_packed_sequence_indices(position_ids.expand(batch_size, -1))
+        if padding is None
+        else None
+    )
     rows = rows_of(batch_size, length, padding, packed)
     if padding is not None:
         kept = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
         if kept != padding.sum(1).tolist():
             raise UnsupportedMaskError(
-                "The attention mask leaves out tokens between others. For sequences split over ranks it may only mark "
-                "padding on the left and on the right."
+                "The attention mask leaves out tokens between others. For sequences split over "
+                "ranks it may only mark padding on the left and on the right."
             )
     return Spans(length, rows)
 
 
-def _dense(mask: LazyMask | Tensor, batch_size: int, length: int, device: torch.device) -> DenseMask:
+def _dense(
+    mask: LazyMask | Tensor, batch_size: int, length: int, device: torch.device
+) -> DenseMask:
     dense = DenseMask(batch_size, length, mask)
-    barriers = find_barriers(lambda q0, q1, k0, k1: reads(dense.tile(q0, q1, k0, k1, device)), length, device)
+    barriers = find_barriers(
+        lambda q0, q1, k0, k1: reads(dense.tile(q0, q1, k0, k1, device)), length, device
+    )
     return dataclasses.replace(dense, barriers=barriers)
 
 
-def rows_of(batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None) -> tuple[tuple[Run, ...], ...]:
+def rows_of(
+    batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None
+) -> tuple[tuple[Run, ...], ...]:
     """The runs of each row from a 2-D padding mask [B, T], or from document numbers [B, T]."""
     if packed is not None:
         rows = []
@@ -261,7 +305,9 @@ def rows_of(batch_size: int, length: int, padding: Tensor | None, packed: Tensor
         kept = row.nonzero().flatten()
         first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (length, length)
         runs = [Run(first, last, first)] if first < last else []
-        rows.append(tuple(runs + ([Run(last, length, first, last)] if runs and last < length else [])))
+        rows.append(
+            tuple(runs + ([Run(last, length, first, last)] if runs and last < length else []))
+        )
     return tuple(rows)
 
 
@@ -269,8 +315,8 @@ def _remedy_of_ends(ends: list[int], batch_size: int, length: int) -> str:
     """Return the remedy for document ends that do not fit a row."""
     if batch_size == 1 and ends[:1] == [0] and ends[-1] < length:
         return (
-            f"Tokens {ends[-1]} to {length} are in no document: append {length}, so that they are one "
-            "more, and set their labels to -100."
+            f"Tokens {ends[-1]} to {length} are in no document: append {length}, so that they are "
+            "one more, and set their labels to -100."
         )
     return "Flatten the batch into one row, or leave cu_seq_lens out."
 
@@ -279,8 +325,11 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
     return tuple(Run(a, b, a) for a, b in itertools.pairwise(ends) if a < b)
 
 
-def agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device) -> bool:
-    """Whether the index function reads the first and last key of every span, and neither neighbour outside.
+def agrees(
+    spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device
+) -> bool:
+    """Whether the index function reads the first and last key of every span, and neither neighbour
+    outside.
 
     padding: [B, T] in bool, True for tokens.
     """
@@ -302,7 +351,8 @@ def agrees(spans: Spans, known: dict[str, Any], padding: Tensor | None, device: 
 
 
 def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first and the last key that each query reads, [B, T] each in int64; a query that reads none has last < first."""
+    """The first and the last key that each query reads, [B, T] each in int64; a query that reads
+    none has last < first."""
     first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long, device="cpu")  # [B, T]
     last = torch.full_like(first, -1)
     query = torch.arange(spans.length, device="cpu")

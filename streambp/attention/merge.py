@@ -1,13 +1,16 @@
-"""Adding up what blocks give: outputs by their logsumexp, gradients by their sum (DESIGN.md 2, "Block attention").
+"""Adding up what blocks give: outputs by their logsumexp, gradients by their sum (DESIGN.md 2,
+"Block attention").
 
-[Note: rounded outputs] Backward needs do . o of each query: with o rounded to half precision a query's score gradients
-no longer add up to zero, and sums over queries (biases, small projections) show it. FlashAttention's and cuDNN's backward
-take the rounded o. Plain products take the one before rounding where it is at hand, as eager attention's softmax does; and
-a sink scales o before it is rounded.
+[Note: rounded outputs] Backward needs do . o of each query: with o rounded to half precision a
+query's score gradients no longer add up to zero, and sums over queries (biases, small projections)
+show it. FlashAttention's and cuDNN's backward take the rounded o. Plain products take the one
+before rounding where it is at hand, as eager attention's softmax does; and a sink scales o before
+it is rounded.
 
-A chunk's first block is not added to zeros: what a block that covers the whole chunk returns is what
-the next ones are added to. With two blocks, as in a plain chunk, nothing is written in float32: both are read, their sum is
-rounded once. With more, sums are kept in promote_types(dtype, float32) up to the last block, which writes the final dtype.
+A chunk's first block is not added to zeros: what a block that covers the whole chunk returns is
+what the next ones are added to. With two blocks, as in a plain chunk, nothing is written in
+float32: both are read, their sum is rounded once. With more, sums are kept in promote_types(dtype,
+float32) up to the last block, which writes the final dtype.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ class Attended:
 
     Attributes:
         wide: o before rounding, for a backward that can use it. [Note: rounded outputs]
-        version: version counter of o when a layer received o; None if no layer did, or if o counts no
-            versions.
+        version: version counter of o when a layer received o; None if no layer did, or if o counts
+            no versions.
     """
 
     o: Tensor
@@ -53,7 +56,9 @@ class MergedOutput:
         wide: do not round o, more is to be done with it.
     """
 
-    def __init__(self, q: Tensor, value_size: int, plan: BlockPlan, chunk: Chunk, wide: bool = False) -> None:
+    def __init__(
+        self, q: Tensor, value_size: int, plan: BlockPlan, chunk: Chunk, wide: bool = False
+    ) -> None:
         self._plan, self._chunk = plan, chunk
         self._wide = torch.promote_types(q.dtype, torch.float32)
         self._dtype = self._wide if wide else q.dtype
@@ -62,7 +67,8 @@ class MergedOutput:
         self._lse: Tensor | None = None
 
     def add(self, number: int, o: Tensor, lse: Tensor) -> None:
-        """o [b, H, t, D_v] and lse [b, H, t] of the plan's block of that number. Both are used up."""
+        """o [b, H, t, D_v] and lse [b, H, t] of the plan's block of that number. Both are used
+        up."""
         plan, block = self._plan, self._plan.blocks[number]
         if plan.covers[number] and self._o is None:
             self._o, self._lse = o.transpose(1, 2), lse
@@ -78,7 +84,10 @@ class MergedOutput:
             self._o = out
             return
         self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
-        rows, columns = slice(block.b0, block.b1), slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
+        rows, columns = (
+            slice(block.b0, block.b1),
+            slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start),
+        )
         here = self._o[rows, columns]
         merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
 
@@ -94,14 +103,20 @@ class MergedOutput:
     def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         batch, length, heads, _ = self._shape
         make = self._like.new_empty if self._plan.complete else self._like.new_zeros
-        return make(self._shape, dtype=dtype), self._like.new_full((batch, heads, length), -torch.inf, dtype=self._wide)
+        return make(self._shape, dtype=dtype), self._like.new_full(
+            (batch, heads, length), -torch.inf, dtype=self._wide
+        )
 
 
-def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False) -> None:
-    """Of o and part_o [b, t, H, D], each the softmax over some keys, that over all of them, into out, which may be o.
+def merge(
+    o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
+) -> None:
+    """Of o and part_o [b, t, H, D], each the softmax over some keys, that over all of them, into
+    out, which may be o.
 
     Args:
-        lse, part_lse: [b, H, t] in float32 or float64; lse is replaced. Where it is -inf, o is not read. [Note: empty rows]
+        lse, part_lse: [b, H, t] in float32 or float64; lse is replaced. Where it is -inf, o is not
+            read. [Note: empty rows]
         all_read: every query reads a key of both parts.
     """
     if not o.is_cpu and fits_triton(o, part_o, out):
@@ -110,7 +125,9 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor,
         merge_in_torch(o, lse, part_o, part_lse, out, o.is_cpu and all_read)
 
 
-def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False) -> None:
+def merge_in_torch(
+    o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
+) -> None:
     """`merge` by torch's operators, which `merge_in_triton` is tested against.
 
     Args:
@@ -119,7 +136,9 @@ def merge_in_torch(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out
         all_read: no logsumexp is -inf: the same bits in half the time.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
-    safe = merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)  # [Note: empty rows]
+    safe = (
+        merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)
+    )  # [Note: empty rows]
     weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
     part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
     kept = o * weight  # [b, t, H, D]
@@ -141,13 +160,22 @@ class SummedQueries:
         """dq [b, H, t, D] of the plan's block of that number; used up."""
         block, dq = self._plan.blocks[number], dq.transpose(1, 2)
         if self._plan.covers[number]:
-            total = None if self._sum is None else self._sum.to(torch.promote_types(self._sum.dtype, self._dtype))
+            total = (
+                None
+                if self._sum is None
+                else self._sum.to(torch.promote_types(self._sum.dtype, self._dtype))
+            )
             self._sum = dq if total is None else total.add_(dq)
             return
-        rows, columns = slice(block.b0, block.b1), slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
+        rows, columns = (
+            slice(block.b0, block.b1),
+            slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start),
+        )
         alone = self._plan.depth == 1 and self._plan.complete
         if self._sum is None:
-            self._sum = torch.empty_like(self._q) if alone else torch.zeros_like(self._q, dtype=self._dtype)
+            self._sum = (
+                torch.empty_like(self._q) if alone else torch.zeros_like(self._q, dtype=self._dtype)
+            )
         if alone:
             self._sum[rows, columns].copy_(dq)
         else:

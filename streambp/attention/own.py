@@ -1,15 +1,19 @@
-"""Layers that attend by themselves over what their cache gives back: the cache they get is the prefix.
+"""Layers that attend by themselves over what their cache gives back: the cache they get is the
+prefix.
 
-Models from before transformers' attention interface (GPT-J, GPT-Neo, CodeGen, BLOOM) call `cache.update(key, value)` and
-attend to what it returns. So a chunk's cache returns the keys and values up to the chunk's end, and the mask, which their
-model builds whole, is cut to the chunk. Exact, but the scores of one chunk against its prefix exist, as does the mask.
+Models from before transformers' attention interface (GPT-J, GPT-Neo, CodeGen, BLOOM) call
+`cache.update(key, value)` and attend to what it returns. So a chunk's cache returns the keys and
+values up to the chunk's end, and the mask, which their model builds whole, is cut to the chunk.
+Exact, but the scores of one chunk against its prefix exist, as does the mask.
 
-Sparse attention that makes its own masks is served the same way (MiniMax M3, GLM 5 Next): which keys a query reads is a
-mask over its prefix, that the layer makes of the model's mask and of what an indexer gives. The indexer's keys come from
-the same cache and are one more prefix; picking has no gradient, so theirs is never asked for. Others: `indexers.py`.
+Sparse attention that makes its own masks is served the same way (MiniMax M3, GLM 5 Next): which
+keys a query reads is a mask over its prefix, that the layer makes of the model's mask and of what
+an indexer gives. The indexer's keys come from the same cache and are one more prefix; picking has
+no gradient, so theirs is never asked for. Others: `indexers.py`.
 
-A query that reads nothing would get the mean over the keys of its prefix here, which depends on the chunks. It is made to
-read itself alone, with a value of zero that no other query reads. [Note: empty queries]
+A query that reads nothing would get the mean over the keys of its prefix here, which depends on the
+chunks. It is made to read itself alone, with a value of zero that no other query reads. [Note:
+empty queries]
 """
 
 from __future__ import annotations
@@ -33,13 +37,14 @@ from streambp.source import written_forward
 class OwnMask:
     """The mask of a layer that attends by itself, and what was found out about it.
 
-    Some are added to the scores. Of the others some say what is read and some what is not (MPT): in a causal one the first
-    query does not read the last key, which tells which.
+    Some are added to the scores. Of the others some say what is read and some what is not (MPT): in
+    a causal one the first query does not read the last key, which tells which.
 
     Args:
-        mask: [B or 1, H or 1, T, T]. Or [B, T], the real tokens, for a layer that makes its own mask of them and of what
-            its indexer picks (GLM 5 Next): of the prefix the indexer's cached keys know. Or [0], where the call has none:
-            sdpa takes a whole sequence for causal, and has to be told of a prefix.
+        mask: [B or 1, H or 1, T, T]. Or [B, T], the real tokens, for a layer that makes its own
+            mask of them and of what its indexer picks (GLM 5 Next): of the prefix the indexer's
+            cached keys know. Or [0], where the call has none: sdpa takes a whole sequence for
+            causal, and has to be told of a prefix.
         barriers: where no chunk may end. [Note: chunk ends]
         empty: [B or 1, T], queries that read nothing; None if all read something.
     """
@@ -54,12 +59,15 @@ class OwnMask:
         return tile != self.mask[:, :, :1, -1:] if tile.dtype == torch.bool else reads(tile)
 
     def cut(self, chunk: Chunk) -> Tensor:
-        """[B or 1, H or 1, C, e], with empty queries that read themselves; [B, C] of a mask of tokens."""
+        """[B or 1, H or 1, C, e], with empty queries that read themselves; [B, C] of a mask of
+        tokens."""
         if self.mask.dim() == 2:
             return self.mask[:, chunk.start : chunk.stop]
         if self.mask.dim() == 1:
             size = chunk.stop - chunk.start
-            return torch.ones(1, 1, size, chunk.stop, dtype=torch.bool, device=self.mask.device).tril(chunk.start)
+            return torch.ones(
+                1, 1, size, chunk.stop, dtype=torch.bool, device=self.mask.device
+            ).tril(chunk.start)
         part = self.mask[:, :, chunk.start : chunk.stop, : chunk.stop]
         if self.empty is None:
             return part
@@ -71,7 +79,11 @@ class OwnMask:
 
     def values(self, v: Tensor, chunk: Chunk) -> Tensor:
         """v [B, H_kv, C, D] of a chunk, zero for empty queries."""
-        return v if self.empty is None else v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
+        return (
+            v
+            if self.empty is None
+            else v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
+        )
 
     def causal(self, length: int) -> OwnMask:
         """A plain causal mask of its kind for the first tokens, without padding."""
@@ -80,14 +92,21 @@ class OwnMask:
         if self.mask.dim() == 1:
             return self
         lower = torch.ones(length, length, dtype=torch.bool, device=self.mask.device).tril()
-        not_read = self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else torch.finfo(self.mask.dtype).min
-        is_read = ~self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else self.mask.new_zeros(())
+        not_read = (
+            self.mask[:, :, :1, -1:]
+            if self.mask.dtype == torch.bool
+            else torch.finfo(self.mask.dtype).min
+        )
+        is_read = (
+            ~self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else self.mask.new_zeros(())
+        )
         plain = torch.where(lower, is_read, not_read)
         return OwnMask(plain.expand(*self.mask.shape[:2], -1, -1))
 
 
 def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
-    """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is taken for causal.
+    """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is
+    taken for causal.
 
     Args:
         by_sdpa: transformers' sdpa attends, which gives a query that reads nothing 0.
@@ -100,56 +119,80 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return "it attends by itself, without a 4-D attention mask"
     if tuple(mask.shape[-2:]) != (length, length):
-        return f"it attends by itself, with a mask of {mask.shape[-1]} keys for an input of {length} positions"
+        return (
+            f"it attends by itself, with a mask of {mask.shape[-1]} keys for an input of {length} "
+            "positions"
+        )
     if mask.is_meta or isinstance(mask, FakeTensor):
         return OwnMask(mask)
     if mask.dtype == torch.bool:
         corner, ends = mask[:, :, :1, -1:], mask[:, :, [0, -1]]
         if bool((ends == corner).all() | (corner.any() & ~corner.all())):
-            return "it attends by itself, and its attention mask does not show what it means by True"
+            return (
+                "it attends by itself, and its attention mask does not show what it means by True"
+            )
     whole = OwnMask(mask)
     barriers = find_barriers(whole.read, length, mask.device)
     if barriers and mask.dtype == torch.bool:
         return "it attends by itself, and its attention mask is not causal"
     empty, harmless = find_empty(whole.read, length, mask.device)
     if not harmless:
-        return "it attends by itself, and its attention mask leaves a query without keys whose own key is read"
+        return (
+            "it attends by itself, and its attention mask leaves a query without keys whose own "
+            "key is read"
+        )
     return OwnMask(mask, barriers, empty)
 
 
-def why_picked_blocks_stay_whole(layer: nn.Module, positions: Any, mask: OwnMask, length: int, by_sdpa: bool) -> str | None:
-    """Why a layer whose indexer picks blocks of keys (MiniMax M3) cannot be cut with these arguments; None if it can.
+def why_picked_blocks_stay_whole(
+    layer: nn.Module, positions: Any, mask: OwnMask, length: int, by_sdpa: bool
+) -> str | None:
+    """Why a layer whose indexer picks blocks of keys (MiniMax M3) cannot be cut with these
+    arguments; None if it can.
 
-    The indexer compares position_ids with the places of keys, and looks at padding like at any other key. Where positions
-    are others, or padding comes before a token, a query may pick blocks that its mask leaves nothing of. It gets the mean
-    over all keys then, those of later chunks too.
+    The indexer compares position_ids with the places of keys, and looks at padding like at any
+    other key. Where positions are others, or padding comes before a token, a query may pick blocks
+    that its mask leaves nothing of. It gets the mean over all keys then, those of later chunks too.
 
     Args:
-        by_sdpa: as in `own_mask`; otherwise the model's other layers, too, give a query that reads nothing such a mean.
+        by_sdpa: as in `own_mask`; otherwise the model's other layers, too, give a query that reads
+            nothing such a mean.
 
     Raises:
         UnsupportedMaskError: they do, and the indexer reads it.
     """
-    if not any(INDEX_UPDATE in _attributes(module) for module in layer.modules()) or not has_data(mask.mask):
+    if not any(INDEX_UPDATE in _attributes(module) for module in layer.modules()) or not has_data(
+        mask.mask
+    ):
         return None
     if mask.empty is not None and not by_sdpa:
         raise UnsupportedMaskError(
-            "The attention mask pads on the left. Eager attention gives a padding token the mean over all tokens, later "
-            f"ones too, and the indexer of {type(layer).__name__} reads it, so chunks would pick other keys. Pad on the "
-            "right, or load the model with attn_implementation='sdpa'."
+            "The attention mask pads on the left. Eager attention gives a padding token the mean "
+            f"over all tokens, later ones too, and the indexer of {type(layer).__name__} reads it, "
+            "so chunks would pick other keys. Pad on the right, or load the model with "
+            "attn_implementation='sdpa'."
         )
-    if isinstance(positions, Tensor) and not bool((positions == torch.arange(length, device=positions.device)).all()):
-        return "its indexer picks blocks of keys by position_ids, which are not the places of the keys here"
+    if isinstance(positions, Tensor) and not bool(
+        (positions == torch.arange(length, device=positions.device)).all()
+    ):
+        return (
+            "its indexer picks blocks of keys by position_ids, which are not the places of the "
+            "keys here"
+        )
     if mask.mask.dim() == 1:
         return None
     kept = mask.read(length - 1, length, 0, length)  # [B or 1, H or 1, 1, T], of the last query
     places = torch.arange(length, device=kept.device)
     tiles = ((q0, min(q0 + SCAN, length)) for q0 in range(0, length, SCAN))
     if not bool((kept[..., 1:] & ~kept[..., :-1]).any()) and all(
-        torch.equal(mask.read(q0, q1, 0, length), kept & (places <= places[q0:q1, None])) for q0, q1 in tiles
+        torch.equal(mask.read(q0, q1, 0, length), kept & (places <= places[q0:q1, None]))
+        for q0, q1 in tiles
     ):
         return None
-    return "its indexer picks blocks of keys, and its attention mask is more than causal with padding on the right"
+    return (
+        "its indexer picks blocks of keys, and its attention mask is more than causal with padding "
+        "on the right"
+    )
 
 
 def _attributes(module: nn.Module) -> tuple[str, ...]:
@@ -170,6 +213,10 @@ def biases_positions(module: nn.Module) -> bool:
 
     Such an attention asks its cache where queries start, or receives the distances.
 
-    transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean over all keys.
+    transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean
+    over all keys.
     """
-    return any(QUERY_OFFSET in _attributes(part) or DISTANCES in _parameters(part) for part in module.modules())
+    return any(
+        QUERY_OFFSET in _attributes(part) or DISTANCES in _parameters(part)
+        for part in module.modules()
+    )

@@ -1,8 +1,9 @@
 """Sparse attention: a mask of the keys that an indexer has picked for each query.
 
-[Note: picked keys] The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by tile, for one block of
-queries and keys at a time: no mask of a chunk against its prefix exists, and none of the whole sequence. Where there are as
-many picks as keys up to the chunk's end, every key is picked, and the mask below is all that counts.
+[Note: picked keys] The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by
+tile, for one block of queries and keys at a time: no mask of a chunk against its prefix exists, and
+none of the whole sequence. Where there are as many picks as keys up to the chunk's end, every key
+is picked, and the mask below is all that counts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 
 
-def visible(layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
-    """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1): bool (True is read), or to be added to the scores."""
+def visible(
+    layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device
+) -> Tensor:
+    """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1): bool (True is read), or to be
+    added to the scores."""
     if isinstance(layout, DenseMask):
         return layout.tile(q0, q1, k0, k1, device)
     key = ("edges", device)
@@ -42,8 +46,11 @@ class PickedMask(DenseMask):
     start: int = dataclasses.field(kw_only=True)
 
     @classmethod
-    def of(cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor) -> Spans | DenseMask:
-        """For picks [B, C, k] of a chunk of `length` positions; `below` itself if all keys are picked."""
+    def of(
+        cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor
+    ) -> Spans | DenseMask:
+        """For picks [B, C, k] of a chunk of `length` positions; `below` itself if all keys are
+        picked."""
         if picks.shape[-1] >= chunk.stop:
             return below
         barriers = below.barriers if isinstance(below, DenseMask) else ()
@@ -59,4 +66,8 @@ class PickedMask(DenseMask):
         picks = torch.where((picks >= 0) & (picks < elsewhere), picks, elsewhere)
         chosen = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
         chosen = chosen.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
-        return read & chosen if read.dtype == torch.bool else read.masked_fill(~chosen, torch.finfo(read.dtype).min)
+        return (
+            read & chosen
+            if read.dtype == torch.bool
+            else read.masked_fill(~chosen, torch.finfo(read.dtype).min)
+        )

@@ -1,4 +1,5 @@
-"""Causal-prefix attention: a chunk's queries against the keys and values of everything up to the chunk's end.
+"""Causal-prefix attention: a chunk's queries against the keys and values of everything up to the
+chunk's end.
 
 Life of one attention call site of one layer, for one batch:
 
@@ -39,13 +40,15 @@ class Stage(enum.Enum):
 
 
 class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
-    """Raised inside the layer's forward once K and V are in the buffer: what follows would be thrown away."""
+    """Raised inside the layer's forward once K and V are in the buffer: what follows would be
+    thrown away."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SiteSize:
-    """Bytes that one token of an attention call takes in all rows: its K and V, the accumulators of their gradients, and K
-    and V on the device, with the zeros behind V where it is padded. [Note: padded values]"""
+    """Bytes that one token of an attention call takes in all rows: its K and V, the accumulators of
+    their gradients, and K and V on the device, with the zeros behind V where it is padded. [Note:
+    padded values]"""
 
     keys: int
     sums: int
@@ -58,15 +61,19 @@ class SiteSize:
         wide = torch.promote_types(k.dtype, torch.float32).itemsize
         elements = (k.numel() + v.numel()) // k.shape[2]
         keys = elements * k.element_size()
-        padding = 0 if width is None else v.shape[0] * v.shape[1] * (width - v.shape[3]) * v.element_size()
+        padding = (
+            0
+            if width is None
+            else v.shape[0] * v.shape[1] * (width - v.shape[3]) * v.element_size()
+        )
         return cls(keys, elements * wide, keys + padding, v.shape[3])
 
 
 class Prefix:
     """All attention calls of one layer over one batch: what their chunks share.
 
-    `sites` are indexed by call order within the layer, which every chunk repeats. memory: how much of the device they may
-    use; None: no limit.
+    `sites` are indexed by call order within the layer, which every chunk repeats. memory: how much
+    of the device they may use; None: no limit.
     """
 
     def __init__(self, layout: Spans | DenseMask, length: int, attention: str) -> None:
@@ -78,18 +85,25 @@ class Prefix:
         self.filled_until = 0
         self.overwritten = False  # the layer writes to what its attention gives
         self.heads_first = False  # the layer attends by itself, and may take what it reads for a cache's [B, H_kv, e, D]
-        self.asked: dict[tuple[int, int], tuple[Any, ...]] = {}  # scale, dropout and softcap, by chunk and attention call
+        self.asked: dict[
+            tuple[int, int], tuple[Any, ...]
+        ] = {}  # scale, dropout and softcap, by chunk and attention call
         self.backends: dict[int, Backend] = {}  # of each attention call, chosen at its first chunk
         self.used: frozenset[Used] = frozenset()  # the kernels that attended in forward
         self.sdpa = AsSdpa()  # of all attention calls
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
-        self.index_keys: dict[int, Tensor] = {}  # [B, T, D] of each indexer, in forward. [Note: indexers]
+        self.index_keys: dict[
+            int, Tensor
+        ] = {}  # [B, T, D] of each indexer, in forward. [Note: indexers]
         self.picked: list[Tensor] = []  # [B, C, k] of each indexer, for the chunk computed last
         self._scratch: HostTensors | None = None
 
-    def restore(self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True) -> None:
-        """Keep K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk, in attention call `index`, for the chunks that follow.
+    def restore(
+        self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
+    ) -> None:
+        """Keep K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk, in attention call `index`, for
+        the chunks that follow.
 
         backward: their gradients will be needed, so the accumulators count as memory, too.
         """
@@ -100,21 +114,28 @@ class Prefix:
             if index == len(self.sizes_seen):
                 self.sizes_seen.append(SiteSize.of(k, v, width))
             resident, alone = self.resident_tiles(backward)[index], None
-            if resident is None and width is None and k.shape[2] == self.length and not self.heads_first:
+            if (
+                resident is None
+                and width is None
+                and k.shape[2] == self.length
+                and not self.heads_first
+            ):
                 alone = KVBuffer.of_one_chunk(k, v)
             if alone is not None:
                 self.sites.append(alone)
                 return
             if resident is None:
                 columns = None if width is None else v.shape[3]
-                self.sites.append(KVBuffer(self._buffer(k), self._buffer(v, width), columns=columns))
+                self.sites.append(
+                    KVBuffer(self._buffer(k), self._buffer(v, width), columns=columns)
+                )
             else:
                 self.sites.append(self._tiled(index, resident, backward))
         self.sites[index].write(chunk, k, v)
 
     def _buffer(self, like: Tensor, width: int | None = None) -> Tensor:
-        """[B, T, H_kv, D] for the whole sequence's, like those of a chunk [B, H_kv, C, D]; or with `width` columns, those
-        behind D zero."""
+        """[B, T, H_kv, D] for the whole sequence's, like those of a chunk [B, H_kv, C, D]; or with
+        `width` columns, those behind D zero."""
         rows, heads, _, size = like.shape
         if self.heads_first:
             return like.new_empty(rows, heads, self.length, size).transpose(1, 2)
@@ -134,7 +155,8 @@ class Prefix:
             self.used |= plan.used
 
     def pack(self) -> None:
-        """K and V are kept as they are for a later backward pass: without the zeros behind V. [Note: padded values]"""
+        """K and V are kept as they are for a later backward pass: without the zeros behind V.
+        [Note: padded values]"""
         self.index_keys, self.picked = {}, []
         for site in self.sites:
             if isinstance(site, KVBuffer):
@@ -146,7 +168,8 @@ class Prefix:
         return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
     def flops(self, chunk: Chunk, attended: Attended) -> float:
-        """Of attending a chunk once: two products for each pair of a query and a key that it reads."""
+        """Of attending a chunk once: two products for each pair of a query and a key that it
+        reads."""
         _, _, heads, size = attended.o.shape
         pairs = sum(
             block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is Kind.CAUSAL else 1.0)
@@ -155,7 +178,8 @@ class Prefix:
         return 4.0 * size * heads * pairs
 
     def resident_tiles(self, backward: bool) -> list[int | None]:
-        """For each attention call, how many of its tiles stay on the device; None: all, in one buffer."""
+        """For each attention call, how many of its tiles stay on the device; None: all, in one
+        buffer."""
         room, found = None if self.memory is None else self.memory.room, list[int | None]()
         for size in self.sizes_seen:
             if self.memory is None or room is None:
@@ -172,7 +196,8 @@ class Prefix:
         return found
 
     def saved_reads(self, index: int) -> list[list[Access]]:
-        """Return the reads of K and V of attention call `index`, by chunk. [Note: order of reads]"""
+        """Return the reads of K and V of attention call `index`, by chunk. [Note: order of
+        reads]"""
         assert self.memory is not None
         reads: list[list[Access]] = []
         for chunk in self.memory.plan:
@@ -185,7 +210,9 @@ class Prefix:
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):
             if resident is not None:
-                self.sites.append(self._tiled(index, resident, backward=True, saved=self.memory.saved))
+                self.sites.append(
+                    self._tiled(index, resident, backward=True, saved=self.memory.saved)
+                )
                 continue
             for chunk, reads in zip(self.memory.plan, self.saved_reads(index), strict=True):
                 k = self.memory.saved.take(*reads[0])  # [B, C, H_kv, D]
@@ -194,7 +221,9 @@ class Prefix:
                 self.restore(index, chunk, k.transpose(1, 2), v.transpose(1, 2))
         self.filled_until = self.length
 
-    def _tiled(self, index: int, resident: int, backward: bool, saved: HostTensors | None = None) -> KVTiles:
+    def _tiled(
+        self, index: int, resident: int, backward: bool, saved: HostTensors | None = None
+    ) -> KVTiles:
         assert self.memory is not None
         plan, size = self.memory.plan, self.sizes_seen[index]
         if not backward:
@@ -205,7 +234,9 @@ class Prefix:
         moving = plan[len(plan) - 1].start - plan[resident].start if resident < len(plan) - 1 else 0
         self._scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
         keys, width = saved or self._scratch, self._width(index)
-        return KVTiles(index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width)
+        return KVTiles(
+            index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width
+        )
 
     def begin_backward(self, again: bool) -> None:
         """A chunk is differentiated; again: for the second time. [Note: once for each chunk]"""
@@ -220,9 +251,9 @@ class Prefix:
 
 
 class AttentionCall(NamedTuple):
-    """What a layer hands to its attention for one chunk: q [B, H, C, D], k [B, H_kv, C, D], v [B, H_kv, C, D_v], and the
-    logits [H] of one more key, its sink, if it has one; picks [B, C, k], the keys that each query reads, None: all.
-    [Note: picked keys]"""
+    """What a layer hands to its attention for one chunk: q [B, H, C, D], k [B, H_kv, C, D], v [B,
+    H_kv, C, D_v], and the logits [H] of one more key, its sink, if it has one; picks [B, C, k], the
+    keys that each query reads, None: all. [Note: picked keys]"""
 
     q: Tensor
     k: Tensor
@@ -273,12 +304,15 @@ class ChunkMask(AttentionPoint):
         self.picked: list[Tensor] = []
         self.attended: list[Attended] = []
         self.call = 0
-        self.see: Callable[[str, Tensor], None] | None = None  # is given what attention is computed of
+        self.see: Callable[[str, Tensor], None] | None = (
+            None  # is given what attention is computed of
+        )
 
     __iter__ = None  # `0.0 in mask` would never end
 
     def __getitem__(self, index: Any) -> ChunkMask:
-        """Itself, for a layer that hands a part of its mask to its indexer, which takes no other notice of it.
+        """Itself, for a layer that hands a part of its mask to its indexer, which takes no other
+        notice of it.
 
         Raises:
             TypeError: the layer has none, so that it reads its mask itself.
@@ -299,7 +333,9 @@ class ChunkMask(AttentionPoint):
         q, k, v, scale, dropout, softcap, sink, picks = given
         self.call += 1
         backend = prefix.backends.get(index)
-        if backend is None:  # backward attends as forward did, whatever is switched on or off between them
+        if (
+            backend is None
+        ):  # backward attends as forward did, whatever is switched on or off between them
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
             prefix.sdpa = prefix.sdpa.with_call(q, k, v, dropout, softcap is None and sink is None)
@@ -308,8 +344,8 @@ class ChunkMask(AttentionPoint):
             prefix.asked[place] = asked
         elif self.stage is Stage.RECOMPUTE and prefix.asked.get(place, asked) != asked:
             raise BackwardError(
-                f"Attention was called with scale, dropout and softcap {prefix.asked[place]} in forward, and is with "
-                f"{asked} in backward. Call backward before you change them."
+                f"Attention was called with scale, dropout and softcap {prefix.asked[place]} in "
+                f"forward, and is with {asked} in backward. Call backward before you change them."
             )
         if self.see is not None:
             for name, x in ((f"q.{index}", q), (f"k.{index}", k), (f"v.{index}", v)):
@@ -321,12 +357,18 @@ class ChunkMask(AttentionPoint):
             raise RefillDone
         if self.stage is Stage.REFILL and picks is not None:
             raise StreamBPError(
-                f"The layer attends {prefix.calls} times to keys that an indexer picks; expected was once. Please report "
-                "this model."
+                f"The layer attends {prefix.calls} times to keys that an indexer picks; expected "
+                "was once. Please report this model."
             )
-        layout = prefix.layout if picks is None else PickedMask.of(prefix.layout, prefix.length, chunk, picks)
+        layout = (
+            prefix.layout
+            if picks is None
+            else PickedMask.of(prefix.layout, prefix.length, chunk, picks)
+        )
         if self.stage is not Stage.RECOMPUTE:
-            plan = backend.plan(layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD)
+            plan = backend.plan(
+                layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.FORWARD
+            )
             attended = attend_blocks(q, site, layout, chunk, params, sink, plan=plan)
             attended.version = None if attended.o.is_inference() else attended.o._version
             self.attended.append(attended)
@@ -337,14 +379,16 @@ class ChunkMask(AttentionPoint):
         return out.clone() if prefix.overwritten else out
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """This chunk's k and v [B, H_kv, C, D] -> those of everything up to its end, [B, H_kv, e, D], for layers that
-        attend by themselves."""
+        """This chunk's k and v [B, H_kv, C, D] -> those of everything up to its end, [B, H_kv, e,
+        D], for layers that attend by themselves."""
         self.call += 1
         self.prefix.heads_first = True
         site = self._site(self.call - 1, k, v)
         if self.stage is Stage.REFILL and self.call == self.prefix.calls:
             raise RefillDone
-        assert isinstance(site, KVBuffer)  # `LayerCall.limit_prefix` leaves these layers' prefixes whole
+        assert isinstance(
+            site, KVBuffer
+        )  # `LayerCall.limit_prefix` leaves these layers' prefixes whole
         if self.stage is not Stage.RECOMPUTE:
             return site.read(self.chunk)
         both: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)
@@ -359,9 +403,10 @@ class ChunkMask(AttentionPoint):
         prefix = self.prefix
         if prefix.calls is not None and self.call != prefix.calls:
             raise StreamBPError(
-                f"The layer called its attention {self.call} times on chunk {self.chunk.index} and {prefix.calls} times "
-                "before. A layer that does not hand attention_mask to transformers' attention interface, the same number "
-                "of times for every chunk, cannot be streamed. Please report this model."
+                f"The layer called its attention {self.call} times on chunk {self.chunk.index} and "
+                f"{prefix.calls} times before. A layer that does not hand attention_mask to "
+                "transformers' attention interface, the same number of times for every chunk, "
+                "cannot be streamed. Please report this model."
             )
         prefix.calls, prefix.picked = self.call, self.picked
         for attended in self.attended:
@@ -371,5 +416,7 @@ class ChunkMask(AttentionPoint):
     def _site(self, index: int, k: Tensor, v: Tensor) -> Site:
         prefix, chunk = self.prefix, self.chunk
         if chunk.stop > prefix.filled_until:
-            prefix.restore(index, chunk, k.detach(), v.detach(), backward=self.stage is not Stage.FORWARD)
+            prefix.restore(
+                index, chunk, k.detach(), v.detach(), backward=self.stage is not Stage.FORWARD
+            )
         return prefix.sites[index]

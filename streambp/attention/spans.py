@@ -2,26 +2,30 @@
 
 Vocabulary:
 
-- span: the keys that one query may read. In causal models it is an interval: it starts at the query's own document (or
-  after the left padding, or where the window starts) and ends with the query itself (or where the right padding starts).
+- span: the keys that one query may read. In causal models it is an interval: it starts at the
+  query's own document (or after the left padding, or where the window starts) and ends with the
+  query itself (or where the right padding starts).
 - run: consecutive queries of one row whose spans follow one rule.
-- block: a rectangle [q0, q1) x [k0, k1) of one or more rows, computed by one kernel call. Its kind says which of its
-  pairs count:
+- block: a rectangle [q0, q1) x [k0, k1) of one or more rows, computed by one kernel call. Its kind
+  says which of its pairs count:
 
       FULL    all of them
-      CAUSAL  k <= q, queries aligned to the last keys; a square on the diagonal unless the kernel knows bottom-right
-              alignment
+      CAUSAL k <= q, queries aligned to the last keys; a square on the diagonal unless the kernel
+              knows bottom-right alignment
       BAND    k > q - window; the near edge of a sliding window, entirely below the diagonal
       WINDOW  q - window < k <= q, queries aligned to the last keys; for kernels that know windows
-      VARLEN  one CAUSAL block for each document, windowed if a window is set; for kernels that take cu_seqlens
+      VARLEN one CAUSAL block for each document, windowed if a window is set; for kernels that take
+      cu_seqlens
       MASK    whatever a tile of the mask says
 
-Every (query, key) pair inside a span lies in exactly one block and counts there; no other pair counts.
+Every (query, key) pair inside a span lies in exactly one block and counts there; no other pair
+counts.
 
-[Note: few shapes] cuDNN builds a graph for every new shape, for tenths of a second, and keeps it for good. So its blocks
-have few lengths, whatever the length of the sequence: multiples of `GRID`, and powers of two below. What is left over at
-the end, fewer than `Tiling.few`, goes to the next kernel, which takes any length. So do blocks of a few queries or keys,
-which cuDNN refuses or gets wrong.
+[Note: few shapes] cuDNN builds a graph for every new shape, for tenths of a second, and keeps it
+for good. So its blocks have few lengths, whatever the length of the sequence: multiples of `GRID`,
+and powers of two below. What is left over at the end, fewer than `Tiling.few`, goes to the next
+kernel, which takes any length. So do blocks of a few queries or keys, which cuDNN refuses or gets
+wrong.
 """
 
 from __future__ import annotations
@@ -49,9 +53,11 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Queries [q0, q1) read keys from k0 on: up to themselves, or up to k1 (exclusive) where k1 is given.
+    """Queries [q0, q1) read keys from k0 on: up to themselves, or up to k1 (exclusive) where k1 is
+    given.
 
-    shift: tokens between these keys and the queries that are not in the queries' row; a window does not count them.
+    shift: tokens between these keys and the queries that are not in the queries' row; a window does
+    not count them.
     """
 
     q0: int
@@ -68,7 +74,8 @@ class Tiling:
     Args:
         q_block, k_block: the most queries and keys of a block.
         k_forward: the most keys where no dK and dV come back.
-        few: the least queries and keys, of few lengths. [Note: few shapes]. tail: for what is fewer.
+        few: the least queries and keys, of few lengths. [Note: few shapes]. tail: for what is
+            fewer.
         masked: for BAND and MASK.
         bottom_right: CAUSAL blocks may have more keys than queries.
     """
@@ -116,7 +123,8 @@ class Tiling:
 
 
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
-    """Pieces of at least `few`, up to `most` (a multiple of `GRID`), that leave less than `few`. [Note: few shapes]"""
+    """Pieces of at least `few`, up to `most` (a multiple of `GRID`), that leave less than `few`.
+    [Note: few shapes]"""
     while length >= few:
         piece = length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)
@@ -155,13 +163,16 @@ class Spans:
     length: int
     rows: tuple[tuple[Run, ...], ...]
     window: int | None = None
-    derived: dict[Any, Any] = dataclasses.field(init=False, default_factory=dict, compare=False, repr=False)  # by others
+    derived: dict[Any, Any] = dataclasses.field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )  # by others
 
     @classmethod
     def causal(cls, batch_size: int, length: int, window: int | None = None) -> Spans:
         """Rows of one document without padding.
 
-        A query reads all keys up to itself, or with a window the last `window` of them, itself included.
+        A query reads all keys up to itself, or with a window the last `window` of them, itself
+        included.
         """
         return cls(length, ((Run(0, length, 0),),) * batch_size, window)
 
@@ -180,20 +191,32 @@ class Spans:
             packed = list[Run]()
             if tiling.native_varlen and len(clipped) > 1:
                 causal = [run for run in clipped if run.k1 is None]
-                if len(causal) > 1 and all(a.q1 == b.q0 == b.k0 for a, b in itertools.pairwise(causal)):
-                    # Documents, one behind the other. The first is in one call with the others if it begins in the chunk as
-                    # well, or reads little of what is before the chunk, which another kernel would read faster.
+                if len(causal) > 1 and all(
+                    a.q1 == b.q0 == b.k0 for a, b in itertools.pairwise(causal)
+                ):
+                    # Documents, one behind the other. The first is in one call with the others if
+                    # it begins in the chunk as well, or reads little of what is before the chunk,
+                    # which another kernel would read faster.
                     opening = causal[0]
-                    joins = opening.k0 == opening.q0 or self.window is not None or opening.q1 - opening.k0 <= JOINED
+                    joins = (
+                        opening.k0 == opening.q0
+                        or self.window is not None
+                        or opening.q1 - opening.k0 <= JOINED
+                    )
                     packed = causal if joins else causal[1:]
-                    clipped = [*causal[: len(causal) - len(packed)], *(run for run in clipped if run.k1 is not None)]
+                    clipped = [
+                        *causal[: len(causal) - len(packed)],
+                        *(run for run in clipped if run.k1 is not None),
+                    ]
             for run in clipped:
                 found += self._run_blocks(b0, b1, run, tiling)
             if packed:  # one call for several documents, of which the first may have begun before its queries
                 k0, q0, end = self._first_key(packed[0]), packed[0].q0, packed[-1].q1
                 cu_q, cu_k = ((0, *(run.q1 - first for run in packed)) for first in (q0, k0))
                 for one in range(b0, b1):
-                    found.append(Block(Kind.VARLEN, one, one + 1, q0, end, k0, end, self.window, cu_q, cu_k))
+                    found.append(
+                        Block(Kind.VARLEN, one, one + 1, q0, end, k0, end, self.window, cu_q, cu_k)
+                    )
         return found
 
     def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> list[Block]:
@@ -201,11 +224,16 @@ class Spans:
         if window is None:
             for q0, q1, pieces in tiling.queries(run.q0, run.q1):
                 if run.k1 is not None:
-                    found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(run.k0, run.k1)]
+                    found += [
+                        Block(Kind.FULL, b0, b1, q0, q1, *keys)
+                        for keys in pieces.keys(run.k0, run.k1)
+                    ]
                     continue
                 k0 = run.k0
                 if not pieces.bottom_right:
-                    found += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(k0, q0)]
+                    found += [
+                        Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in pieces.keys(k0, q0)
+                    ]
                     k0 = q0
                 while pieces.k_block and q1 - k0 > max(pieces.k_block, q1 - q0):
                     stop = min(k0 + pieces.k_block, q0)
@@ -214,11 +242,14 @@ class Spans:
                 found.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))
             return found
         if tiling.native_window and run.k1 is None:
-            return [Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)]
+            return [
+                Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)
+            ]
         step = min((tiling.masked or tiling).q_block or window, window)
         for q0 in range(run.q0, run.q1, step):
             q1 = min(q0 + step, run.q1)
-            # Keys below `full` are in some queries' windows only; from `stop` on, in some queries' past only.
+            # Keys below `full` are in some queries' windows only; from `stop` on, in some queries'
+            # past only.
             reach = window + run.shift
             full, stop = max(run.k0, q1 - reach), q0 if run.k1 is None else run.k1
             edge = max(run.k0, q0 - reach + 1)

@@ -1,7 +1,8 @@
 """Two blocks' attention outputs into one, in Triton: every element is read and written once.
 
-torch would write the weights' products and read them again. Numbers are those of `merge.merge_in_torch`, which this kernel
-is tested against (in Triton's interpreter where there is no GPU).
+torch would write the weights' products and read them again. Numbers are those of
+`merge.merge_in_torch`, which this kernel is tested against (in Triton's interpreter where there is
+no GPU).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ if AVAILABLE:
         b = tl.load(part, mask=inside & (part_weight > 0.0)[:, None], other=0.0).to(tl.float32)
         merged = a * (weight * shrink)[:, None] + b * (part_weight * shrink)[:, None]
         tl.store(out, merged.to(out.dtype.element_ty), mask=inside)
-        # Each warp reads the logsumexp of its own tokens, and the first warp writes that of all: not before all have read.
+        # Each warp reads the logsumexp of its own tokens, and the first warp writes that of all:
+        # not before all have read.
         tl.debug_barrier()
         tl.store(lse, safe + tl.log(total), mask=there)
 
@@ -70,7 +72,8 @@ def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, ou
     """`merge.merge` in one kernel, which computes in float32.
 
     Args:
-        o, part_o, out: [b, t, H, D] of `DTYPES`, the last dimension contiguous; out is written and may be o.
+        o, part_o, out: [b, t, H, D] of `DTYPES`, the last dimension contiguous; out is written and
+            may be o.
         lse, part_lse: [b, H, t] in float32, any strides; lse is replaced.
     """
     rows, length, heads, size = o.shape
@@ -78,7 +81,9 @@ def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, ou
         return
     strides = (x.stride()[:3] for x in (o, lse, part_o, part_lse, out))
     grid = (triton.cdiv(length, TOKENS), heads, rows)
-    with torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext():  # Triton launches on the current device
+    with (
+        torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext()
+    ):  # Triton launches on the current device
         _kernel[grid](
             o, lse, part_o, part_lse, out, *(stride for three in strides for stride in three), length,
             size=size, width=triton.next_power_of_2(size), tokens=TOKENS, num_warps=WARPS,

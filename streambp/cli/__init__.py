@@ -69,10 +69,15 @@ def _run(arguments: Any) -> int:
     except StreamBPError as error:
         raise StreamBPError(f"{name}: {error}") from error
     except Exception as error:  # exit code 1 would mean a verdict
-        if "torch" in sys.modules and importlib.import_module("streambp.device").is_out_of_memory(error):
+        if "torch" in sys.modules and importlib.import_module("streambp.device").is_out_of_memory(
+            error
+        ):
             advice = "Pass a smaller --seq-len, --dtype bfloat16, or --device cpu."
             raise StreamBPError(f"{name}: {str(error).splitlines()[0]} {advice}") from error
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(last.filename).name}, line {last.lineno}"
-        what = f"{reason(error)} (in {where}). That is no verdict: check the arguments, or report it with `streambp env`."
+        what = (
+            f"{reason(error)} (in {where}). That is no verdict: check the arguments, or report it "
+            "with `streambp env`."
+        )
         raise StreamBPError(f"{name}: {what}") from error

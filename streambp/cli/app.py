@@ -30,88 +30,169 @@ def _option(panel: str, told: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=told, rich_help_panel=panel, **more)
 
 
-Checkpoint = Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")]
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")
+]
 Planned = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="an id on the Hub, a checkpoint's folder, or a config.json", show_default=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="an id on the Hub, a checkpoint's folder, or a config.json",
+        show_default=False,
+    ),
 ]
-Trust = Annotated[bool, _option(MODEL, "run the Python code that comes with the model", "--trust-remote-code")]
+Trust = Annotated[
+    bool, _option(MODEL, "run the Python code that comes with the model", "--trust-remote-code")
+]
 Loaded = Annotated[Any, _option(MODEL, "dtype of the weights (auto: as stored)", **one_of(*DTYPES))]
 Counted = Annotated[Any, _option(MODEL, "dtype of the weights", **one_of(*DTYPES[1:]))]
-Device = Annotated[str, _option(MODEL, "torch's device, such as cpu or cuda (default: this machine's GPU, else cpu)")]
+Device = Annotated[
+    str,
+    _option(MODEL, "torch's device, such as cpu or cuda (default: this machine's GPU, else cpu)"),
+]
 Json = Annotated[bool, _option(OUTPUT, "print JSON instead of tables", "--json")]
-Length = Annotated[Any, _option(LENGTH, "tokens, such as 512 or 8k", parser=tokens(), metavar="TOKENS")]
+Length = Annotated[
+    Any, _option(LENGTH, "tokens, such as 512 or 8k", parser=tokens(), metavar="TOKENS")
+]
 Longest = Annotated[
     Any,
-    _option(LENGTH, 'tokens of a row, such as 64k; "max": the longest that fit', parser=tokens(True), metavar="TOKENS"),
+    _option(
+        LENGTH,
+        'tokens of a row, such as 64k; "max": the longest that fit',
+        parser=tokens(True),
+        metavar="TOKENS",
+    ),
 ]
 ChunkSize = Annotated[
-    Any, _option(LENGTH, "tokens of a chunk (default: streambp's choice)", parser=tokens(), metavar="TOKENS")
+    Any,
+    _option(
+        LENGTH, "tokens of a chunk (default: streambp's choice)", parser=tokens(), metavar="TOKENS"
+    ),
 ]
 Saves = Annotated[
-    str, _option(TRAINING, "tensors that backward need not recompute: attn_out, kv, globs of Linears; separated by commas")
+    str,
+    _option(
+        TRAINING,
+        "tensors that backward need not recompute: attn_out, kv, globs of Linears; separated by "
+        "commas",
+    ),
 ]
 Seed = Annotated[Any, _option(LENGTH, "seed of the random tokens", parser=number(0), metavar="N")]
-Padding = Annotated[Any, _option(LENGTH, "tokens of padding at the start", parser=number(0), metavar="N")]
-Top = Annotated[Any, _option(OUTPUT, "parameters to list, 0 for all", parser=number(0), metavar="N")]
+Padding = Annotated[
+    Any, _option(LENGTH, "tokens of padding at the start", parser=number(0), metavar="N")
+]
+Top = Annotated[
+    Any, _option(OUTPUT, "parameters to list, 0 for all", parser=number(0), metavar="N")
+]
 GpuMemory = Annotated[
-    Any, _option(MEMORY, "memory of each GPU, such as 24GiB", parser=size, metavar="BYTES", show_default=False)
+    Any,
+    _option(
+        MEMORY,
+        "memory of each GPU, such as 24GiB",
+        parser=size,
+        metavar="BYTES",
+        show_default=False,
+    ),
 ]
 HostMemory = Annotated[
     Any,
-    _option(MEMORY, "memory of the machine, for all its GPUs (default: no limit)", parser=size, metavar="BYTES"),
+    _option(
+        MEMORY,
+        "memory of the machine, for all its GPUs (default: no limit)",
+        parser=size,
+        metavar="BYTES",
+    ),
 ]
 Reserve = Annotated[
-    Any, _option(MEMORY, "part of each GPU's memory that is kept free", parser=number(0, 0.99, whole=False), metavar="PART")
+    Any,
+    _option(
+        MEMORY,
+        "part of each GPU's memory that is kept free",
+        parser=number(0, 0.99, whole=False),
+        metavar="PART",
+    ),
 ]
 Gpus = Annotated[
-    Any, _option(GPUS, "number of GPUs (default: 1, or those that share a sequence)", parser=number(1), metavar="N")
+    Any,
+    _option(
+        GPUS,
+        "number of GPUs (default: 1, or those that share a sequence)",
+        parser=number(1),
+        metavar="N",
+    ),
 ]
 Ulysses = Annotated[
-    Any, _option(GPUS, "ranks that share each sequence by DeepSpeed Ulysses", parser=number(1), metavar="N")
+    Any,
+    _option(
+        GPUS, "ranks that share each sequence by DeepSpeed Ulysses", parser=number(1), metavar="N"
+    ),
 ]
 ContextParallel = Annotated[
-    Any, _option(GPUS, "ranks that share each sequence by context parallelism", parser=number(1), metavar="N")
+    Any,
+    _option(
+        GPUS, "ranks that share each sequence by context parallelism", parser=number(1), metavar="N"
+    ),
 ]
 Zero = Annotated[Any, _option(GPUS, "ZeRO stage; 3 for FSDP2 too", **one_of(0, 1, 2, 3))]
 Rows = Annotated[Any, _option(LENGTH, "rows on each GPU", parser=number(1), metavar="N")]
 Lora = Annotated[
-    Any, _option(TRAINING, "train adapters of this rank on every Linear of the layers", parser=number(1), metavar="RANK")
+    Any,
+    _option(
+        TRAINING,
+        "train adapters of this rank on every Linear of the layers",
+        parser=number(1),
+        metavar="RANK",
+    ),
 ]
-Full = Annotated[bool, _option(TRAINING, "train every parameter (default: plan full training and LoRA)", "--full")]
-Bits = Annotated[Any, _option(TRAINING, "bits of the frozen weights beside adapters", **one_of(4, 8, 16))]
+Full = Annotated[
+    bool,
+    _option(TRAINING, "train every parameter (default: plan full training and LoRA)", "--full"),
+]
+Bits = Annotated[
+    Any, _option(TRAINING, "bits of the frozen weights beside adapters", **one_of(4, 8, 16))
+]
 OptimizerBytes = Annotated[
     Any,
     _option(
         TRAINING,
-        "optimizer state of each trained parameter: 12 is Adam with float32 weights, 16 with float32 gradients too "
-        "(ZeRO-Offload), 4 Adam in bf16, 0 none",
+        "optimizer state of each trained parameter: 12 is Adam with float32 weights, 16 with "
+        "float32 gradients too (ZeRO-Offload), 4 Adam in bf16, 0 none",
         parser=number(0, 1024, whole=False),
         metavar="BYTES",
     ),
 ]
 OptimizerOnHost = Annotated[
-    bool, _option(TRAINING, "keep the optimizer's state in host memory (ZeRO-Offload)", "--optimizer-on-host")
+    bool,
+    _option(
+        TRAINING, "keep the optimizer's state in host memory (ZeRO-Offload)", "--optimizer-on-host"
+    ),
 ]
 Weights = Annotated[
     Any,
     _option(
         TRAINING,
-        "where the layers' frozen weights live: on the GPU, in host memory (cpu), or there for as many layers as it takes "
-        "to fit (auto)",
+        "where the layers' frozen weights live: on the GPU, in host memory (cpu), or there for as "
+        "many layers as it takes to fit (auto)",
         **one_of("device", "cpu", "auto"),
     ),
 ]
 Accumulate = Annotated[
-    bool, _option(TRAINING, "plan a step that adds to existing gradients (gradient accumulation)", "--accumulate")
+    bool,
+    _option(
+        TRAINING,
+        "plan a step that adds to existing gradients (gradient accumulation)",
+        "--accumulate",
+    ),
 ]
-Attention = Annotated[Any, _option(TIME, "attention kernels on the GPU", **one_of("cudnn", "flash"))]
+Attention = Annotated[
+    Any, _option(TIME, "attention kernels on the GPU", **one_of("cudnn", "flash"))
+]
 Mixers = Annotated[
     Any,
     _option(
         TIME,
-        "code of recurrent and convolutional layers: the kernels of fla, mamba_ssm and causal_conv1d, plain torch, or the "
-        "kernels that are installed here",
+        "code of recurrent and convolutional layers: the kernels of fla, mamba_ssm and "
+        "causal_conv1d, plain torch, or the kernels that are installed here",
         **one_of("kernels", "torch", "installed"),
     ),
 ]
@@ -119,47 +200,68 @@ Rated = Annotated[
     str | None,
     _option(
         TIME,
-        f"GPU, for seconds: {', '.join(DEVICES)}, or a file of --measure-device (default: a usual one with so much "
-        f"memory, else {DEFAULT})",
+        f"GPU, for seconds: {', '.join(DEVICES)}, or a file of --measure-device (default: a usual "
+        f"one with so much memory, else {DEFAULT})",
         metavar="NAME",
     ),
 ]
 Measured = Annotated[
     Path | None,
-    _option(TIME, "measure this machine's rates, write them to a file, and use them; MODEL may be left out"),
+    _option(
+        TIME,
+        "measure this machine's rates, write them to a file, and use them; MODEL may be left out",
+    ),
 ]
 Kernels = Annotated[
     Any,
     _option(
         TIME,
-        "code of norms, gated activations and rotary embeddings: the model's own, Liger's kernels, compiled regions, or "
-        "what training takes by default: Liger's if liger-kernel is installed here (auto)",
+        "code of norms, gated activations and rotary embeddings: the model's own, Liger's "
+        "kernels, compiled regions, or what training takes by default: Liger's if liger-kernel is "
+        "installed here (auto)",
         **one_of("auto", "own", "liger", "compiled"),
     ),
 ]
-NoCache = Annotated[bool, _option(OUTPUT, "count anew, and leave nothing for the next plan", "--no-cache")]
+NoCache = Annotated[
+    bool, _option(OUTPUT, "count anew, and leave nothing for the next plan", "--no-cache")
+]
 Html = Annotated[
     Path | None,
     _option(
         OUTPUT,
-        "also write an interactive page that plans anew for other lengths, memory, trainings and ranks",
+        "also write an interactive page that plans anew for other lengths, memory, trainings and "
+        "ranks",
     ),
 ]
 Modules = Annotated[
-    bool, _option(OUTPUT, "print the model's modules with their parameters and activations as well", "--modules")
+    bool,
+    _option(
+        OUTPUT,
+        "print the model's modules with their parameters and activations as well",
+        "--modules",
+    ),
 ]
 Group = Annotated[
-    Any, _option(LENGTH, "plan that many completions of one prompt instead", parser=number(1), metavar="ROWS")
+    Any,
+    _option(
+        LENGTH, "plan that many completions of one prompt instead", parser=number(1), metavar="ROWS"
+    ),
 ]
 Prompt = Annotated[
     Any,
-    _option(LENGTH, "prompt of a group's rows; the rest of --seq-len is completion", parser=tokens(), metavar="TOKENS"),
+    _option(
+        LENGTH,
+        "prompt of a group's rows; the rest of --seq-len is completion",
+        parser=tokens(),
+        metavar="TOKENS",
+    ),
 ]
 Lengths = Annotated[
     Path | None,
     _option(
         LENGTH,
-        "plan --batch-size rows of a data set instead, padded and packed: a file with the tokens of each row, one a line",
+        "plan --batch-size rows of a data set instead, padded and packed: a file with the tokens "
+        "of each row, one a line",
     ),
 ]
 MeanLength = Annotated[
@@ -194,7 +296,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def streambp_command(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and exit")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and exit")
+    ] = False,
 ) -> None:
     """Exact training of HuggingFace models on long sequences."""
 
@@ -237,8 +341,8 @@ def plan(
 ) -> SimpleNamespace:
     """Estimate memory and time; suggest settings.
 
-    Counts a training step from the model's configuration, without weights and without a GPU. Exit code 0: it fits; 1: it
-    does not; 2: the model could not be counted.
+    Counts a training step from the model's configuration, without weights and without a GPU. Exit
+    code 0: it fits; 1: it does not; 2: the model could not be counted.
     """
     return _arguments(context)
 
@@ -260,7 +364,8 @@ def verify(
 ) -> SimpleNamespace:
     """Check that gradients match the unpatched model's.
 
-    Compares them parameter by parameter, on random tokens. Exit code 0: exact; 1: not exact; 2: it could not be judged.
+    Compares them parameter by parameter, on random tokens. Exit code 0: exact; 1: not exact; 2: it
+    could not be judged.
     """
     return _arguments(context)
 
@@ -275,8 +380,12 @@ def profile(
     seq_len: Length = 8192,
     chunk_size: ChunkSize = None,
     saves: Saves = "",
-    offload: Annotated[Any, _option(TRAINING, "place where layer inputs wait", **one_of("none", "cpu"))] = "none",
-    snapshot: Annotated[Path | None, _option(OUTPUT, "write torch's memory snapshot of the step (CUDA)")] = None,
+    offload: Annotated[
+        Any, _option(TRAINING, "place where layer inputs wait", **one_of("none", "cpu"))
+    ] = "none",
+    snapshot: Annotated[
+        Path | None, _option(OUTPUT, "write torch's memory snapshot of the step (CUDA)")
+    ] = None,
     json: Json = False,
 ) -> SimpleNamespace:
     """Run one step and compare its memory with the estimate."""
@@ -288,7 +397,8 @@ def profile(
     options_metavar="[OPTIONS] -- COMMAND ...",
     context_settings={"allow_extra_args": True},
     help="Stream the models of any training program, unchanged: those of HF Trainer, of what is built on it, and with "
-    f"--at train of other loops. Exit code: the program's; {UNPATCHED} if it succeeded but no model was patched.",
+    f"--at train of other loops. Exit code: the program's; {UNPATCHED} if it succeeded but no "
+    "model was patched.",
 )
 @with_flags
 def launch(

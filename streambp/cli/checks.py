@@ -29,12 +29,16 @@ def check(arguments: Any) -> None:
         StreamBPError: an argument is invalid.
     """
     if arguments.command == "launch" and arguments.extra:
-        raise ConfigError(f"{shown(arguments.extra[0])} is no flag; the command to run comes after --: {LAUNCH}.")
+        raise ConfigError(
+            f"{shown(arguments.extra[0])} is no flag; the command to run comes after --: {LAUNCH}."
+        )
     if arguments.command == "plan":
         _check_plan(arguments)
     if arguments.command in ("verify", "profile"):
         _check_step(arguments)
-    if arguments.command in ("plan", "verify", "profile") and (arguments.model or arguments.command != "plan"):
+    if arguments.command in ("plan", "verify", "profile") and (
+        arguments.model or arguments.command != "plan"
+    ):
         check_model(arguments.model, file=arguments.command == "plan")
 
 
@@ -48,7 +52,11 @@ def check_model(name: str, file: bool) -> None:
     Raises:
         ConfigError: the name can be none of these.
     """
-    expected = "a folder with a config.json" + (", a config.json" if file else "") + ", or an id on the Hub"
+    expected = (
+        "a folder with a config.json"
+        + (", a config.json" if file else "")
+        + ", or an id on the Hub"
+    )
     try:
         path = Path(name)
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -65,7 +73,9 @@ def check_model(name: str, file: bool) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             base = str(json.loads((path / ADAPTER).read_text("utf-8"))["base_model_name_or_path"])
             hint = f" It holds an adapter of {shown(base)}: pass that one." if base else ""
-        raise ConfigError(f"The model {shown(name)} is a folder without {CONFIG}; it must be {expected}.{hint}")
+        raise ConfigError(
+            f"The model {shown(name)} is a folder without {CONFIG}; it must be {expected}.{hint}"
+        )
     if not HUB_ID.fullmatch(name) or len(name) > LONGEST_ID or name.endswith(".json"):
         there = " There is no such file or folder." if name else ""
         raise ConfigError(f"The model is {shown(name)}; it must be {expected}.{there}")
@@ -73,7 +83,10 @@ def check_model(name: str, file: bool) -> None:
 
 def _check_plan(arguments: Any) -> None:
     """Check the arguments of `streambp plan`."""
-    for option, file in (("--html", arguments.html), ("--measure-device", arguments.measure_device)):
+    for option, file in (
+        ("--html", arguments.html),
+        ("--measure-device", arguments.measure_device),
+    ):
         if file is None:
             continue
         try:  # checked before minutes of counting; an existing file is not changed
@@ -84,23 +97,34 @@ def _check_plan(arguments: Any) -> None:
                 file.unlink()
         except (OSError, ValueError) as error:  # ValueError: a NUL byte
             why = getattr(error, "strerror", None) or error
-            raise StreamBPError(f"{option} {file} cannot be written ({why}). Pass another file.") from error
+            raise StreamBPError(
+                f"{option} {file} cannot be written ({why}). Pass another file."
+            ) from error
     if arguments.device is not None:
         if arguments.measure_device is not None:
-            raise ConfigError("--device names rates and --measure-device measures them: pass one of the two.")
+            raise ConfigError(
+                "--device names rates and --measure-device measures them: pass one of the two."
+            )
         rates_of(arguments.device)
     if arguments.measure_device is not None and not arguments.model:
         return
     if not arguments.model or arguments.gpu_memory is None:
         lacks = (
-            "--gpu-memory" if arguments.model else "MODEL" if arguments.gpu_memory is not None else "MODEL and --gpu-memory"
+            "--gpu-memory"
+            if arguments.model
+            else "MODEL"
+            if arguments.gpu_memory is not None
+            else "MODEL and --gpu-memory"
         )
         raise ConfigError(f"A plan needs {lacks}, such as `{EXAMPLE}`.")
     if arguments.full and arguments.lora is not None:
-        raise ConfigError("--full trains every parameter and --lora adapters alone: pass one of the two.")
+        raise ConfigError(
+            "--full trains every parameter and --lora adapters alone: pass one of the two."
+        )
     if arguments.bits < 16 and arguments.lora is None:
         raise ConfigError(
-            f"--bits {arguments.bits} is of frozen weights, and full training freezes none. Add --lora 16, or leave it out."
+            f"--bits {arguments.bits} is of frozen weights, and full training freezes none. Add "
+            "--lora 16, or leave it out."
         )
     _check_batch(arguments)
 
@@ -113,23 +137,29 @@ def _check_batch(arguments: Any) -> None:
         raise ConfigError(f"{' and '.join(named)} each describe a micro-batch: pass one of them.")
     if arguments.prompt is not None and arguments.group is None:
         raise ConfigError(
-            "--prompt is a part of a group's rows, and there is no --group. Add --group 8, or leave --prompt out."
+            "--prompt is a part of a group's rows, and there is no --group. Add --group 8, or "
+            "leave --prompt out."
         )
     if arguments.group is not None:
-        if arguments.prompt is None or (arguments.seq_len != "max" and arguments.seq_len <= arguments.prompt):
+        if arguments.prompt is None or (
+            arguments.seq_len != "max" and arguments.seq_len <= arguments.prompt
+        ):
             raise ConfigError(
-                "--group needs --prompt, tokens of each row such as 32k; --seq-len is longer and has a prompt and a "
-                "completion."
+                "--group needs --prompt, tokens of each row such as 32k; --seq-len is longer and "
+                "has a prompt and a completion."
             )
         return
     if named and arguments.batch_size < 2:
-        raise ConfigError(f"{named[0]} plans a micro-batch of several rows: one has no padding. Add --batch-size 8.")
+        raise ConfigError(
+            f"{named[0]} plans a micro-batch of several rows: one has no padding. Add --batch-size "
+            "8."
+        )
     if arguments.mean_length is not None:
         rows, mean, longest = arguments.batch_size, arguments.mean_length, arguments.seq_len
         if longest == "max" or not longest <= mean * rows - rows + 1 or mean > longest:
             raise ConfigError(
-                f"--mean-length {mean} needs --seq-len, the tokens of the longest row: with --batch-size {rows} pass a "
-                f"number from {mean} to {mean * rows - rows + 1}."
+                f"--mean-length {mean} needs --seq-len, the tokens of the longest row: with "
+                f"--batch-size {rows} pass a number from {mean} to {mean * rows - rows + 1}."
             )
     if arguments.lengths is not None:
         arguments.lengths = _lengths(arguments.lengths)
@@ -141,29 +171,39 @@ def _lengths(file: Path) -> list[int]:
         words = re.sub(r"[\[\],]", " ", file.read_text("utf-8")).split()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--lengths {file} cannot be read ({why}). Pass a file of whole numbers, one a line.") from error
+        raise ConfigError(
+            f"--lengths {file} cannot be read ({why}). Pass a file of whole numbers, one a line."
+        ) from error
     wrong = next((word for word in words if not re.fullmatch("0*[1-9][0-9]{0,8}", word)), None)
     if wrong is not None or not words:
         found = "no number" if wrong is None else shown(wrong)
         raise ConfigError(
-            f"--lengths {file} has {found}. It needs the tokens of each row, whole numbers from 1, one a line."
+            f"--lengths {file} has {found}. It needs the tokens of each row, whole numbers from 1, "
+            "one a line."
         )
     return [int(word) for word in words]
 
 
 def _check_step(arguments: Any) -> None:
     """Check the arguments of `verify` and `profile`, and set `arguments.config`."""
-    for option, length in (("--seq-len", arguments.seq_len), ("--chunk-size", arguments.chunk_size)):
+    for option, length in (
+        ("--seq-len", arguments.seq_len),
+        ("--chunk-size", arguments.chunk_size),
+    ):
         if length is not None and length > LONGEST_STEP:
-            raise ConfigError(f"{option} is {length}; it must be at most {LONGEST_STEP:,}, since the step is run.")
+            raise ConfigError(
+                f"{option} is {length}; it must be at most {LONGEST_STEP:,}, since the step is run."
+            )
     saves = tuple(name for name in arguments.saves.split(",") if name)
     if arguments.command == "verify":
         chunk_size = pick_chunk_size(arguments.seq_len, arguments.chunk_size)
         if arguments.left_padding > arguments.seq_len - 2:
             raise ConfigError(
-                f"--left-padding is {arguments.left_padding}, and a row has --seq-len {arguments.seq_len}; at least two "
-                "tokens must be no padding."
+                f"--left-padding is {arguments.left_padding}, and a row has --seq-len "
+                f"{arguments.seq_len}; at least two tokens must be no padding."
             )
         arguments.config = StreamConfig(chunk_size, saves)
         return
-    arguments.config = StreamConfig(arguments.chunk_size or "auto", saves, offload=arguments.offload)
+    arguments.config = StreamConfig(
+        arguments.chunk_size or "auto", saves, offload=arguments.offload
+    )

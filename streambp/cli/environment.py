@@ -21,7 +21,13 @@ PACKAGES = (
     "flash-attn",
     "flash-linear-attention", "mamba-ssm", "causal-conv1d", "axolotl", "ms-swift", "verl", "unsloth",
 )  # fmt: skip
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "STREAMBP_LAUNCH")
+VARIABLES = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "STREAMBP_LAUNCH",
+)
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # heads of the attention call whose kernel is reported
 
 
@@ -39,8 +45,13 @@ def environment() -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [torch.device("cpu")]
     if accelerator is not None:
-        devices += [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
-    found["devices"] = [told(_device, device, otherwise=lambda why: {"error": why}) for device in devices]
+        devices += [
+            torch.device(accelerator.type, index)
+            for index in range(torch.accelerator.device_count())
+        ]
+    found["devices"] = [
+        told(_device, device, otherwise=lambda why: {"error": why}) for device in devices
+    ]
     found["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return found
 
@@ -51,18 +62,30 @@ def _device(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         module = torch.get_device_module(device)
         parts["name"] = module.get_device_name(device)
-        parts["capability"] = ".".join(map(str, getattr(module, "get_device_capability", lambda _: ())(device) or ()))
+        parts["capability"] = ".".join(
+            map(str, getattr(module, "get_device_capability", lambda _: ())(device) or ())
+        )
         parts["driver"] = torch.version.cuda or torch.version.hip or ""
         if tells_memory(device):
             free, total = module.mem_get_info(device)
             parts["memory"] = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of it free"
-        parts["allocator"] = getattr(torch.cuda, "get_allocator_backend", lambda: "")() if device.type == "cuda" else ""
+        parts["allocator"] = (
+            getattr(torch.cuda, "get_allocator_backend", lambda: "")()
+            if device.type == "cuda"
+            else ""
+        )
     else:
-        parts["name"] = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        parts["name"] = (
+            f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        )
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        parts[f"attention in {name}"] = told(_attention, device, dtype, otherwise=lambda why: f"none ({why})")
-    parts["offload engine"] = told(lambda: make_engine(device).name, otherwise=lambda why: f"none ({why})")
+        parts[f"attention in {name}"] = told(
+            _attention, device, dtype, otherwise=lambda why: f"none ({why})"
+        )
+    parts["offload engine"] = told(
+        lambda: make_engine(device).name, otherwise=lambda why: f"none ({why})"
+    )
     return {name: value for name, value in parts.items() if value}
 
 

@@ -65,8 +65,9 @@ def _device(asked: str) -> str:
     if asked != "cpu" and (found is None or found.type != asked):
         there = "none" if found is None else found.type
         raise StreamBPError(
-            f"--device {shown(asked)} was asked for, but torch finds no {asked.upper()} device here; beside cpu it finds "
-            f"{there}. Pass --device {'cpu' if found is None else found.type}."
+            f"--device {shown(asked)} was asked for, but torch finds no {asked.upper()} device "
+            f"here; beside cpu it finds {there}. Pass --device "
+            f"{'cpu' if found is None else found.type}."
         )
     return asked
 
@@ -92,7 +93,9 @@ def run_plan(arguments: Any) -> int:
     if not arguments.model:
         return FITS
     setting = Setting(
-        gpus=max(arguments.ulysses, arguments.context_parallel) if arguments.gpus is None else arguments.gpus,
+        gpus=max(arguments.ulysses, arguments.context_parallel)
+        if arguments.gpus is None
+        else arguments.gpus,
         ulysses=arguments.ulysses,
         context_parallel=arguments.context_parallel,
         zero=arguments.zero,
@@ -111,7 +114,9 @@ def run_plan(arguments: Any) -> int:
             host_memory=arguments.host_memory,
             setting=setting,
             reserve=arguments.reserve,
-            batch_size=arguments.batch_size if arguments.lengths is None and arguments.mean_length is None else 1,
+            batch_size=arguments.batch_size
+            if arguments.lengths is None and arguments.mean_length is None
+            else 1,
             dtype=getattr(torch, arguments.dtype),
             attention=arguments.attention,
             kernels=arguments.kernels,
@@ -125,8 +130,14 @@ def run_plan(arguments: Any) -> int:
         if arguments.html is not None:
             _write_page(arguments, found, training, counted)
     if batches:
-        ways = [both_ways(found.profile, batch, found.memory, found.setting, found.rates) for batch in batches]
-        print(as_json({"batches": ways}) if arguments.json else batches_table(found, ways), file=arguments.out)
+        ways = [
+            both_ways(found.profile, batch, found.memory, found.setting, found.rates)
+            for batch in batches
+        ]
+        print(
+            as_json({"batches": ways}) if arguments.json else batches_table(found, ways),
+            file=arguments.out,
+        )
         return FITS if all(packed.fits for _, packed in ways) else DOES_NOT_FIT
     if arguments.json:
         print(as_json(found), file=arguments.out)
@@ -137,13 +148,20 @@ def run_plan(arguments: Any) -> int:
     return FITS if found.choice is not None else DOES_NOT_FIT
 
 
-def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]) -> None:
+def _print_what_fits(
+    arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
+) -> None:
     """Print commands of plans that fit if this plan does not.
 
     For a plan that fits, print a LoRA plan unless a training was requested.
     """
     if found.choice is None:
-        anew = remedies(found, arguments.seq_len, training, lambda how: counted(lora=how.lora, bits=how.bits).profile)
+        anew = remedies(
+            found,
+            arguments.seq_len,
+            training,
+            lambda how: counted(lora=how.lora, bits=how.bits).profile,
+        )
         others = list(anew)
     elif training == Training() and not arguments.full:
         how = next(training.smaller())
@@ -151,7 +169,9 @@ def _print_what_fits(arguments: Any, found: Plan, training: Training, counted: C
         others = [Remedy(str(how), how.options, adapters)] if adapters.choice is not None else []
     else:
         return
-    commands = [shlex.join(["streambp", *with_options(arguments.given, other.options)]) for other in others]
+    commands = [
+        shlex.join(["streambp", *with_options(arguments.given, other.options)]) for other in others
+    ]
     print("\n".join(remedies_table(found, others, commands)), file=arguments.out)
 
 
@@ -165,11 +185,17 @@ def _batches(arguments: Any) -> list[Batch]:
     if arguments.group is not None:
         prompt = arguments.prompt
         completions = COMPLETIONS if row == "max" else (row - prompt,)
-        return [Batch((prompt + completion,) * arguments.group, prompt) for completion in completions]
+        return [
+            Batch((prompt + completion,) * arguments.group, prompt) for completion in completions
+        ]
     if arguments.mean_length is not None:
         return [Batch.of_mean(row, arguments.mean_length, rows)]
     if arguments.lengths is not None:
-        cut = arguments.lengths if row == "max" else [min(length, row) for length in arguments.lengths]
+        cut = (
+            arguments.lengths
+            if row == "max"
+            else [min(length, row) for length in arguments.lengths]
+        )
         return [Batch.of_data(cut, rows)]
     return []
 
@@ -184,15 +210,18 @@ def _rates(arguments: Any) -> Rates:
     rates = measure_device(_accelerator() or "cpu")
     write_rates(rates, arguments.measure_device)
     print(
-        f"{rates.name}: {rates.products / 1e12:.3g} TFLOP/s in matrix products, {rates.forward / 1e12:.3g} and "
-        f"{rates.backward / 1e12:.3g} in attention forward and backward, {rates.bandwidth / 1e12:.3g} TB/s in other "
-        f"kernels, {rates.link / 1e9:.3g} GB/s to and from the host; written to {arguments.measure_device}",
+        f"{rates.name}: {rates.products / 1e12:.3g} TFLOP/s in matrix products, "
+        f"{rates.forward / 1e12:.3g} and {rates.backward / 1e12:.3g} in attention forward and "
+        f"backward, {rates.bandwidth / 1e12:.3g} TB/s in other kernels, {rates.link / 1e9:.3g} "
+        f"GB/s to and from the host; written to {arguments.measure_device}",
         file=sys.stderr,
     )
     return rates
 
 
-def _write_page(arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]) -> None:
+def _write_page(
+    arguments: Any, found: Plan, training: Training, counted: Callable[..., Plan]
+) -> None:
     """Write the page, with the model's other trainings for its switch and its remedies."""
     path = Path(arguments.model).resolve()
     name = path.parent.name if path.is_file() else path.name if path.is_dir() else arguments.model
@@ -202,7 +231,11 @@ def _write_page(arguments: Any, found: Plan, training: Training, counted: Callab
             with contextlib.suppress(StreamBPError):  # not every model can have adapters
                 profiles[how] = counted(lora=how.lora, bits=how.bits).profile
     fused = fusion(arguments.kernels, "cuda") is not None
-    own = {str(how): counted(lora=how.lora, bits=how.bits, kernels="own").profile for how in profiles if fused}
+    own = {
+        str(how): counted(lora=how.lora, bits=how.bits, kernels="own").profile
+        for how in profiles
+        if fused
+    }
     others = {str(how): profile for how, profile in profiles.items() if how != training}
     arguments.html.write_text(page(found, name, others, str(training), own), "utf-8")
 
@@ -222,10 +255,15 @@ def run_profile(arguments: Any) -> int:
         said("a step by default", 0.75)
         default = compare_default(model, ids)
     if arguments.json:
-        found = None if default is None else dict(zip(("predicted", "measured"), default, strict=True))
+        found = (
+            None if default is None else dict(zip(("predicted", "measured"), default, strict=True))
+        )
         print(as_json({"phases": rows, "default": found}), file=arguments.out)
     else:
-        tables = [comparison_table(rows, length, chunk), *([] if default is None else [default_table(*default)])]
+        tables = [
+            comparison_table(rows, length, chunk),
+            *([] if default is None else [default_table(*default)]),
+        ]
         print("\n\n".join(tables), file=arguments.out)
     return FITS
 
@@ -244,7 +282,8 @@ def _load(arguments: Any) -> PreTrainedModel:
     except Exception as error:  # transformers' code may raise anything for such files
         advice = f"{TRUST} " if needs_trust(error) else ""
         raise StreamBPError(
-            f"{shown(name)} could not be loaded as a causal language model ({reason(error)}). {advice}Pass the folder that "
-            "save_pretrained wrote, or an id on the Hub that this machine can reach."
+            f"{shown(name)} could not be loaded as a causal language model ({reason(error)}). "
+            f"{advice}Pass the folder that save_pretrained wrote, or an id on the Hub that this "
+            "machine can reach."
         ) from error
     return model

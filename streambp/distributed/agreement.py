@@ -27,10 +27,17 @@ from streambp.known_names import FSDP_GATHERS, FSDP_GROUPS, ZERO_GROUP
 
 def must_agree(module: nn.Module) -> bool:
     """True if a forward of the module is a collective that other ranks take part in."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and held(module).weights
+    return (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+        and held(module).weights
+    )
 
 
-def everyones_numbers(module: nn.Module, mine: Sequence[int], device: torch.device) -> list[list[int]]:
+def everyones_numbers(
+    module: nn.Module, mine: Sequence[int], device: torch.device
+) -> list[list[int]]:
     """Gather `mine` from each rank, as many numbers on each.
 
     The ranks are the group over which an engine has partitioned the module's parameters, or all
@@ -42,7 +49,9 @@ def everyones_numbers(module: nn.Module, mine: Sequence[int], device: torch.devi
         mine: this rank's numbers.
         device: the device of the model's inputs.
     """
-    ranks = next((getattr(p, ZERO_GROUP) for p in module.parameters() if hasattr(p, ZERO_GROUP)), None)
+    ranks = next(
+        (getattr(p, ZERO_GROUP) for p in module.parameters() if hasattr(p, ZERO_GROUP)), None
+    )
     for unit in filter(is_fsdp_unit, () if ranks is not None else module.modules()):
         state = unit._get_fsdp_state()  # type: ignore[operator]
         for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:

@@ -123,7 +123,9 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
                 modules += own[modules_table].values()
             if own[parameters_table]:
                 parameters += own[parameters_table].values()
-    return [inner for inner in modules if inner is not None], [found for found in parameters if found is not None]
+    return [inner for inner in modules if inner is not None], [
+        found for found in parameters if found is not None
+    ]
 
 
 def held(module: nn.Module) -> Hold:
@@ -132,12 +134,19 @@ def held(module: nn.Module) -> Hold:
     weights = any(map(is_fsdp_unit, {type(inner): inner for inner in modules}.values())) or any(
         is_partitioned(parameter) or isinstance(parameter, DTensor) for parameter in parameters
     )
-    return Hold(weights, weights or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in parameters))
+    return Hold(
+        weights, weights or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in parameters)
+    )
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
     """Return the hook tables of the layer's inner modules that hold engine hooks."""
-    tables = [getattr(module, name) for module in layer.modules() if module is not layer for name in MODULE_HOOKS]
+    tables = [
+        getattr(module, name)
+        for module in layer.modules()
+        if module is not layer
+        for name in MODULE_HOOKS
+    ]
     return [hooks for hooks in tables if any(map(belongs_to_engine, hooks.values()))]
 
 
@@ -217,7 +226,9 @@ class Together(torch.autograd.Function):
         gradient.
         """
         pairs = zip(grads, ctx.parameters, strict=True)
-        return grad, *(zeros_for_engines(parameter) if found is None else found for found, parameter in pairs)
+        return grad, *(
+            zeros_for_engines(parameter) if found is None else found for found, parameter in pairs
+        )
 
 
 def drops_masks(hook: Callable[..., Any]) -> bool:
@@ -234,7 +245,10 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
     masks.
     """
     owner = getattr(hook, "func", hook)
-    return drops_masks(hook) or (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
+    return (
+        drops_masks(hook)
+        or (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
+    )
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:

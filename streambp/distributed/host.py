@@ -56,7 +56,15 @@ def engine_host_use(model: nn.Module) -> HostUse:
         gradients = _bytes(p.grad for p in shards if p.grad is not None)
         trained = _bytes(p for p in shards if p.requires_grad)
         return HostUse(parameters=_bytes(shards), to_come=(1 + STATES) * trained - gradients)
-    zero = next((getattr(p, name) for p in model.parameters() for name in ZERO_OPTIMIZERS if hasattr(p, name)), None)
+    zero = next(
+        (
+            getattr(p, name)
+            for p in model.parameters()
+            for name in ZERO_OPTIMIZERS
+            if hasattr(p, name)
+        ),
+        None,
+    )
     partitioned: list[Tensor] = []
     if getattr(zero, OFFLOADS_PARAMETERS, False):
         partitioned = [p.ds_tensor for p in model.parameters() if is_partitioned(p)]  # type: ignore[attr-defined]
@@ -64,7 +72,9 @@ def engine_host_use(model: nn.Module) -> HostUse:
     if zero is not None and any(getattr(zero, name, False) for name in OFFLOADS_STATES):
         for partition, state in zero.optimizer.state.items():
             states += [partition, partition.grad, *state.values()]
-    return HostUse(parameters=_bytes(partitioned), optimizer=_bytes(x for x in states if isinstance(x, Tensor)))
+    return HostUse(
+        parameters=_bytes(partitioned), optimizer=_bytes(x for x in states if isinstance(x, Tensor))
+    )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

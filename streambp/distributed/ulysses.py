@@ -48,8 +48,11 @@ def find_ulysses(implementation: str | None) -> SplitOver | None:
         return None
     for value in inspect.getclosurevars(inspect.unwrap(function)).nonlocals.values():
         if hasattr(value, ULYSSES_GROUP) and hasattr(value, ULYSSES_ATTENTION):
-            return SplitOver(getattr(value, ULYSSES_GROUP), None, getattr(value, ULYSSES_NOT_IN_EVAL, False))
+            return SplitOver(
+                getattr(value, ULYSSES_GROUP), None, getattr(value, ULYSSES_NOT_IN_EVAL, False)
+            )
     raise UnsupportedModelError(
-        "DeepSpeed Ulysses (ALST) splits the sequence over ranks, but the process group is not where DeepSpeed 0.19 keeps "
-        "it. Use DeepSpeed 0.19, or run this model unpatched (streambp.unpatch(model))."
+        "DeepSpeed Ulysses (ALST) splits the sequence over ranks, but the process group is not "
+        "where DeepSpeed 0.19 keeps it. Use DeepSpeed 0.19, or run this model unpatched "
+        "(streambp.unpatch(model))."
     )

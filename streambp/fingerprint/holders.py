@@ -108,7 +108,11 @@ def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Hol
     wanted = None if names is None else list(names)
 
     def read() -> Content:
-        return dict(table) if wanted is None else {name: table[name] for name in wanted if name in table}
+        return (
+            dict(table)
+            if wanted is None
+            else {name: table[name] for name in wanted if name in table}
+        )
 
     return Holder(table, read, table.__setitem__, table.__delitem__)
 
@@ -121,7 +125,9 @@ def attributes_of_class(owner: type) -> Holder:
 
     def read() -> Content:
         table = vars(owner).items()
-        return {name: value for name, value in table if not name.startswith("__") or name == "__call__"}
+        return {
+            name: value for name, value in table if not name.startswith("__") or name == "__call__"
+        }
 
     return Holder(owner, read, functools.partial(setattr, owner), functools.partial(delattr, owner))
 

@@ -27,7 +27,13 @@ from streambp.nested import tensors_in
 
 # module name in the layer, kind of hook, hook name, number among equal ones
 HookKey = tuple[str, str, str, int]
-SORTS = dict(zip(MODULE_HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
+SORTS = dict(
+    zip(
+        MODULE_HOOKS,
+        ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"),
+        strict=True,
+    )
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,12 +59,20 @@ class Hooks:
         """Return why these hooks forbid chunks, as far as no trial is needed; None: no reason."""
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
         if ALORA_OFFSETS in names:
-            return f"peft hands {ALORA_OFFSETS} to its modules, which count tokens from the end of the sequence"
+            return (
+                f"peft hands {ALORA_OFFSETS} to its modules, which count tokens from the end of "
+                "the sequence"
+            )
         if names and torch.is_grad_enabled():
-            return f"peft hands {', '.join(sorted(names))} to its modules by hooks that are there for the forward alone"
+            return (
+                f"peft hands {', '.join(sorted(names))} to its modules by hooks that are there for "
+                "the forward alone"
+            )
         return None
 
-    def differences(self, before: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]) -> list[str]:
+    def differences(
+        self, before: Hooks, acted: AbstractSet[HookKey], ignored: set[tuple[HookKey, str]]
+    ) -> list[str]:
         """Describe what changed in hooks that modify values since `before`."""
         told = []
         for (key, leaf), exact in before.exact.items():
@@ -71,7 +85,10 @@ class Hooks:
             elif self.exact[key, leaf] != exact:
                 now = self.exact[key, leaf]
                 same = repr(now) == repr(exact)
-                told.append(f"{described(key)}: {leaf} " + ("is another" if same else f"was {exact!r} and is {now!r}"))
+                told.append(
+                    f"{described(key)}: {leaf} "
+                    + ("is another" if same else f"was {exact!r} and is {now!r}")
+                )
         return list(dict.fromkeys(told))
 
 
@@ -80,7 +97,11 @@ def short_name(hook: Any) -> str:
     hook = getattr(hook, "func", hook)
     code = getattr(hook, "__code__", None)
     name = name_of(hook).rpartition(".")[2]
-    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    return (
+        name
+        if code is None
+        else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    )
 
 
 def base_of(leaf: str) -> str:
@@ -100,7 +121,10 @@ def described(key: HookKey) -> str:
 
 
 def hooks_of(
-    tables: list[dict[int, Any]], named: dict[str, nn.Module], ignored: set[tuple[HookKey, str]], latest: Hooks | None
+    tables: list[dict[int, Any]],
+    named: dict[str, nn.Module],
+    ignored: set[tuple[HookKey, str]],
+    latest: Hooks | None,
 ) -> Hooks:
     """Return the hooks in these tables of a layer's inner modules; `latest` itself if nothing
     changed.
@@ -123,8 +147,13 @@ def hooks_of(
         for number, hook in table.items():
             if belongs_to_engine(hook):
                 continue
-            path, sort = paths[1 + index // len(MODULE_HOOKS)], SORTS[MODULE_HOOKS[index % len(MODULE_HOOKS)]]
-            peft = isinstance(hook, functools.partial) and getattr(hook.func, "__module__", "").startswith("peft.")
+            path, sort = (
+                paths[1 + index // len(MODULE_HOOKS)],
+                SORTS[MODULE_HOOKS[index % len(MODULE_HOOKS)]],
+            )
+            peft = isinstance(hook, functools.partial) and getattr(
+                hook.func, "__module__", ""
+            ).startswith("peft.")
             if peft and any(known in FOR_ONE_FORWARD for known in hook.keywords):
                 found.routing.append((named[path], hook))
                 continue
@@ -137,7 +166,12 @@ def hooks_of(
                     found.exact[key, leaf.name] = leaf.exact
                     kinds.append((*key, leaf.name, leaf.kind))
     found.kind = tuple(map(repr, kinds))
-    if latest is not None and latest.ids == ids and latest.exact == found.exact and not found.routing:
+    if (
+        latest is not None
+        and latest.ids == ids
+        and latest.exact == found.exact
+        and not found.routing
+    ):
         return latest
     return found
 
@@ -195,7 +229,9 @@ def _equal(x: Tensor, other: Tensor) -> bool:
     """True if two tensors [...] are the same object or hold equal values."""
     if x is other:
         return True
-    return x.shape == other.shape and x.dtype == other.dtype and has_data(x) and torch.equal(x, other)
+    return (
+        x.shape == other.shape and x.dtype == other.dtype and has_data(x) and torch.equal(x, other)
+    )
 
 
 @contextlib.contextmanager

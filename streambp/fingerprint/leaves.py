@@ -139,7 +139,9 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
             return
         # This includes modules outside the layer.
         for attribute, part in list(getattr(value, "__dict__", {}).items())[:SMALL]:
-            if not attribute.startswith("_") and (part is None or isinstance(part, (*PLAIN, int, float, Tensor))):
+            if not attribute.startswith("_") and (
+                part is None or isinstance(part, (*PLAIN, int, float, Tensor))
+            ):
                 yield from leaves(part, f"{name}.{attribute}", depth - 1)
 
 
@@ -153,7 +155,10 @@ def version_of(tensor: Tensor) -> int | None:
 def contents(value: Any) -> list[tuple[str, Any]] | None:
     """Return the entries of a small container with their labels; None for every other value."""
     if isinstance(value, Mapping) and len(value) <= SMALL:
-        return [(f"[{key!r}]" if isinstance(key, str | int) else "[...]", part) for key, part in value.items()]
+        return [
+            (f"[{key!r}]" if isinstance(key, str | int) else "[...]", part)
+            for key, part in value.items()
+        ]
     if isinstance(value, CONTAINERS) and len(value) <= SMALL:
         ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         return [(f"[{index}]", part) for index, part in enumerate(ordered)]
@@ -164,7 +169,9 @@ def holds_more(value: Any) -> bool:
     """True if the value's leaves can change while its identity and its entries stay the same."""
     if isinstance(value, CALLABLES):
         return True
-    plain = value is None or isinstance(value, (*PLAIN, int, float, complex, Tensor, type, nn.Module, Mapping, *CONTAINERS))
+    plain = value is None or isinstance(
+        value, (*PLAIN, int, float, complex, Tensor, type, nn.Module, Mapping, *CONTAINERS)
+    )
     return not plain and not _is_known(type(value))
 
 

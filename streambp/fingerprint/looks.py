@@ -32,7 +32,15 @@ from torch import Tensor, nn
 
 from streambp.errors import BackwardError
 from streambp.fingerprint.hooks import HookKey, Hooks, base_of, hooks_of
-from streambp.fingerprint.leaves import Leaf, Mark, contents, holds_more, leaves, name_of, plain_leaf
+from streambp.fingerprint.leaves import (
+    Leaf,
+    Mark,
+    contents,
+    holds_more,
+    leaves,
+    name_of,
+    plain_leaf,
+)
 from streambp.fingerprint.reads import names_read
 from streambp.known_names import (
     ACCELERATE_FORWARD,
@@ -56,7 +64,10 @@ OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)
 NAMED_AT_MOST = 3
 WANTS_GRADIENT = operator.attrgetter("requires_grad")
 VERSION = Tensor._version.__get__  # type: ignore[attr-defined]  # of a tensor: how often it was written to
-ALL_OF, VALUES = itertools.chain.from_iterable, operator.methodcaller("values")  # of all modules in one go
+ALL_OF, VALUES = (
+    itertools.chain.from_iterable,
+    operator.methodcaller("values"),
+)  # of all modules in one go
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 CLASSES = "~"  # replaces a module's name in keys that concern the modules' classes
 
@@ -89,7 +100,11 @@ class Body:
         for path, module in self.named.items():
             self._read(path, module, ignored, kinds)
         for known in self.types:
-            self._add((CLASSES, ""), leaves(getattr(known, "forward", None), f"{known.__qualname__}.forward"), kinds)
+            self._add(
+                (CLASSES, ""),
+                leaves(getattr(known, "forward", None), f"{known.__qualname__}.forward"),
+                kinds,
+            )
         self.kind = hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
         self._flat = self._look()
 
@@ -266,9 +281,13 @@ class Fingerprint:
         """
         now = self.look(layer)
         same = now.body is before.body
-        changed = set() if same else {key[:2] for key in _differing(before.body.exact, now.body.exact)}
+        changed = (
+            set() if same else {key[:2] for key in _differing(before.body.exact, now.body.exact)}
+        )
         if versions is not None and versions != (after := versions_of(before)):
-            changed |= {key for key, a, b in zip(before.body.keys, versions, after, strict=True) if a != b}
+            changed |= {
+                key for key, a, b in zip(before.body.keys, versions, after, strict=True) if a != b
+            }
         hooks = set() if now is before else _differing(before.hooks.exact, now.hooks.exact)
         if not changed and not hooks:
             return now
@@ -277,7 +296,9 @@ class Fingerprint:
         self.last = None
         return self.look(layer)
 
-    def seen(self, layer: nn.Module, before: Look, versions: list[int], acted: AbstractSet[HookKey]) -> SeenBefore:
+    def seen(
+        self, layer: nn.Module, before: Look, versions: list[int], acted: AbstractSet[HookKey]
+    ) -> SeenBefore:
         """Return the snapshot of a finished forward; `before` and `versions` are from its start."""
         look = self.learn(layer, before, versions)
         self.pending += 1
@@ -304,13 +325,24 @@ class Fingerprint:
             if differing:  # an attribute counts only if the layer's code may read it
                 modules = [*now.body.modules, *seen.look.body.modules]
                 places = [*now.hooks.places.values(), *seen.look.hooks.places.values()]
-                read = names_read(modules, [table[number] for table, number in places if number in table])
-                read |= {name for module in modules for table in (module._parameters, module._buffers) for name in table}
-                differing = {key for key in differing if not key[1] or key[0] == CLASSES or key[1] in read}
+                read = names_read(
+                    modules, [table[number] for table, number in places if number in table]
+                )
+                read |= {
+                    name
+                    for module in modules
+                    for table in (module._parameters, module._buffers)
+                    for name in table
+                }
+                differing = {
+                    key for key in differing if not key[1] or key[0] == CLASSES or key[1] in read
+                }
             told += [_told(key, before, after) for key in sorted(differing)]
             told += now.hooks.differences(seen.look.hooks, seen.acted, self._ignored_of_hooks)
         if (versions := versions_of(seen.look)) != seen.versions:
-            for key, then, version in zip(seen.look.body.keys, seen.versions, versions, strict=True):
+            for key, then, version in zip(
+                seen.look.body.keys, seen.versions, versions, strict=True
+            ):
                 if then != version and key not in self._ignored:
                     told.append(f"{_path(*key)} was changed in place")
         if told:
@@ -321,9 +353,10 @@ class Fingerprint:
 def changed(layer: nn.Module, what: str) -> BackwardError:
     """Return the error for a layer that differs between forward and backward."""
     return BackwardError(
-        f"{type(layer).__name__} is not in backward what it was in forward: {what}. Backward recomputes the layer, so it "
-        "would give the gradient of another model. Call backward before you change the layer: inside of the `with` block "
-        "that changes it, before hooks are removed, adapters scaled or attributes set."
+        f"{type(layer).__name__} is not in backward what it was in forward: {what}. Backward "
+        "recomputes the layer, so it would give the gradient of another model. Call backward "
+        "before you change the layer: inside of the `with` block that changes it, before hooks are "
+        "removed, adapters scaled or attributes set."
     )
 
 
@@ -336,7 +369,9 @@ def _differing(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
     """Return the keys whose values differ, or that only one of the two has."""
     missing = object()
     pairs = ((key, then, after.get(key, missing)) for key, then in before.items())
-    return {key for key, then, now in pairs if then is not now and not bool(then == now)} | (after.keys() - before.keys())
+    return {key for key, then, now in pairs if then is not now and not bool(then == now)} | (
+        after.keys() - before.keys()
+    )
 
 
 def _path(path: str, name: str) -> str:

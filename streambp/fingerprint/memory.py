@@ -111,7 +111,9 @@ class Memory:
         found = {}
         for path, value in self.values.items():
             then = before.values.get(path, GONE)
-            same = value is then or (isinstance(value, PLAIN) and type(value) is type(then) and value == then)
+            same = value is then or (
+                isinstance(value, PLAIN) and type(value) is type(then) and value == then
+            )
             if not same:
                 found[path] = value
             elif written is not None and isinstance(value, ARRAYS) and written.to(value):
@@ -136,7 +138,9 @@ class Memory:
         self._seen.add(id(value))
         self._held.append(value)
         if isinstance(value, nn.Module):
-            self._open(path, attributes_of(value, lambda name: name in TORCHS or name.startswith(THEIRS)))
+            self._open(
+                path, attributes_of(value, lambda name: name in TORCHS or name.startswith(THEIRS))
+            )
         elif isinstance(value, dict):
             self._open_mapping(path, value)
         elif isinstance(value, (list, deque, set)):
@@ -163,7 +167,9 @@ class Memory:
         elif isinstance(value, (staticmethod, classmethod)):
             self._waiting.append((path, value.__func__))
         elif isinstance(value, property):
-            self._waiting.extend((path, part) for part in (value.fget, value.fset) if part is not None)
+            self._waiting.extend(
+                (path, part) for part in (value.fget, value.fset) if part is not None
+            )
         elif isinstance(value, types.FunctionType):
             self._visit_function(path, value)
         elif isinstance(value, type):
@@ -177,7 +183,9 @@ class Memory:
             return
         name = function.__code__.co_name
         path = path or name
-        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for variable, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             with contextlib.suppress(ValueError):  # the variable has no value yet
                 self._visit_cell(f"{variable} of {name}", cell)
         self._waiting.append((path, function.__defaults__))
@@ -188,8 +196,16 @@ class Memory:
             return  # a library's wrapper
         names = _names(function.__code__)
         own = function.__globals__
-        mine = [n for n in names if n in own and not (isinstance(own[n], types.ModuleType) and _is_known(own[n]))]
-        self._open("", entries_of(own, [n for n in mine if not isinstance(own[n], types.ModuleType)]), "{}".format)
+        mine = [
+            n
+            for n in names
+            if n in own and not (isinstance(own[n], types.ModuleType) and _is_known(own[n]))
+        ]
+        self._open(
+            "",
+            entries_of(own, [n for n in mine if not isinstance(own[n], types.ModuleType)]),
+            "{}".format,
+        )
         for name in mine:
             if isinstance(own[name], types.ModuleType):
                 self._open(name, entries_of(vars(own[name]), names), ".{}".format)
@@ -238,9 +254,19 @@ class Memory:
             def read() -> Content:
                 return {n: getattr(value, n) for n in slots if hasattr(value, n)}
 
-            self._open(path, Holder(value, read, functools.partial(setattr, value), functools.partial(delattr, value)))
+            self._open(
+                path,
+                Holder(
+                    value,
+                    read,
+                    functools.partial(setattr, value),
+                    functools.partial(delattr, value),
+                ),
+            )
         if home not in KNOWN:
-            self._waiting.extend((base.__name__, base) for base in known.__mro__ if _home(base) not in KNOWN)
+            self._waiting.extend(
+                (base.__name__, base) for base in known.__mro__ if _home(base) not in KNOWN
+            )
 
     def _open(self, path: str, holder: Holder, named: Callable[[Any], str] = ".{}".format) -> None:
         self.holders.append(holder)
@@ -261,7 +287,11 @@ class Writes(TorchDispatchMode):
         self._known = {_storage(x): x for x in found if _storage(x) is not None}
         self._before: dict[Any, Any] = {}
         self._made: list[weakref.ref[Tensor]] = []
-        self._arrays = [(x, x.copy()) for x in memory.values.values() if isinstance(x, np.ndarray) and x.size <= 2**20]
+        self._arrays = [
+            (x, x.copy())
+            for x in memory.values.values()
+            if isinstance(x, np.ndarray) and x.size <= 2**20
+        ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -338,7 +368,11 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 def _key(key: Any) -> str:
     """Return a dictionary key's label in a path."""
-    return repr(key) if isinstance(key, (str, int, float, tuple)) else name_of(type(key)).rpartition(".")[2]
+    return (
+        repr(key)
+        if isinstance(key, (str, int, float, tuple))
+        else name_of(type(key)).rpartition(".")[2]
+    )
 
 
 def _home(known: type) -> str:
@@ -353,6 +387,10 @@ def _storage(x: Any) -> Any:
     """Return the identity of a tensor's [...] storage; None for tensor subclasses and tensors
     without one.
     """
-    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.device.type == "meta":
+    if (
+        type(x) not in (Tensor, nn.Parameter)
+        or x.layout != torch.strided
+        or x.device.type == "meta"
+    ):
         return None
     return x.untyped_storage()._cdata

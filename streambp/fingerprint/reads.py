@@ -50,7 +50,10 @@ def _collect(values: Iterable[Any], found: set[str], seen: set[int], depth: int)
         names: set[str] = set()
         codes = [function.__code__]
         for code in codes:  # the loop appends to this list
-            names.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
+            names.update(
+                code.co_names,
+                (constant for constant in code.co_consts if isinstance(constant, str)),
+            )
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         found |= names
         held = []

@@ -29,7 +29,9 @@ TOKENS_PER_BLOCK = 1024
 TOKENS_IN_PLACE = 2048
 
 
-def block_size(vocabulary: int, dtype: torch.dtype, device: torch.device, whole: bool = False) -> tuple[int, int]:
+def block_size(
+    vocabulary: int, dtype: torch.dtype, device: torch.device, whole: bool = False
+) -> tuple[int, int]:
     """Return the tokens of a block of hidden states, and the vocabulary entries of a block of
     logits.
 
@@ -150,7 +152,9 @@ class Fold:
         """Return [n], the log of the sum of exp(logit)."""
         return self.max + torch_own.log(self.sum)
 
-    def results(self, labels: Tensor, wanted: Collection[str], entries: int) -> tuple[Tensor | None, ...]:
+    def results(
+        self, labels: Tensor, wanted: Collection[str], entries: int
+    ) -> tuple[Tensor | None, ...]:
         """Return the fields of `TokenLogProbs` in order, [n] each; None for fields that are not
         `wanted`.
 
@@ -166,7 +170,9 @@ class Fold:
             mean_logits - lse if "mean_log_probs" in wanted else None,
             self.best == labels if "is_top1" in wanted else None,
             mean_logits if "mean_logits" in wanted else None,
-            torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum) if "log_sum_sq_probs" in wanted else None,
+            torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum)
+            if "log_sum_sq_probs" in wanted
+            else None,
         )
 
     def merge(self, other: Fold) -> Fold:
@@ -199,7 +205,14 @@ def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) 
         block: vocabulary entries of the columns.
     """
     if serves(product.device, product.dtype):
-        values = fold_rows(product, labels, block.start, projection.logit_scale, projection.softcap, projection.temperature)
+        values = fold_rows(
+            product,
+            labels,
+            block.start,
+            projection.logit_scale,
+            projection.softcap,
+            projection.temperature,
+        )
         return Fold(*values)
     return fold_in_torch(projection.logits(product), labels, block)
 
@@ -222,7 +235,9 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
-def fold_vocabulary(normed: Tensor, products: Products, projection: Projection, labels: Tensor, entries: int) -> Fold:
+def fold_vocabulary(
+    normed: Tensor, products: Products, projection: Projection, labels: Tensor, entries: int
+) -> Fold:
     """Return the statistics of n tokens over the full vocabulary, `entries` at a time.
 
     Args:
@@ -278,7 +293,9 @@ class TokenGradients:
         return TokenGradients(*(x[block] if isinstance(x, Tensor) else x for x in values))  # type: ignore[arg-type]
 
 
-def product_gradient(product: Tensor, projection: Projection, given: TokenGradients, block: slice) -> Tensor:
+def product_gradient(
+    product: Tensor, projection: Projection, given: TokenGradients, block: slice
+) -> Tensor:
     """Return d loss / d product [n, v] of one vocabulary block, in the dtype of its raw products
     [n, v].
 
@@ -294,7 +311,9 @@ def product_gradient(product: Tensor, projection: Projection, given: TokenGradie
     return product
 
 
-def gradient_in_torch(product: Tensor, projection: Projection, given: TokenGradients, block: slice) -> Tensor:
+def gradient_in_torch(
+    product: Tensor, projection: Projection, given: TokenGradients, block: slice
+) -> Tensor:
     """Compute `product_gradient` [n, v] by torch's operators, the reference in the kernel's tests.
 
     The products are not changed.
@@ -327,4 +346,6 @@ def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tens
     if given.d_log_probs is None:
         return grad
     here, column = locate(given.labels, block)
-    return grad.scatter_add_(-1, column[:, None], torch_own.where(here, given.d_log_probs, 0.0)[:, None])
+    return grad.scatter_add_(
+        -1, column[:, None], torch_own.where(here, given.d_log_probs, 0.0)[:, None]
+    )

@@ -130,8 +130,12 @@ class HeadInputs:
     def block_size(self, hidden: Tensor, vocabulary: int, whole: bool = False) -> tuple[int, int]:
         """Return the block sizes for the logits of `hidden` [N, h], as `blocks.block_size`."""
         # A norm in float32 returns float32.
-        dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype)
-        return block_size(vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole)
+        dtype = functools.reduce(
+            torch.promote_types, (p.dtype for p in self.norm.parameters()), hidden.dtype
+        )
+        return block_size(
+            vocabulary, self.product_dtype(dtype, hidden.device), hidden.device, whole
+        )
 
 
 def token_log_probs(
@@ -173,8 +177,8 @@ def token_log_probs(
         TokenLogProbs of shape [...]; ignored positions are 0 and get no gradient.
 
     Raises:
-        StreamBPError: an argument is no tensor, or its shape or kind does not fit, a label lies outside
-            the vocabulary, or a metric is unknown.
+        StreamBPError: an argument is no tensor, or its shape or kind does not fit, a label lies
+            outside the vocabulary, or a metric is unknown.
     """
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown:
@@ -186,16 +190,24 @@ def token_log_probs(
         bias=(bias, "V", "floating"),
     )
     check_labels(labels, weight.shape[0], ignore_index)
-    inputs = make_inputs(hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index)
+    inputs = make_inputs(
+        hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index
+    )
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     further = (("entropy", entropy), ("mean_log_probs", mean_log_probs))
     wanted = (*(name for name, asked in further if asked), *metrics)
-    values = BlockwiseLogProbs.apply(inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current())
+    values = BlockwiseLogProbs.apply(
+        inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current()
+    )
     return TokenLogProbs(*values).each(lambda value: value.view(labels.shape))
 
 
 def make_inputs(
-    hidden_states: Tensor, labels: Tensor, projection: Projection, norm: nn.Module | None, ignore_index: int
+    hidden_states: Tensor,
+    labels: Tensor,
+    projection: Projection,
+    norm: nn.Module | None,
+    ignore_index: int,
 ) -> HeadInputs:
     """Return the head's inputs for hidden_states [..., h] and labels [...], which become [N].
 
@@ -214,7 +226,9 @@ def make_inputs(
 def refuse_second_derivatives() -> None:
     """Raise BackwardError inside a backward pass with create_graph."""
     if torch.is_grad_enabled():
-        raise BackwardError("The blockwise head has no second derivatives; call backward without create_graph.")
+        raise BackwardError(
+            "The blockwise head has no second derivatives; call backward without create_graph."
+        )
 
 
 class BlockwiseLogProbs(torch.autograd.Function):
@@ -247,14 +261,21 @@ class BlockwiseLogProbs(torch.autograd.Function):
             products = Products(weight, bias)
             tokens, entries = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], tokens):
-                normed = inputs.normed(hidden[block] if rows is None else hidden[rows[block]])  # [n, h]
-                folded = fold_vocabulary(normed, products, inputs.projection, labels[block], entries)
+                normed = inputs.normed(
+                    hidden[block] if rows is None else hidden[rows[block]]
+                )  # [n, h]
+                folded = fold_vocabulary(
+                    normed, products, inputs.projection, labels[block], entries
+                )
                 lse[block] = folded.lse()
                 parts.append(folded.results(labels[block], wanted, weight.shape[0]))
             if not parts:  # no position has a label
                 empty = fold_in_torch(lse[:, None], labels, slice(0, 1))
                 parts = [empty.results(labels, wanted, 1)]
-            values = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+            values = [
+                None if column[0] is None else torch.cat(column)
+                for column in zip(*parts, strict=True)
+            ]
             ctx.inputs, ctx.rows = inputs, rows
             # the caller may overwrite the returned tensor
             ctx.entropies = None if values[1] is None else values[1].clone()
@@ -262,7 +283,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
             ctx.seen = Seen(norm, [x for x in (weight, bias, *norm) if x is not None])
             if rows is not None:  # 0 at positions without a label
                 count = hidden.shape[0]
-                values = [None if v is None else v.new_zeros(count).index_copy_(0, rows, v) for v in values]
+                values = [
+                    None if v is None else v.new_zeros(count).index_copy_(0, rows, v)
+                    for v in values
+                ]
         ctx.mark_non_differentiable(*(value for value in values[3:] if value is not None))
         ctx.set_materialize_grads(False)
         return tuple(values)
@@ -288,14 +312,17 @@ class BlockwiseLogProbs(torch.autograd.Function):
         changed = seen.changed() if written is None else written
         if changed is not None:
             raise BackwardError(
-                f"A weight {list(changed.shape)} of the head or the final norm changed since forward, of which backward "
-                "computes the logits again. Call backward before optimizer.step(), and before values are set through .data."
+                f"A weight {list(changed.shape)} of the head or the final norm changed since "
+                "forward, of which backward computes the logits again. Call backward before "
+                "optimizer.step(), and before values are set through .data."
             )
         compute = functools.partial(BlockwiseLogProbs._gradients, ctx, saved, grads)
         return once_more(saved[0].device, ctx.inputs.let_go, compute, "in the loss' backward")
 
     @staticmethod
-    def _gradients(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def _gradients(
+        ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
         """Recompute the logits block by block and return the gradients."""
         inputs, rows = ctx.inputs, ctx.rows
         hidden, weight, bias, lse = saved
@@ -333,7 +360,12 @@ class HeadGradients:
     """
 
     def __init__(
-        self, inputs: HeadInputs, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
+        self,
+        inputs: HeadInputs,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, ...],
     ) -> None:
         self.inputs, self.hidden, self.weight, self.bias = inputs, hidden, weight, bias
         self.needs_hidden = needs[0]
@@ -341,14 +373,20 @@ class HeadGradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.d_hidden = torch.zeros_like(hidden) if needs[0] else None  # [N, h]
         self.d_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None  # [V, h]
-        self.d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None  # [V]
+        self.d_bias = (
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+        )  # [V]
         blocks = max(2, hidden.shape[0])
         self.d_norm = GradientSum(len(inputs.norm_parameters.current()), blocks)
         self.d_normed: Tensor | None = None
 
     def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
         """Return a token block [n, h] as a leaf, and its norm with a graph from the leaf."""
-        leaf = (self.hidden[block] if rows is None else self.hidden[rows[block]]).detach().requires_grad_(self.needs_hidden)
+        leaf = (
+            (self.hidden[block] if rows is None else self.hidden[rows[block]])
+            .detach()
+            .requires_grad_(self.needs_hidden)
+        )
         with torch.enable_grad():
             normed = self.inputs.normed(leaf)
         return leaf, normed
@@ -365,9 +403,13 @@ class HeadGradients:
         if self.d_weight is not None:
             add_product(self.d_weight[columns], grad.mT, normed.detach())
         if self.needs_input:
-            self.d_normed = add_product(self.d_normed, grad, products.weight(grad.dtype)[columns])  # [n, h]
+            self.d_normed = add_product(
+                self.d_normed, grad, products.weight(grad.dtype)[columns]
+            )  # [n, h]
 
-    def finish_tokens(self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice) -> None:
+    def finish_tokens(
+        self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice
+    ) -> None:
         """Differentiate the norm of a finished token block, and write its rows of dhidden [N, h].
 
         Args:
@@ -378,7 +420,9 @@ class HeadGradients:
             return
         grad, self.d_normed = self.d_normed.to(normed.dtype), None
         wanted = [leaf, *shadows] if self.needs_hidden else shadows
-        parts: list[Tensor | None] = list(torch.autograd.grad(normed, wanted, grad, allow_unused=True))
+        parts: list[Tensor | None] = list(
+            torch.autograd.grad(normed, wanted, grad, allow_unused=True)
+        )
         if self.needs_hidden:
             assert self.d_hidden is not None
             assert parts[0] is not None
@@ -391,8 +435,14 @@ class HeadGradients:
 
         A sum in the tensor's dtype is its own buffer; for others a new tensor is created.
         """
-        sums = ((self.d_hidden, self.hidden), (self.d_weight, self.weight), (self.d_bias, self.bias))
-        return tuple(None if total is None or like is None else _place(total, like) for total, like in sums)
+        sums = (
+            (self.d_hidden, self.hidden),
+            (self.d_weight, self.weight),
+            (self.d_bias, self.bias),
+        )
+        return tuple(
+            None if total is None or like is None else _place(total, like) for total, like in sums
+        )
 
     def results(
         self, upstream: Tensor | None = None, places: tuple[Tensor | None, ...] = (None, None, None)
@@ -407,9 +457,11 @@ class HeadGradients:
             places: result of `places`; None entries are created here.
         """
         values = self.inputs.norm_parameters.current()
-        # Zeros, not None, where no position has a label: optimizers and engines expect the same set every step.
+        # Zeros, not None, where no position has a label: optimizers and engines expect the same set
+        # every step.
         d_norm: list[Tensor | None] = [
-            torch.zeros_like(v) if g is None else g for g, v in zip(self.d_norm.result(values), values, strict=True)
+            torch.zeros_like(v) if g is None else g
+            for g, v in zip(self.d_norm.result(values), values, strict=True)
         ]
         # A loss over no token divides by zero, and upstream is infinite. autograd's own zeros are
         # not multiplied by that infinity, so ours must not be either: sums without a labelled
@@ -418,7 +470,12 @@ class HeadGradients:
         d_hidden = _finished(self.d_hidden, self._of_labelled_rows(factor), self.hidden, places[0])
         d_weight = _finished(self.d_weight, factor, self.weight, places[1])
         d_bias = None if self.bias is None else _finished(self.d_bias, factor, self.bias, places[2])
-        return d_hidden, d_weight, d_bias, *(_finished(g, factor, v) for g, v in zip(d_norm, values, strict=True))
+        return (
+            d_hidden,
+            d_weight,
+            d_bias,
+            *(_finished(g, factor, v) for g, v in zip(d_norm, values, strict=True)),
+        )
 
     def _of_labelled_rows(self, factor: Tensor | None) -> Tensor | None:
         """Return each row's factor of dhidden, [N, 1]: the scalar `factor` for labelled rows, 1
@@ -437,8 +494,11 @@ def _place(total: Tensor, like: Tensor) -> Tensor:
     return total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
 
 
-def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor, place: Tensor | None = None) -> Tensor | None:
-    """Return `total` times a factor in the dtype of `like`, in one pass and in place where the dtype stays.
+def _finished(
+    total: Tensor | None, factor: Tensor | None, like: Tensor, place: Tensor | None = None
+) -> Tensor | None:
+    """Return `total` times a factor in the dtype of `like`, in one pass and in place where the
+    dtype stays.
 
     Args:
         total: [N, ...], or a scalar.
@@ -447,12 +507,15 @@ def _finished(total: Tensor | None, factor: Tensor | None, like: Tensor, place: 
     if total is None or factor is None:
         return None if total is None else total.to(like.dtype)
     out = _place(total, like) if place is None else place
-    parts, places = (torch.atleast_1d(x).split(ROWS) for x in (total, out))  # a CPU casts through a copy
+    parts, places = (
+        torch.atleast_1d(x).split(ROWS) for x in (total, out)
+    )  # a CPU casts through a copy
     factors: Sequence[Tensor]
     if factor.dim() == 2:
         factors = factor.split(ROWS)
     else:
-        # with a dimension, because a 0-d tensor would be rounded to total's dtype before the product
+        # with a dimension, because a 0-d tensor would be rounded to total's dtype before the
+        # product
         factors = [factor.reshape(1)] * len(parts)
     for part, one, place in zip(parts, factors, places, strict=True):
         torch_own.mul(part, one, out=place)

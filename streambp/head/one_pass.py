@@ -58,7 +58,8 @@ class Pending:
         return self.work is not None and self.work() is not None
 
     def learn(self, factor: Tensor) -> None:
-        """Expect this factor, a scalar, next time: the upstream gradient that came, over the `scale` of its forward.
+        """Expect this factor, a scalar, next time: the upstream gradient that came, over the
+        `scale` of its forward.
 
         0, and what is smaller than 2^-64 or larger than 2^64, counts as 1. [Note: expected scale]
         """
@@ -129,7 +130,9 @@ class OnePassNLL(torch.autograd.Function):
                     folded = fold(product, inputs.projection, labels[block], everything)
                     lse = folded.lse()  # [n]
                     total += (lse - folded.target).sum()
-                    given = TokenGradients(labels[block], lse, None, weight.shape[0], upstream[block])
+                    given = TokenGradients(
+                        labels[block], lse, None, weight.shape[0], upstream[block]
+                    )
                     grad = product_gradient(product, inputs.projection, given, everything)
                     work.add_block(grad, normed, products, everything)
                     del grad, product
@@ -151,8 +154,9 @@ class OnePassNLL(torch.autograd.Function):
         work, ctx.work = ctx.work, None
         if work is None or torch.is_grad_enabled():
             raise BackwardError(
-                "backward ran a second time, or with create_graph=True, through the blockwise loss; its gradients are "
-                "used up by the first. Compute the loss again, or add losses up and call backward once."
+                "backward ran a second time, or with create_graph=True, through the blockwise "
+                "loss; its gradients are used up by the first. Compute the loss again, or add "
+                "losses up and call backward once."
             )
         where = "in the loss' backward"
         places = once_more(work.hidden.device, work.inputs.let_go, work.places, where)

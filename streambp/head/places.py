@@ -39,7 +39,9 @@ class AtPlaces(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the sums [N, h] of grad [M, h], in its dtype. [Note: places]"""
         (places,) = ctx.saved_tensors
-        total = grad.new_zeros(ctx.count, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
+        total = grad.new_zeros(
+            ctx.count, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)
+        )
         for part, at in zip(grad.split(ROWS), places.split(ROWS), strict=True):
             total.index_add_(0, at, part.to(total.dtype))
         return total.to(grad.dtype), None

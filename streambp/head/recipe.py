@@ -141,7 +141,9 @@ class Recipe:
             value = nn_own.linear(value, self.weight, self.bias)
         softcap = self.projection.softcap
         scale = self.projection.logit_scale if softcap is None else self.projection.slope
-        value = torch_own.mul(value, scale) if scale != 1.0 else value  # in the model's dtype, as its own code does
+        value = (
+            torch_own.mul(value, scale) if scale != 1.0 else value
+        )  # in the model's dtype, as its own code does
         return value if softcap is None else torch_own.mul(torch_own.tanh(value), softcap)
 
     def seen(self, source: Tensor) -> Seen:
@@ -153,7 +155,9 @@ class Recipe:
             versions.append((x.shape, version))
         return Seen(Autocast.capture(source.device), versions)
 
-    def gradients(self, source: Tensor, gradient: Tensor, autocast: Autocast) -> list[Tensor | None]:
+    def gradients(
+        self, source: Tensor, gradient: Tensor, autocast: Autocast
+    ) -> list[Tensor | None]:
         """Return the gradients of source [..., h] and of `inputs`, in this order.
 
         None for an input that requires no gradient.
@@ -187,7 +191,9 @@ class Recipe:
         return gradients
 
 
-def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def blockwise_loss(
+    source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
     """Compute F.cross_entropy of the recipe's logits with labels `target` [N], without the logits.
 
     With places [M] there are M labels, and only hidden states of labelled tokens are selected.
@@ -210,16 +216,25 @@ def blockwise_loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index:
     positions = (source if recipe.places is None else recipe.places).shape[0]
     if target.shape[0] != positions:
         raise StreamBPError(
-            f"There are {target.shape[0]} labels for {positions} positions. labels must be shaped like input_ids, "
-            "[B, T], and shift_labels like labels."
+            f"There are {target.shape[0]} labels for {positions} positions. labels must be shaped "
+            "like input_ids, [B, T], and shift_labels like labels."
         )
     compute = functools.partial(_loss, source, recipe, target, ignore_index, reduction)
     if recipe.places is not None:
-        compute = functools.partial(_loss_at_places, source, recipe, recipe.places, target, ignore_index, reduction)
-    return once_more(source.device, recipe.request.pending.let_go, compute, "in the output projection and its loss")
+        compute = functools.partial(
+            _loss_at_places, source, recipe, recipe.places, target, ignore_index, reduction
+        )
+    return once_more(
+        source.device,
+        recipe.request.pending.let_go,
+        compute,
+        "in the output projection and its loss",
+    )
 
 
-def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def _loss(
+    source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
     """Compute `blockwise_loss` of all positions. A failed attempt leaves no state behind."""
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
@@ -228,7 +243,11 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
     inputs.in_float32, inputs.let_go = request.in_float32, request.pending.let_go
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)
-    one_pass = reduction != "none" and request.wanted is None and can_run_in_one_pass(source, request.pending)
+    one_pass = (
+        reduction != "none"
+        and request.wanted is None
+        and can_run_in_one_pass(source, request.pending)
+    )
     divisor: Tensor | int = 1
     if reduction == "mean":
         divisor = labelled
@@ -239,7 +258,9 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
     request.used = True
     request.empty = inputs.labelled == 0
     if one_pass:
-        one = torch.ones((), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
+        one = torch.ones(
+            (), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device
+        )
         total: Any = OnePassNLL.apply(inputs, request.pending, one / divisor, *tensors)
     else:
         found = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
@@ -252,7 +273,12 @@ def _loss(source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, red
 
 
 def _loss_at_places(
-    source: Tensor, recipe: Recipe, places: Tensor, target: Tensor, ignore_index: int, reduction: str
+    source: Tensor,
+    recipe: Recipe,
+    places: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    reduction: str,
 ) -> Tensor:
     """Compute `blockwise_loss` at places. [Note: places]
 
@@ -263,10 +289,16 @@ def _loss_at_places(
     plain = dataclasses.replace(recipe, places=None, late=None)
     read, labels, repeats = places[chosen], target[chosen], None
     source = recipe.reaching(source, read)
-    pairs, found = torch.stack([read, labels], 1).unique(dim=0, return_inverse=True) if len(read) else (read[:, None], read)
+    pairs, found = (
+        torch.stack([read, labels], 1).unique(dim=0, return_inverse=True)
+        if len(read)
+        else (read[:, None], read)
+    )
     if len(pairs) * 4 < len(read) * 3:
         (read, labels), repeats = pairs.T, found
-    loss = _loss(taken(source, read), plain, labels, ignore_index, reduction if repeats is None else "none")
+    loss = _loss(
+        taken(source, read), plain, labels, ignore_index, reduction if repeats is None else "none"
+    )
     request = recipe.request
     if request.values is not None:
 
@@ -277,10 +309,19 @@ def _loss_at_places(
             return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)
 
         request.values = request.values.each(spread)
-        # Values at padding are masked by the trainers that read them: padding gets a token's hidden state.
-        tokens = places if recipe.late is None else torch_own.where(recipe.late.tokens(places), places, 0)
+        # Values at padding are masked by the trainers that read them: padding gets a token's hidden
+        # state.
+        tokens = (
+            places
+            if recipe.late is None
+            else torch_own.where(recipe.late.tokens(places), places, 0)
+        )
         request.hidden_states = lambda: taken(source, tokens)
     if repeats is not None:
         loss = loss[repeats]
-        loss = loss if reduction == "none" else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])
+        loss = (
+            loss
+            if reduction == "none"
+            else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])
+        )
     return loss if reduction != "none" else loss.new_zeros(target.shape).index_copy(0, chosen, loss)

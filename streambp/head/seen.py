@@ -21,13 +21,19 @@ class Seen:
     """Versions of tensors now, and some entries of the `sampled` ones."""
 
     def __init__(self, tensors: Sequence[Tensor], sampled: Sequence[Tensor]) -> None:
-        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-        plain = [x for x in sampled if type(x) in (Tensor, nn.Parameter) and has_data(x) and x.numel()]
+        self._versions = [
+            (tensor, tensor._version) for tensor in tensors if not tensor.is_inference()
+        ]
+        plain = [
+            x for x in sampled if type(x) in (Tensor, nn.Parameter) and has_data(x) and x.numel()
+        ]
         self._entries = [(tensor, tensor.shape, _entries(tensor)) for tensor in plain]
 
     def written(self) -> Tensor | None:
         """Return a tensor [...] that torch wrote to; None if there is none."""
-        return next((tensor for tensor, version in self._versions if tensor._version != version), None)
+        return next(
+            (tensor for tensor, version in self._versions if tensor._version != version), None
+        )
 
     def changed(self) -> Tensor | None:
         """Return a sampled tensor [...] with data that has other entries now; None if there is
@@ -36,7 +42,9 @@ class Seen:
         for tensor, shape, before in self._entries:
             if not has_data(tensor):
                 continue
-            if tensor.shape != shape or not torch.allclose(_entries(tensor), before, rtol=0.0, atol=0.0, equal_nan=True):
+            if tensor.shape != shape or not torch.allclose(
+                _entries(tensor), before, rtol=0.0, atol=0.0, equal_nan=True
+            ):
                 return tensor
         return None
 
@@ -45,5 +53,7 @@ def _entries(tensor: Tensor) -> Tensor:
     """Return at most SAMPLE entries [SAMPLE], spread over the tensor."""
     with torch.no_grad():
         count = min(SAMPLE, tensor.numel())
-        places = torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)  # [count]
+        places = (
+            torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)
+        )  # [count]
         return tensor.detach()[torch.unravel_index(places, tensor.shape)]

@@ -38,7 +38,9 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     if device.type == "meta":
         return True
-    return AVAILABLE and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        AVAILABLE and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -68,7 +70,10 @@ if AVAILABLE:
         for start in range(0, columns, width):
             column = start + tl.arange(0, width)
             inside = column < columns
-            z = tl.load(product + row * stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+            z = (
+                tl.load(product + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+                * scale
+            )
             if capped:
                 z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)  # tanh
             z = z / temperature
@@ -95,7 +100,12 @@ if AVAILABLE:
 
 
 def fold_rows(
-    product: Tensor, labels: Tensor, first: int, scale: float, softcap: float | None, temperature: float
+    product: Tensor,
+    labels: Tensor,
+    first: int,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
 ) -> tuple[Any, ...]:
     """Return max, sum, target, mean, squares, total in float32 and best, [n] each.
 

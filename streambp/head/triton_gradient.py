@@ -35,7 +35,9 @@ if AVAILABLE:
             small = tl.exp(-2.0 * tl.abs(z) / softcap)
             tanh = (1.0 - small) / (1.0 + small)
             z = softcap * tl.where(z < 0.0, -tanh, tanh)
-            slope = slope * (4.0 * small / ((1.0 + small) * (1.0 + small)))  # 1 - tanh^2, where that would cancel
+            slope = slope * (
+                4.0 * small / ((1.0 + small) * (1.0 + small))
+            )  # 1 - tanh^2, where that would cancel
         log_p = z / temperature - tl.load(lse + row)
         p = tl.exp(log_p)
         if has_log_probs:
@@ -91,10 +93,15 @@ def write_gradient(
     """
     rows, columns = product.shape
     if product.stride(1) != 1:
-        raise ValueError(f"product has strides {product.stride()}; it is written in place and must be contiguous in rows.")
+        raise ValueError(
+            f"product has strides {product.stride()}; it is written in place and must be "
+            "contiguous in rows."
+        )
     if not rows or product.device.type == "meta":
         return
-    d_log_probs, d_entropy, d_mean, d_lse = (None if given is None else given.float().contiguous() for given in upstream)
+    d_log_probs, d_entropy, d_mean, d_lse = (
+        None if given is None else given.float().contiguous() for given in upstream
+    )
     width = min(BLOCK, triton.next_power_of_2(columns))
     lse = lse.float().contiguous()
     with on_device(product.device):

@@ -32,7 +32,9 @@ from streambp.reporting import reason
 SECTION = "streambp"
 
 
-def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, **kwargs: Any) -> Any:
+def initialize(
+    *args: Any, model: nn.Module | None = None, config: Any = None, **kwargs: Any
+) -> Any:
     """Call `deepspeed.initialize` after patching the model as the "streambp" section specifies.
 
     Args:
@@ -53,7 +55,11 @@ def initialize(*args: Any, model: nn.Module | None = None, config: Any = None, *
     if args:  # deepspeed.initialize(args, model, ...)
         kwargs = {**dict(zip(("args", "model"), args, strict=False)), **kwargs}
         model = kwargs.pop("model", model)
-    source = config or kwargs.get("config_params") or getattr(kwargs.get("args"), "deepspeed_config", None)
+    source = (
+        config
+        or kwargs.get("config_params")
+        or getattr(kwargs.get("args"), "deepspeed_config", None)
+    )
     settings = read(source)
     stream = stream_config(settings)
     if stream is not None and model is not None:
@@ -88,11 +94,13 @@ def read(source: Any) -> dict[str, Any]:
         found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"No DeepSpeed config could be read from {shown(source)} ({reason(error)}). Pass the path of a JSON file that "
-            "is there, the file's text, that as base64, or a dictionary."
+            f"No DeepSpeed config could be read from {shown(source)} ({reason(error)}). Pass the "
+            "path of a JSON file that is there, the file's text, that as base64, or a dictionary."
         ) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"The DeepSpeed config is a {type(found).__name__}; it must be a JSON object.")
+        raise ConfigError(
+            f"The DeepSpeed config is a {type(found).__name__}; it must be a JSON object."
+        )
     return found
 
 
@@ -107,7 +115,9 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
     if section is None:
         return None
     if not isinstance(section, dict):
-        raise ConfigError(f'"{SECTION}" is {shown(section)}; it must be an object with the fields {list(FIELDS)}.')
+        raise ConfigError(
+            f'"{SECTION}" is {shown(section)}; it must be an object with the fields {list(FIELDS)}.'
+        )
     if settings.get("activation_checkpointing"):
         raise ConfigError(
             '"activation_checkpointing" and "streambp" are both set; streamed layers recompute themselves. Remove '
@@ -124,7 +134,9 @@ class StreamCallback(logs.StreamCallback):
     (`streambp.integrations.StreamCallback`).
     """
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
         """Patch the model.
 
         Raises:

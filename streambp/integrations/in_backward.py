@@ -37,7 +37,9 @@ class InBackward:
         on_host: True if weights on the device step on the host.
     """
 
-    def __init__(self, model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer], on_host: bool) -> None:
+    def __init__(
+        self, model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer], on_host: bool
+    ) -> None:
         self.on_host = on_host
         self._weights: list[Tensor] = []
         self._handles: list[Any] = []
@@ -79,11 +81,16 @@ class InBackward:
         """
         if state.keys() != self.optimizers.keys():
             other = sorted(state.keys() ^ self.optimizers.keys())[0]
-            raise ConfigError(f"The state is of other weights: {other} trains in one of them alone. Freeze the same.")
+            raise ConfigError(
+                f"The state is of other weights: {other} trains in one of them alone. Freeze the "
+                "same."
+            )
         for name, one in state.items():
             self.optimizers[name].load_state_dict(one)  # moves states to the weight's device
             for values in self.optimizers[name].state.values() if self.on_host else ():
-                values.update({key: x.to("cpu") if isinstance(x, Tensor) else x for key, x in values.items()})
+                values.update(
+                    {key: x.to("cpu") if isinstance(x, Tensor) else x for key, x in values.items()}
+                )
 
 
 class Guard:
@@ -111,9 +118,10 @@ class Guard:
             # FSDP2 replaces a DTensor by the gathered weight.
             if id(weight) not in there and not isinstance(weight, DTensor):
                 raise ConfigError(
-                    f"{name} has an optimizer in backward, and is no parameter of this {type(module).__name__} any more "
-                    "(fully_shard, resize_token_embeddings and the like put others in its place), so that it would not "
-                    "train. Call remove() of the handle, and optimizer_in_backward again on the model as it is now."
+                    f"{name} has an optimizer in backward, and is no parameter of this "
+                    f"{type(module).__name__} any more (fully_shard, resize_token_embeddings and "
+                    "the like put others in its place), so that it would not train. Call remove() "
+                    "of the handle, and optimizer_in_backward again on the model as it is now."
                 )
             _refuse_engine(weight)
 
@@ -123,9 +131,10 @@ def _refuse_engine(weight: Tensor) -> None:
     name = reduces_later(weight)
     if name is not None:
         raise ConfigError(
-            f"An optimizer in backward does not work under {name}: each weight would step with the gradient of this rank "
-            "alone, before the ranks' gradients are added up. Call fully_shard before it (FSDP2 reduces a gradient before "
-            "the hooks of its weight run), or call optimizer.step() after backward."
+            f"An optimizer in backward does not work under {name}: each weight would step with the "
+            "gradient of this rank alone, before the ranks' gradients are added up. Call "
+            "fully_shard before it (FSDP2 reduces a gradient before the hooks of its weight run), "
+            "or call optimizer.step() after backward."
         )
 
 
@@ -181,13 +190,18 @@ def optimizer_in_backward(
     """
     if max_grad_norm:
         raise ConfigError(
-            f"max_grad_norm is {max_grad_norm}: clipping by global norm needs all gradients before the first weight steps, "
-            "and an optimizer in backward steps with each as it comes. Clip each gradient in an optimizer of your own, or "
-            "call optimizer.step() after backward."
+            f"max_grad_norm is {max_grad_norm}: clipping by global norm needs all gradients before "
+            "the first weight steps, and an optimizer in backward steps with each as it comes. "
+            "Clip each gradient in an optimizer of your own, or call optimizer.step() after "
+            "backward."
         )
-    trained: Sequence[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained: Sequence[Tensor] = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
     if any(hasattr(parameter, MARK) for parameter in trained):
-        raise ConfigError("The model has an optimizer in backward already. Call remove() of its handle before.")
+        raise ConfigError(
+            "The model has an optimizer in backward already. Call remove() of its handle before."
+        )
     for parameter in trained:
         _refuse_engine(parameter)
     with torch.inference_mode(False):

@@ -26,7 +26,10 @@ with required("swift"):
 # ms-swift puts a plugin's folder first on sys.path. `import deepspeed` would then import the module
 # beside this file.
 if __name__.startswith(SWIFTS_PLUGIN):
-    raise ImportError(f"{__file__} was given to ms-swift itself; name a file that imports streambp.integrations.ms_swift.")
+    raise ImportError(
+        f"{__file__} was given to ms-swift itself; name a file that imports "
+        "streambp.integrations.ms_swift."
+    )
 
 
 class StreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed

@@ -60,29 +60,43 @@ class TokenBatchSampler(Sampler[list[int]]):
         window: int = 1024,
     ) -> None:
         self.lengths = _whole_numbers(lengths)
-        self.tokens, self.num_replicas, self.rank, self.seed, self.window = tokens, num_replicas, rank, seed, window
+        self.tokens, self.num_replicas, self.rank, self.seed, self.window = (
+            tokens,
+            num_replicas,
+            rank,
+            seed,
+            window,
+        )
         self.epoch = self._done = 0
         numbers = (tokens, num_replicas, window)
         if not all(isinstance(number, int) and number >= 1 for number in numbers):
             raise ConfigError(
-                f"tokens={tokens}, num_replicas={num_replicas} and window={window} must be whole numbers from 1."
+                f"tokens={tokens}, num_replicas={num_replicas} and window={window} must be whole "
+                "numbers from 1."
             )
         if rank is not None and not 0 <= rank < num_replicas:
-            raise ConfigError(f"rank={rank} is not one of num_replicas={num_replicas}: 0 to {num_replicas - 1}.")
+            raise ConfigError(
+                f"rank={rank} is not one of num_replicas={num_replicas}: 0 to {num_replicas - 1}."
+            )
         if not self.lengths:
             raise ConfigError("lengths is empty. Give the number of tokens of each row.")
         longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
         if self.lengths[longest] > tokens:
             more = sum(length > tokens for length in self.lengths)
             raise ConfigError(
-                f"{more} of {len(self.lengths)} rows have more than tokens={tokens} tokens; the longest, row {longest}, "
-                f"has {self.lengths[longest]}. Give tokens={self.lengths[longest]}, or truncate rows (in TRL: max_length)."
+                f"{more} of {len(self.lengths)} rows have more than tokens={tokens} tokens; the "
+                f"longest, row {longest}, has {self.lengths[longest]}. Give "
+                f"tokens={self.lengths[longest]}, or truncate rows (in TRL: max_length)."
             )
         if min(self.lengths) < 1:
-            raise ConfigError(f"Row {self.lengths.index(min(self.lengths))} has no token. Leave such rows out.")
+            raise ConfigError(
+                f"Row {self.lengths.index(min(self.lengths))} has no token. Leave such rows out."
+            )
         order = range(len(self.lengths))
         most = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
-        self._count = -(-most // num_replicas) * num_replicas  # number for all ranks, the same in every epoch
+        self._count = (
+            -(-most // num_replicas) * num_replicas
+        )  # number for all ranks, the same in every epoch
 
     @property
     def sampler(self) -> TokenBatchSampler:
@@ -118,12 +132,20 @@ class TokenBatchSampler(Sampler[list[int]]):
         while len(found) < self._count:
             which = max(range(len(found)), key=lambda batch: len(found[batch]))
             rows = found[which]
-            found[which : which + 1] = [rows[::2], rows[1::2] or [order[len(found) % len(order)]]]  # or repeat a row
-        groups = [found[start : start + self.num_replicas] for start in range(0, self._count, self.num_replicas)]
+            found[which : which + 1] = [
+                rows[::2],
+                rows[1::2] or [order[len(found) % len(order)]],
+            ]  # or repeat a row
+        groups = [
+            found[start : start + self.num_replicas]
+            for start in range(0, self._count, self.num_replicas)
+        ]
         random.Random(f"{self.seed} {epoch} groups").shuffle(groups)
         longest = [max(self.lengths[row] for batch in group for row in batch) for group in groups]
         groups.insert(0, groups.pop(longest.index(max(longest))))
-        dealt = [batch for group in groups for batch in group]  # in the order of distribution to ranks
+        dealt = [
+            batch for group in groups for batch in group
+        ]  # in the order of distribution to ranks
         yield from dealt[first::step][skipped:]
 
     def _shuffled(self, epoch: int) -> list[int]:
@@ -139,7 +161,9 @@ class TokenBatchSampler(Sampler[list[int]]):
     def _in_windows(self, order: Sequence[int]) -> list[list[int]]:
         """Return the batches of each window's rows."""
         starts = range(0, len(order), self.window)
-        return [batch for start in starts for batch in self._filled(order[start : start + self.window])]
+        return [
+            batch for start in starts for batch in self._filled(order[start : start + self.window])
+        ]
 
     def _filled(self, rows: Sequence[int]) -> list[list[int]]:
         """Return batches of these rows: the longest row first, each into the fullest batch with
@@ -168,7 +192,7 @@ def _whole_numbers(lengths: Any) -> list[int]:
         whole = [operator.index(length) for length in found]
     except TypeError:
         raise ConfigError(
-            f"lengths is {shown(lengths)}; it must be one whole number for each row, its tokens. Give "
-            "[len(ids) for ids in dataset['input_ids']], say."
+            f"lengths is {shown(lengths)}; it must be one whole number for each row, its tokens. "
+            "Give [len(ids) for ids in dataset['input_ids']], say."
         ) from None
     return whole

@@ -47,18 +47,19 @@ def check(engine: Any) -> None:
     config = engine.engine_config
     if config.strategy != VERLS_STRATEGY:
         raise UnsupportedModelError(
-            f"verl's engine has strategy={config.strategy!r}, with which streamed layers have not been tried or do not "
-            f"find their parameters. Set strategy={VERLS_STRATEGY}."
+            f"verl's engine has strategy={config.strategy!r}, with which streamed layers have not "
+            f"been tried or do not find their parameters. Set strategy={VERLS_STRATEGY}."
         )
     if config.ulysses_sequence_parallel_size > 1:
         raise UnsupportedModelError(
-            f"verl splits each sequence over {config.ulysses_sequence_parallel_size} ranks inside of FlashAttention, which "
-            "streamed layers do not call: they would attend within a rank's shard only. Set "
-            "ulysses_sequence_parallel_size=1."
+            f"verl splits each sequence over {config.ulysses_sequence_parallel_size} ranks inside "
+            "of FlashAttention, which streamed layers do not call: they would attend within a "
+            "rank's shard only. Set ulysses_sequence_parallel_size=1."
         )
     if getattr(engine.model_config, VERLS_OFFLOAD, False):
         raise UnsupportedModelError(
-            "verl's enable_activation_offload wraps layers that stream. Set it to False, and offload to cpu in streambp's "
+            "verl's enable_activation_offload wraps layers that stream. Set it to False, and "
+            "offload to cpu in streambp's "
             'settings: STREAMBP_LAUNCH=\'{"offload": "cpu"}\'.'
         )
 

@@ -34,7 +34,9 @@ app = typer.Typer(add_completion=False, context_settings={"help_option_names": [
 def command(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="and its arguments", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="...", show_default=False)] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="...", show_default=False)
+    ] = None,
     as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name")] = False,
     allow_unpatched: Allowed = False,
     **settings: Any,
@@ -70,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
         code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
-    return told(lambda: judge(code, streamed([hook.launched.account()]), given.allow_unpatched), otherwise=lambda why: code)
+    return told(
+        lambda: judge(code, streamed([hook.launched.account()]), given.allow_unpatched),
+        otherwise=lambda why: code,
+    )
 
 
 if __name__ == "__main__":

@@ -50,16 +50,28 @@ def run(arguments: Any) -> int:
     settings, program = from_flags(arguments), arguments.program
     if arguments.install or arguments.uninstall:
         if program:
-            raise ConfigError("--install and --uninstall run no command; leave out what follows --.")
+            raise ConfigError(
+                "--install and --uninstall run no command; leave out what follows --."
+            )
         if arguments.install:
             file = place()
-            print(f"{file} is placed. Switch it on for a program with {VARIABLE}={shlex.quote(settings.to_json())}")
+            print(
+                f"{file} is placed. Switch it on for a program with "
+                f"{VARIABLE}={shlex.quote(settings.to_json())}"
+            )
         else:
             removed = remove()
-            print("No file was placed in this environment." if removed is None else f"{removed} is removed.")
+            print(
+                "No file was placed in this environment."
+                if removed is None
+                else f"{removed} is removed."
+            )
         return 0
     if not program:
-        raise ConfigError("there is no command to run; put it after --: streambp launch --chunk-size 8k -- trl sft ...")
+        raise ConfigError(
+            "there is no command to run; put it after --: streambp launch --chunk-size 8k -- trl "
+            "sft ..."
+        )
     folder, lost = "", ""
     try:
         folder = tempfile.mkdtemp(prefix="streambp-launch-")
@@ -74,7 +86,9 @@ def run(arguments: Any) -> int:
                     leave(account)  # for an outer `streambp launch`
                 say(f"end of {shlex.join(program)}")
                 say("\n".join([*untold, *([table(accounts)] if accounts or not untold else [])]))
-                return code if untold else judge(code, streamed(accounts), arguments.allow_unpatched)
+                return (
+                    code if untold else judge(code, streamed(accounts), arguments.allow_unpatched)
+                )
             except Exception as error:  # [Note: reports]
                 lost = reason(error)
         say(f"what the program's processes did could not be told ({lost})")
@@ -92,9 +106,10 @@ def judge(code: int, patched: int, allowed: bool) -> int:
         return code
     if code == 0 and not allowed:
         say(
-            "no model was patched, so the program trained as it does without streambp. It may train in a loop of its own "
-            "(--at train), in an interpreter that ignores PYTHONPATH (-I or -E: use streambp launch --install), or a model "
-            f"that cannot be streamed. {ALLOWED} makes this no error."
+            "no model was patched, so the program trained as it does without streambp. It may "
+            "train in a loop of its own (--at train), in an interpreter that ignores PYTHONPATH "
+            "(-I or -E: use streambp launch --install), or a model that cannot be streamed. "
+            f"{ALLOWED} makes this no error."
         )
         return UNPATCHED
     say("no model was patched")
@@ -104,7 +119,12 @@ def judge(code: int, patched: int, allowed: bool) -> int:
 def environment(settings: Settings, folder: str) -> dict[str, str]:
     """Return the environment variables of this process plus those of the hook."""
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, VARIABLE: settings.to_json(), FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
+    return {
+        **os.environ,
+        VARIABLE: settings.to_json(),
+        FOLDER: folder,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
 
 
 def call(program: Sequence[str], variables: dict[str, str]) -> int:
@@ -141,7 +161,11 @@ def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
         receive(number)
 
     numbers = [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]
-    before = {number: signal.signal(number, handle) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    before = {
+        number: signal.signal(number, handle)
+        for number in numbers
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield
     finally:

@@ -45,13 +45,19 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     cut = getattr(trainer, ROLLOUTS, None)
     if cut is None or cut is before:
         return inputs
-    patched = [part.__dict__["_streambp"] for part in trainer.model.modules() if "_streambp" in part.__dict__]
+    patched = [
+        part.__dict__["_streambp"]
+        for part in trainer.model.modules()
+        if "_streambp" in part.__dict__
+    ]
     # with "auto", micro-batches do not change
     if not any(state.config.rows == "packed" for state in patched):
         return inputs
     together = grouped(cut)
     setattr(trainer, ROLLOUTS, together)
-    return next((ours for ours, theirs in zip(together, cut, strict=True) if theirs is inputs), inputs)
+    return next(
+        (ours for ours, theirs in zip(together, cut, strict=True) if theirs is inputs), inputs
+    )
 
 
 def grouped(batches: list[Batch]) -> list[Batch]:
@@ -64,10 +70,20 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     if not all(isinstance(first.get(name), Tensor) for name in PROMPTS) or IMAGES_OF_ROWS in first:
         return batches
     sizes = [len(batch[PROMPTS[0]]) for batch in batches]
-    of_rows = [name for name, value in first.items() if isinstance(value, list) or (torch.is_tensor(value) and value.dim())]
-    if any(len(batch[name]) != size for batch, size in zip(batches, sizes, strict=True) for name in of_rows):
+    of_rows = [
+        name
+        for name, value in first.items()
+        if isinstance(value, list) or (torch.is_tensor(value) and value.dim())
+    ]
+    if any(
+        len(batch[name]) != size
+        for batch, size in zip(batches, sizes, strict=True)
+        for name in of_rows
+    ):
         return batches
-    prompts = torch.cat([torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches])  # [rows, 2 P]
+    prompts = torch.cat(
+        [torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches]
+    )  # [rows, 2 P]
     found: dict[int, int] = {}  # prompt -> its first row
     which = prompts.unique(dim=0, return_inverse=True)[1].tolist()
     order = sorted(range(len(which)), key=lambda row: found.setdefault(which[row], row))

@@ -46,7 +46,11 @@ class Hook:
         action = self.actions.get(name)
         if action is None:
             return None
-        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        others = [
+            finder.find_spec
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")
+        ]
         spec = next(filter(None, (find(name, path, target) for find in others)), None)
         loader: Any = getattr(spec, "loader", None)
         load = getattr(loader, "exec_module", None)
@@ -74,8 +78,9 @@ class Hook:
                 from streambp.launch.settings import from_fields
             except ImportError as error:
                 raise ImportError(
-                    f"{VARIABLE} asks for streambp, but {sys.executable} cannot import it ({error}). Install streambp and "
-                    f"its requirements for this interpreter, or run the program without `streambp launch` and {VARIABLE}."
+                    f"{VARIABLE} asks for streambp, but {sys.executable} cannot import it "
+                    f"({error}). Install streambp and its requirements for this interpreter, or "
+                    f"run the program without `streambp launch` and {VARIABLE}."
                 ) from error
             self._launched = Launched(from_fields(read()).config)
         return self._launched
@@ -158,7 +163,9 @@ def install() -> Any:
 
     Modules that are already imported are changed immediately.
     """
-    present = next((finder for finder in sys.meta_path if getattr(finder, "streambp_launch", False)), None)
+    present = next(
+        (finder for finder in sys.meta_path if getattr(finder, "streambp_launch", False)), None
+    )
     if present is not None:
         return present
     hook = Hook()

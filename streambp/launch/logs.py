@@ -44,15 +44,29 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """
         handler = getattr(trainer, "callback_handler", None)  # a mock trainer may have none
         if handler is not None:
-            ours = [callback for callback in handler.callbacks if isinstance(callback, StreamCallback)]
-            others = [callback for callback in handler.callbacks if not isinstance(callback, StreamCallback)]
+            ours = [
+                callback for callback in handler.callbacks if isinstance(callback, StreamCallback)
+            ]
+            others = [
+                callback
+                for callback in handler.callbacks
+                if not isinstance(callback, StreamCallback)
+            ]
             handler.callbacks[:] = [*(ours or [cls()]), *others]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Exclude steps before training from the counts."""
         self._before = _last_step(kwargs.get("model"))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
         """Add numbers to training logs and to their copy in the Trainer's history."""
         try:
             if not isinstance(logs, dict) or LOSS not in logs:
@@ -63,7 +77,11 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self._before = record
             counts = zip(_counts(record), _counts(before), strict=True)
             steps, unpatched, short, stalls = (now - then for now, then in counts)
-            found = {**record.numbers(), "stream_unpatched": unpatched / max(1.0, steps), "stream_let_go": short}
+            found = {
+                **record.numbers(),
+                "stream_unpatched": unpatched / max(1.0, steps),
+                "stream_let_go": short,
+            }
             if record.host is not None:
                 found["stream_stall_s"] = stalls
             history = state.log_history[-1] if state.log_history else {}
@@ -71,7 +89,9 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             for entry in (logs, history) if same else (logs,):
                 entry.update({name: value for name, value in found.items() if name not in entry})
         except Exception:  # a report must not end training
-            logger.warning("The numbers of the last step could not be added to the logs.", exc_info=True)
+            logger.warning(
+                "The numbers of the last step could not be added to the logs.", exc_info=True
+            )
 
 
 def _last_step(model: Any) -> StepRecord | None:

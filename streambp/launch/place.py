@@ -28,7 +28,8 @@ def place(folder: Path | None = None) -> Path:
         file.write_text(f"import os; os.environ.get('STREAMBP_LAUNCH') and {run}\n", "utf-8")
     except OSError as error:
         raise StreamBPError(
-            f"{file} cannot be written ({error.strerror}). Use an environment of your own, or `streambp launch -- COMMAND`."
+            f"{file} cannot be written ({error.strerror}). Use an environment of your own, or "
+            "`streambp launch -- COMMAND`."
         ) from error
     return file
 
@@ -45,5 +46,7 @@ def remove(folder: Path | None = None) -> Path | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StreamBPError(f"{file} cannot be removed ({error.strerror}). Remove it by hand.") from error
+        raise StreamBPError(
+            f"{file} cannot be removed ({error.strerror}). Remove it by hand."
+        ) from error
     return file

@@ -63,10 +63,14 @@ class Launched:
         """
         own = getattr(trainer.args, "stream_config", None)
         config = self.config if own is None else own()
-        wanted = trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
+        wanted = (
+            trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
+        )
         return dataclasses.replace(config, eval_logits=True) if wanted and config.head else config
 
-    def head_wanted(self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def head_wanted(
+        self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
+    ) -> None:
         """Add our head in place of TRL's fused head (`theirs`) if the model streams and has
         a head.
         """
@@ -78,7 +82,12 @@ class Launched:
 
     def training(self, model: nn.Module) -> None:
         """Patch a model on which `train()` was called."""
-        if not self._busy and not self._knows(model) and not is_patched(model) and self.streams(model):
+        if (
+            not self._busy
+            and not self._knows(model)
+            and not is_patched(model)
+            and self.streams(model)
+        ):
             model.register_forward_hook(Watcher(self), with_kwargs=False)
 
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
@@ -138,13 +147,17 @@ class Launched:
             for model, known in list(self._seen.items()):
                 if known.left is None and is_patched(model):
                     known.description = told(
-                        lambda it: str(describe(it)), model, otherwise=lambda why: f"could not be told ({why})"
+                        lambda it: str(describe(it)),
+                        model,
+                        otherwise=lambda why: f"could not be told ({why})",
                     )
             here = torch.accelerator.current_accelerator()
             device: Any = None if here is None else torch.get_device_module(here)
             used = hasattr(device, "max_memory_allocated") and device.is_initialized()
             peak = int(device.max_memory_allocated()) if used else None
-            account = Account(os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak)
+            account = Account(
+                os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak
+            )
             self._left = leave(account)
             return account
         except Exception as error:
@@ -161,7 +174,13 @@ class Launched:
         if at_end and (self._left or not account.models):
             return
         if os.environ.get("RANK", "0") == "0":  # other ranks would print the same
-            say(told(table, [account], otherwise=lambda why: f"what this process did could not be told ({why})"))
+            say(
+                told(
+                    table,
+                    [account],
+                    otherwise=lambda why: f"what this process did could not be told ({why})",
+                )
+            )
 
 
 class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

@@ -83,7 +83,10 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"a")
     except Exception as error:
-        left.append(f"what processes did could not be told: no account can be left in {folder} ({reason(error)})")
+        left.append(
+            f"what processes did could not be told: no account can be left in {folder} "
+            f"({reason(error)})"
+        )
     for path in told(lambda: sorted(folder.glob("*.json")), otherwise=lambda why: []):
         try:
             fields = json.loads(path.read_text("utf-8"))
@@ -109,7 +112,9 @@ def streamed(accounts: Iterable[Account]) -> int:
 def table(accounts: list[Account]) -> str:
     """Return the report; processes with the same results share an entry."""
     if not accounts:
-        return "no process made a Trainer or trained a model that streambp launch could have patched"
+        return (
+            "no process made a Trainer or trained a model that streambp launch could have patched"
+        )
     groups: dict[str, list[Account]] = {}
     for account in accounts:
         lines = [f"  program     {account.program}"]
@@ -117,7 +122,10 @@ def table(accounts: list[Account]) -> str:
         for model in dict.fromkeys(models):
             kind, left, description = model
             count = f"{models.count(model)} x " if models.count(model) > 1 else ""
-            lines.append(f"  model       {count}{kind}, " + ("patched" if left is None else f"left as it was: {left}"))
+            lines.append(
+                f"  model       {count}{kind}, "
+                + ("patched" if left is None else f"left as it was: {left}")
+            )
             lines += ["  " + line for line in (description or "").splitlines()]
         groups.setdefault("\n".join(lines), []).append(account)
     told_of = []
@@ -135,4 +143,8 @@ def table(accounts: list[Account]) -> str:
 def say(text: str) -> None:
     """Print to stderr, beside the program's output; ignore a closed stderr. [Note: reports]"""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print("\n".join(f"streambp: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+        print(
+            "\n".join(f"streambp: {line}" for line in text.splitlines()),
+            file=sys.stderr,
+            flush=True,
+        )

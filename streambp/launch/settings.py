@@ -42,7 +42,9 @@ class Settings:
     def to_json(self) -> str:
         """Return the differences from the defaults as JSON, for an environment variable."""
         given = {name: getattr(self.config, name) for name in FIELDS}
-        changed: dict[str, Any] = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
+        changed: dict[str, Any] = {
+            name: value for name, value in given.items() if value != getattr(DEFAULTS, name)
+        }
         return json.dumps(changed if self.at == "trainer" else {**changed, "at": self.at})
 
 
@@ -72,7 +74,9 @@ def config_from(found: dict[str, Any], source: str) -> StreamConfig:
     return config_of({"lazy_logits": lazy_logits, **found}, source, DEFAULTS)
 
 
-Allowed = Annotated[bool, typer.Option("--allow-unpatched", help="succeed where no model was patched")]
+Allowed = Annotated[
+    bool, typer.Option("--allow-unpatched", help="succeed where no model was patched")
+]
 
 
 def with_flags(function: Callable[..., T]) -> Callable[..., T]:
@@ -81,23 +85,36 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
     The fields are `StreamConfig`'s and --at. Flags absent from the command line are None.
     """
     signature = inspect.signature(function, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    own = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     hints = typing.get_type_hints(StreamConfig)
     flags = []
     for name in FIELDS:
         flag, default = name.replace("_", "-"), getattr(DEFAULTS, name)
         told = f"StreamConfig's {name} (default: {default!r})"
         if bool in (hints[name], *typing.get_args(hints[name])):
-            kind: Any = Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", help=told, rich_help_panel="Settings")]
+            kind: Any = Annotated[
+                bool | None,
+                typer.Option(f"--{flag}/--no-{flag}", help=told, rich_help_panel="Settings"),
+            ]
         else:
-            kind = Annotated[str | None, typer.Option(f"--{flag}", help=told, rich_help_panel="Settings")]
-        flags.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+            kind = Annotated[
+                str | None, typer.Option(f"--{flag}", help=told, rich_help_panel="Settings")
+            ]
+        flags.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        )
     told = (
         '"trainer" (the default): models of HF Trainer and its subclasses; "train": any transformers model too whose '
         "train() is called, for programs with a loop of their own"
     )
     place = Annotated[str | None, typer.Option(help=told, metavar="trainer|train")]
-    flags.append(inspect.Parameter("at", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=place))
+    flags.append(
+        inspect.Parameter("at", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=place)
+    )
     parameters = [*own, *flags]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -110,7 +127,11 @@ def from_flags(arguments: Any) -> Settings:
     Raises:
         ConfigError: `StreamConfig` rejects a value.
     """
-    found = {name: value for name, value in vars(arguments).items() if name in (*FIELDS, "at") and value is not None}
+    found = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name in (*FIELDS, "at") and value is not None
+    }
     if "saves" in found:
         found["saves"] = tuple(name for name in found["saves"].split(",") if name)
     return from_fields(found)

@@ -1,12 +1,15 @@
-"""The step of one decoder layer: forward without a graph, backward chunk by chunk. Who may stream is decided elsewhere.
+"""The step of one decoder layer: forward without a graph, backward chunk by chunk. Who may stream
+is decided elsewhere.
 
-[Note: tensors of a layer call] B rows, T tokens in chunks of C, H heads of queries, H_kv of keys, "wide" is
-promote_types(dtype, float32). A tensor lives in the whole sequence's shape, or in a chunk's.
+[Note: tensors of a layer call] B rows, T tokens in chunks of C, H heads of queries, H_kv of keys,
+"wide" is promote_types(dtype, float32). A tensor lives in the whole sequence's shape, or in a
+chunk's.
 
     of the caller
         hidden_states      [..., B, T, h]       the layer's input, without its history; a chunk's part is a view
         arguments          by name              those of tokens are cut, the others are handed to each chunk whole; one that
-                                                wants a gradient becomes a leaf of each chunk (`arguments.py`)
+                                                wants a gradient becomes a leaf of each chunk
+                                                (`arguments.py`)
         parameters         in their slots       shadows stand in for them while chunks are differentiated (`shadows.py`)
     handed from chunk to chunk (`carried.py`)
         K, V               [B, T, H_kv, D]      of all tokens so far; in one buffer, or in a tile for each chunk
@@ -23,6 +26,8 @@ promote_types(dtype, float32). A tensor lives in the whole sequence's shape, or 
     given back
         the output         [..., B, T, h]       and extra outputs, put together from the chunks (`outputs.py`)
         its input's grad   [..., B, T, h]       written chunk by chunk, into the buffer of the gradient that came in, if
-                                                nobody else holds that (`gradients.py`, [Note: gradient reuse])
-        parameters' grads  as parameters, wide  sums over chunks, cast to the parameter's dtype at the end
+                                                nobody else holds that (`gradients.py`, [Note:
+                                                gradient reuse])
+        parameters' grads as parameters, wide sums over chunks, cast to the parameter's dtype at the
+        end
 """

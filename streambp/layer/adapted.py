@@ -219,7 +219,9 @@ class Shared:
         high = [factor.wide[: factor.rank] for factor in self.factors]
         low = [factor.wide[factor.rank :] for factor in self.factors if factor.parts == 3]
         ranks = sum(factor.rank for factor in self.factors)
-        self.found = thin(rows, Factor(torch.cat((*high, *high, *low) if low else high), ranks, 3 if low else 1))
+        self.found = thin(
+            rows, Factor(torch.cat((*high, *high, *low) if low else high), ranks, 3 if low else 1)
+        )
 
     def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
         """Store one Linear's skinny factor in backward, and add its large product flat [n, out] @
@@ -270,20 +272,37 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
     joined = torch.cat([left[place] for place in places], 1) if places else None
     if total is not None and joined is not None:
         total.addmm_(joined, torch.cat(stacks))
-    d_x = grad if total is None else total.view(x.shape) if grad is None else total.view(x.shape).add_(grad)
+    d_x = (
+        grad
+        if total is None
+        else total.view(x.shape)
+        if grad is None
+        else total.view(x.shape).add_(grad)
+    )
     of_a: dict[int, Tensor] = {}
     if joined is not None and any(ctx.needs_input_grad[3:]):
-        products = add_product(None, joined.mT, x.flatten(0, -2)).split([left[place].shape[1] for place in places])
+        products = add_product(None, joined.mT, x.flatten(0, -2)).split(
+            [left[place].shape[1] for place in places]
+        )
         for place, product in zip(places, products, strict=True):
             rank = shared.factors[place].rank
-            of_a[place] = product[:rank] if product.shape[0] == rank else product[:rank] + product[rank : 2 * rank]
+            of_a[place] = (
+                product[:rank]
+                if product.shape[0] == rank
+                else product[:rank] + product[rank : 2 * rank]
+            )
     found: list[Tensor | None] = []
     ranks = iter(ctx.ranks)
     for place, count in enumerate(ctx.counts):
         rows = [next(ranks) for _ in range(count)]
         found += of_a[place].split(rows) if place in of_a else [None] * count
     wanted = zip(ctx.needs_input_grad[3:], found, strict=True)
-    return None, None, d_x if ctx.needs_input_grad[2] else None, *(one if needs else None for needs, one in wanted)
+    return (
+        None,
+        None,
+        d_x if ctx.needs_input_grad[2] else None,
+        *(one if needs else None for needs, one in wanted),
+    )
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -296,7 +315,14 @@ class AdaptedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, work: Work, x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        work: Work,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *adapters: Tensor | None,
+    ) -> Tensor:
         """Return y [..., out]: computed, `work.value` as a view, or NaN in unread rows."""
         with without_autocast(x.device.type):
             return _forward(ctx, work, x, weight)
@@ -315,7 +341,9 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     left = None
     if not isinstance(work.value, Tensor) or any(needs):
         left = _left(work, x.flatten(0, -2))
-    ctx.work = dataclasses.replace(work, value=None, groups=[group._replace(mask=None) for group in work.groups])
+    ctx.work = dataclasses.replace(
+        work, value=None, groups=[group._replace(mask=None) for group in work.groups]
+    )
     kept = weight if needs[1] and work.decode is None else None
     ctx.save_for_backward(x, kept, left, *[group.mask for group in work.groups])
     if isinstance(work.value, Tensor):

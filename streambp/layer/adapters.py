@@ -33,12 +33,35 @@ from streambp.accumulate import HALF
 from streambp.device import has_data, without_autocast
 from streambp.foreign import compiled_inside, home_of
 from streambp.known_names import LORA_LAYERS, LORA_OF_PACKED, MODULE_HOOKS, MODULE_TABLES, ONE_INPUT
-from streambp.layer.adapted import AdaptedLinear, Factor, Group, Scale, Shared, SharedInput, Work, factor_of
-from streambp.layer.products import ADAPTED, PLAIN, UNREAD, Add, Cast, Unread, cast_to, computes_plainly, hooked_everywhere
+from streambp.layer.adapted import (
+    AdaptedLinear,
+    Factor,
+    Group,
+    Scale,
+    Shared,
+    SharedInput,
+    Work,
+    factor_of,
+)
+from streambp.layer.products import (
+    ADAPTED,
+    PLAIN,
+    UNREAD,
+    Add,
+    Cast,
+    Unread,
+    cast_to,
+    computes_plainly,
+    hooked_everywhere,
+)
 from streambp.offload.decoded import FORWARD, DecodedLinear, decoded_weight, is_packed
 
 PARAMETERS = MODULE_TABLES[0]
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # float16 has no room for low parts. [Note: two parts]
+DTYPES = (
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)  # float16 has no room for low parts. [Note: two parts]
 
 
 class Adapter(NamedTuple):
@@ -52,7 +75,11 @@ class Adapter(NamedTuple):
     @property
     def drops(self) -> float:
         """Return the dropout probability; 0 if the dropout is inactive."""
-        return float(self.dropout.p) if isinstance(self.dropout, nn.Dropout) and self.dropout.training else 0.0
+        return (
+            float(self.dropout.p)
+            if isinstance(self.dropout, nn.Dropout) and self.dropout.training
+            else 0.0
+        )
 
 
 class Reading(NamedTuple):
@@ -82,7 +109,9 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
     found = {}
     for name, module in layer.named_modules():
         if type(module) in kinds and not (module.disable_adapters or module.merged_adapters):
-            reading = Reading(module, why="it is compiled") if id(module) in compiled else _read(module)
+            reading = (
+                Reading(module, why="it is compiled") if id(module) in compiled else _read(module)
+            )
             if reading.why is not None or reading.adapters:
                 found[name] = reading
     return found
@@ -92,7 +121,11 @@ def _kinds() -> tuple[Any, ...]:
     """Return the classes of peft's LoRA Linears; () if peft is not imported."""
     plain, packed = sys.modules.get(LORA_LAYERS), sys.modules.get(LORA_OF_PACKED)
     kinds = () if plain is None else (plain.Linear,)
-    return kinds if packed is None or not hasattr(packed, "Linear4bit") else (*kinds, packed.Linear4bit)
+    return (
+        kinds
+        if packed is None or not hasattr(packed, "Linear4bit")
+        else (*kinds, packed.Linear4bit)
+    )
 
 
 def _read(module: Any) -> Reading:
@@ -112,13 +145,19 @@ def _read(module: Any) -> Reading:
     return Reading(module, base, tuple(adapters))
 
 
-def _why_not(module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]) -> str | None:
+def _why_not(
+    module: Any, base: Any, names: list[str], parts: list[tuple[Any, Any, Any]]
+) -> str | None:
     """Return why peft's forward stays; None if it computes the base's product and two skinny
     products for each adapter.
     """
-    if home_of(type(module).forward) not in (LORA_LAYERS, LORA_OF_PACKED) or FORWARD in vars(module):
+    if home_of(type(module).forward) not in (LORA_LAYERS, LORA_OF_PACKED) or FORWARD in vars(
+        module
+    ):
         return "its forward is another's"
-    variants = {type(module.lora_variant[name]).__name__ for name in names if name in module.lora_variant}
+    variants = {
+        type(module.lora_variant[name]).__name__ for name in names if name in module.lora_variant
+    }
     if variants:
         return f"it is a {' and a '.join(sorted(variants))}"
     if module.fan_in_fan_out:
@@ -162,7 +201,9 @@ class Adaptation:
     reading: Reading
     own: Callable[..., Tensor]
     siblings: Siblings | None = None
-    factors: dict[Any, tuple[list[Any], list[Any], Factor]] = dataclasses.field(default_factory=dict)
+    factors: dict[Any, tuple[list[Any], list[Any], Factor]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute [..., out] for x [..., in]. Calls with more arguments go to peft's forward."""
@@ -171,7 +212,11 @@ class Adaptation:
         return self.product(x)
 
     def product(
-        self, x: Tensor, value: Tensor | Unread | None = None, add: Add | None = None, cast: Cast | None = None
+        self,
+        x: Tensor,
+        value: Tensor | Unread | None = None,
+        add: Add | None = None,
+        cast: Cast | None = None,
     ) -> Tensor:
         """Compute [..., out] for x [..., in].
 
@@ -210,13 +255,17 @@ class Adaptation:
                     own.add(tensor.dtype)
         if not (own <= {dtype, torch.float32} if dtype in HALF else own == {dtype}):
             return False
-        if cast_to(x) is None and not (getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}):
+        if cast_to(x) is None and not (
+            getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}
+        ):
             return False
         if is_packed(base):
             return has_data(x) and x.dtype == dtype and DecodedLinear(base).decodes(x)
         return cast_to(x) is not None or _slot(base).dtype == dtype
 
-    def _base(self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None) -> tuple[Tensor, Tensor | None]:
+    def _base(
+        self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the base's weight [out, in] and bias [out] in the compute dtype."""
         base = self.reading.base
         slots = vars(base)[PARAMETERS]
@@ -230,7 +279,8 @@ class Adaptation:
         return weight, None if bias is None else bias.to(dtype)
 
     def _mask(self, x: Tensor, adapter: Adapter) -> Tensor | None:
-        """Return the mask [n, in] of the adapter's dropout; None without dropout. [Note: dropout]"""
+        """Return the mask [n, in] of the adapter's dropout; None without dropout. [Note:
+        dropout]"""
         if not adapter.drops:
             return None
         packed = is_packed(self.reading.base) and torch.is_autocast_enabled()
@@ -240,7 +290,11 @@ class Adaptation:
             return (left != 0).flatten(0, -2)
 
     def _work(
-        self, dtype: torch.dtype, masks: list[Tensor | None], value: Tensor | Unread | None, add: Add | None
+        self,
+        dtype: torch.dtype,
+        masks: list[Tensor | None],
+        value: Tensor | Unread | None,
+        add: Add | None,
     ) -> tuple[Work, list[Tensor | None]]:
         """Return the description of the computation, and the adapters' tensors for autograd."""
         adapters, base = self.reading.adapters, self.reading.base
@@ -268,10 +322,17 @@ class Adaptation:
     def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
         """Return B of all adapters, transposed and scaled, with the biases."""
         bias = vars(self.reading.base)[PARAMETERS]["bias"]
-        held = [*itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)), bias]
+        held = [
+            *itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)),
+            bias,
+        ]
 
         def make() -> Factor:
-            scaled = [b.mT * scale.b for b, scale in zip(held[:-1:2], scales, strict=True) if b is not None]
+            scaled = [
+                b.mT * scale.b
+                for b, scale in zip(held[:-1:2], scales, strict=True)
+                if b is not None
+            ]
             pairs = zip(held[1:-1:2], scales, strict=True)
             rows = [bias, *(None if own is None else own * scale.bias for own, scale in pairs)]
             return factor_of(_joined(scaled), dtype, tuple(row for row in rows if row is not None))
@@ -304,7 +365,9 @@ class Siblings:
     members: list[Adaptation] = dataclasses.field(default_factory=list)
     held: tuple[Tensor, tuple[int, bool], Shared, Tensor, set[int]] | None = None
 
-    def shared(self, given: Tensor, x: Tensor, member: Adaptation) -> tuple[Tensor, Shared, int] | None:
+    def shared(
+        self, given: Tensor, x: Tensor, member: Adaptation
+    ) -> tuple[Tensor, Shared, int] | None:
         """Return x [..., in] for this member, the shared values, and the member's index. None if
         the members cannot share.
 

@@ -44,13 +44,15 @@ Seen = list[tuple[str, Tensor, int]]  # (name, argument of any shape, version), 
 
 
 def refuse_written(seen: Seen) -> None:
-    """Raise BackwardError if one of the arguments, such as the batch, was written to since forward."""
+    """Raise BackwardError if one of the arguments, such as the batch, was written to since
+    forward."""
     for name, tensor, version in seen:
         if tensor._version != version:
             raise BackwardError(
-                f"{name} [{', '.join(map(str, tensor.shape))}], an argument of a streamed layer, was changed in place "
-                "between forward and backward, so recomputing the layer would give the gradient of another batch. Call "
-                "backward before, or work on a copy (tensor.clone())."
+                f"{name} [{', '.join(map(str, tensor.shape))}], an argument of a streamed layer, "
+                "was changed in place between forward and backward, so recomputing the layer would "
+                "give the gradient of another batch. Call backward before, or work on a copy "
+                "(tensor.clone())."
             )
 
 
@@ -80,14 +82,21 @@ class Arguments:
         self.forks: Forks = ()  # for a tree of rows in a layer with states
         self.tells = False
         self.named = _bind(forward, layer, args, kwargs)
-        first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))  # recurrent_gemma: activations
+        first = (
+            "hidden_states" if "hidden_states" in self.named else next(iter(self.named))
+        )  # recurrent_gemma: activations
         given: Tensor = self.named.pop(first)
         if not isinstance(given, Tensor):
             raise UnsupportedModelError(
-                f"The forward of {type(layer).__name__} takes hidden states as *{first}, without a name. Give it the "
-                "original's signature (functools.wraps), or replace `forward` on the layer itself."
+                f"The forward of {type(layer).__name__} takes hidden states as *{first}, without a "
+                "name. Give it the original's signature (functools.wraps), or replace `forward` on "
+                "the layer itself."
             )
-        self.token_shape = given.shape[-1:] if given.dim() < 4 else _token_shape(given, self.named.get("position_ids"))
+        self.token_shape = (
+            given.shape[-1:]
+            if given.dim() < 4
+            else _token_shape(given, self.named.get("position_ids"))
+        )
         self.folds = len(self.token_shape) > 1  # M residual streams are folded into h: M * h
         self.hidden_states = given.flatten(-2) if self.folds else given  # [..., B, T, h]
         self.length = self.hidden_states.shape[-2]
@@ -115,7 +124,10 @@ class Arguments:
                 kinds.append((name, (tensor.dim(), tensor.dtype)))
             elif value is not None:
                 kinds.append((name, value if isinstance(value, bool) else type(value)))
-        kinds += [(first, (given.dim(), len(self.token_shape))), ("a graph", torch.is_grad_enabled())]
+        kinds += [
+            (first, (given.dim(), len(self.token_shape))),
+            ("a graph", torch.is_grad_enabled()),
+        ]
         self.kind = frozenset((*kinds, ("packed rows", packed_rows is not None), ("state", state)))
         self._parts: dict[Chunk, dict[str, Any]] = {}  # shared by all passes over a chunk
         self._documents: Documents | None = None
@@ -130,10 +142,13 @@ class Arguments:
 
     def renamed(self, state: tuple[Any, ...]) -> None:
         """Replace the layer's state in the kind of call."""
-        self.kind = frozenset({*(pair for pair in self.kind if pair[0] != "state"), ("state", state)})
+        self.kind = frozenset(
+            {*(pair for pair in self.kind if pair[0] != "state"), ("state", state)}
+        )
 
     def as_given(self, hidden_states: Tensor) -> Tensor:
-        """Reshape [..., T, h] to [..., T, *token_shape], the shape of the layer's input and output."""
+        """Reshape [..., T, h] to [..., T, *token_shape], the shape of the layer's input and
+        output."""
         return hidden_states.unflatten(-1, self.token_shape) if self.folds else hidden_states
 
     @property
@@ -167,7 +182,9 @@ class Arguments:
             wanted: True for each argument that requires a gradient.
         """
         return [
-            (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim)).detach().requires_grad_(needs)
+            (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim))
+            .detach()
+            .requires_grad_(needs)
             for d, needs in zip(self.differentiable, wanted, strict=True)
         ]
 
@@ -175,7 +192,12 @@ class Arguments:
         if isinstance(tensor, Slot):
             return leaves[tensor.number]
         dim = -2 if name == PICKED else TOKEN_DIMS.get(name)
-        if dim is None and name.endswith("mask") and tensor.dim() == 2 and tensor.shape[-1] == self.length:
+        if (
+            dim is None
+            and name.endswith("mask")
+            and tensor.dim() == 2
+            and tensor.shape[-1] == self.length
+        ):
             dim = -1  # padding [B, T]
         if dim is None:
             return tensor
@@ -197,7 +219,11 @@ class Arguments:
             StreamBPError: an argument's length differs from the sequence's.
         """
         if leaves is None:
-            leaves = self.leaves(chunk, [False] * len(self.differentiable)) if self.differentiable else []
+            leaves = (
+                self.leaves(chunk, [False] * len(self.differentiable))
+                if self.differentiable
+                else []
+            )
         named = self._parts.get(chunk)
         if named is None:
             named = self._parts[chunk] = {}
@@ -205,22 +231,30 @@ class Arguments:
                 if isinstance(value, Tensor):
                     named[name] = self._part(chunk, leaves, name, value)
                 elif type(value) is tuple and set(map(type, value)) == {Tensor}:
-                    named[name] = tuple(map(functools.partial(self._part, chunk, leaves, name), value))
+                    named[name] = tuple(
+                        map(functools.partial(self._part, chunk, leaves, name), value)
+                    )
                 elif isinstance(value, tuple):
                     if _is_constant(value):
-                        named[name] = rebuilt(value, functools.partial(self._part, chunk, leaves, name))
+                        named[name] = rebuilt(
+                            value, functools.partial(self._part, chunk, leaves, name)
+                        )
                 elif not isinstance(value, Slot | list | Mapping):
                     named[name] = value
         named = dict(named)
         if len(named) < len(self.named):
             for name in self.named.keys() - named.keys():
-                named[name] = rebuilt(self.named[name], functools.partial(self._part, chunk, leaves, name))
+                named[name] = rebuilt(
+                    self.named[name], functools.partial(self._part, chunk, leaves, name)
+                )
         if self.position_cache:
             named[self.position_cache] = ChunkCache(chunk.start)
         return named
 
     @contextlib.contextmanager
-    def replaced(self, changes: dict[str, Any], packed_rows: PackedRows | None = None) -> Iterator[None]:
+    def replaced(
+        self, changes: dict[str, Any], packed_rows: PackedRows | None = None
+    ) -> Iterator[None]:
         """Context manager in which the call has other arguments and other documents.
 
         Args:
@@ -239,7 +273,8 @@ class Arguments:
         dim = TOKEN_DIMS.get(name)
         if dim is not None and tensor.shape[dim] != self.length:
             raise StreamBPError(
-                f"{name} has {tensor.shape[dim]} positions, the sequence has {self.length}. They must be the same."
+                f"{name} has {tensor.shape[dim]} positions, the sequence has {self.length}. They "
+                "must be the same."
             )
 
 
@@ -277,7 +312,9 @@ def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | No
     without one.
     """
     signature = inspect.signature(forward)
-    rest = (p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    rest = (
+        p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD
+    )
     return signature, next(rest, None)
 
 

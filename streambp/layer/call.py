@@ -88,12 +88,16 @@ class LayerCall:
         batch_size, length = self.hidden_states.shape[-3:-1]
         self.rows = batch_size
         if length == 0:
-            raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
+            raise StreamBPError(
+                "The sequence has no tokens (T = 0). Pass at least one token per row."
+            )
         self.plan = plan_of(site, batch_size, length, self.device)
         self.configs = site.of(site.kind.attention.configs)
         self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         collector = output_capturing._active_collector.get() or ()
-        self.recorded = tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
+        self.recorded = tuple(
+            key for key in collector if key != "hidden_states" and not key.startswith("_")
+        )
         self.collected: Collected = {}
         self.indexers = site.of(indexers_of)
         self.runs_compiled = bool(site.of(compiled_inside))
@@ -106,7 +110,9 @@ class LayerCall:
         self.wanted: tuple[bool, list[bool]]
         self.send_gradients: Leave | None = None
         self.witness: Witness | None = None  # set if a backward follows. [Note: witness]
-        self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # arguments and cached key
+        self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = (
+            None  # arguments and cached key
+        )
         self.why_longer = ""
         self.carried = self._carry()
         self._move_ends(arguments, site.kind.states.least)
@@ -132,7 +138,9 @@ class LayerCall:
         if barriers:
             self._cut(move_ends(self.plan, barriers), LONG_MASK)
         if self.packing.barriers:
-            self._cut(self.plan.avoiding(merged((*barriers, *self.packing.barriers))), LONG_DOCUMENTS)
+            self._cut(
+                self.plan.avoiding(merged((*barriers, *self.packing.barriers))), LONG_DOCUMENTS
+            )
         if arguments.forks:
             self._cut(self.plan.forked(arguments.forks, least), LONG_FORKS)
         elif least > 1:
@@ -148,7 +156,11 @@ class LayerCall:
     def _carry(self) -> Carried:
         attention = self.site.kind.attention
         layout = attention.layout(self.arguments.named, self.hidden_states)
-        return Carried(layout, Prefix(layout.spans, self.plan.length, self.site.config.attention), attention.in_tiles)
+        return Carried(
+            layout,
+            Prefix(layout.spans, self.plan.length, self.site.config.attention),
+            attention.in_tiles,
+        )
 
     def _keep(self) -> Kept:
         return Kept(self.site, self.plan, self.carried, self.device, self.autocast)
@@ -161,7 +173,9 @@ class LayerCall:
         assert not isinstance(saved, InMemory)  # offloaded keys are in a host store
         if self.carried.in_tiles:
             scratch = functools.partial(offloader.scratch, self.device)
-            self.carried.prefix.memory = PrefixMemory(self.plan, offloader.prefix_memory, scratch, saved)
+            self.carried.prefix.memory = PrefixMemory(
+                self.plan, offloader.prefix_memory, scratch, saved
+            )
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
         """Return one test chunk of at most `tokens` tokens. Layers with states get a second chunk
@@ -170,7 +184,8 @@ class LayerCall:
         length = self.arguments.length
         if not self.site.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
-        # The test chunk is no copy of the first chunk, which may be one token and then has no usable states.
+        # The test chunk is no copy of the first chunk, which may be one token and then has no
+        # usable states.
         first = min(tokens, self.plan.longest)
         stop = min(2 * first, length)
         pieces = (Chunk(0, 0, first), Chunk(1, first, stop))
@@ -186,7 +201,10 @@ class LayerCall:
         asked = linears, needs_input, self.arguments.kind
         if self._situation is None or any(map(operator.is_not, asked, self._situation[0])):
             stops = [chunk.stop for chunk in self.first_chunks(TRIED)]
-            self._situation = asked, (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops)
+            self._situation = (
+                asked,
+                (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops),
+            )
         return self._situation[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
@@ -251,14 +269,19 @@ class LayerCall:
         hidden_states, *rest = result if self.returns_tuple else (result,)
         if isinstance(hidden_states, Tensor) and self.arguments.folds:
             hidden_states = hidden_states.flatten(-2)
-        if self.site.kind.attention.returns_weights and any(x is not None and x.is_floating_point() for x in rest):
+        if self.site.kind.attention.returns_weights and any(
+            x is not None and x.is_floating_point() for x in rest
+        ):
             rest = [None] * len(rest)
         found = {index: part for index, part in enumerate(rest) if part is not None}
         whole = isinstance(hidden_states, Tensor) and hidden_states.shape[-3:-1]
-        if not whole or not all(isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()):
+        if not whole or not all(
+            isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()
+        ):
             raise UnsupportedModelError(
-                f"{type(self.layer).__name__} returns more than its hidden states and tensors [B, T, ...] beside them, "
-                "which streambp does not support. Use gradient checkpointing for this model."
+                f"{type(self.layer).__name__} returns more than its hidden states and tensors [B, "
+                "T, ...] beside them, which streambp does not support. Use gradient checkpointing "
+                "for this model."
             )
         self.width = len(rest)
         return hidden_states, found
@@ -297,11 +320,14 @@ class LayerCall:
         picks = self.kept.picks() if again and self.site.kind.attention.picks_keys else None
         overwritten = self.site.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
-            states = None if states is None else {key: state.clone() for key, state in states.items()}
+            states = (
+                None if states is None else {key: state.clone() for key, state in states.items()}
+            )
             if prefix is not None or stage is not Stage.FORWARD:
                 hidden_chunk = hidden_chunk.clone()
         if prefix is None and self.runs_compiled:
-            # A chunk is a view with an offset and the sequence's stride, for which torch would recompile.
+            # A chunk is a view with an offset and the sequence's stride, for which torch would
+            # recompile.
             hidden_chunk = hidden_chunk.clone(memory_format=torch.contiguous_format)
         prefix = prefix or self.carried.prefix
         prefix.overwritten |= overwritten.attended
@@ -333,7 +359,11 @@ class LayerCall:
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
         picked = picking(self.indexers, point) if kind.attention.picks_keys else NOTHING
-        choosing = NOTHING if self.site.choices is None else self.site.choices.at(chunk, hidden_chunk.shape[-3])
+        choosing = (
+            NOTHING
+            if self.site.choices is None
+            else self.site.choices.at(chunk, hidden_chunk.shape[-3])
+        )
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
         for tensors in self.collected.values():  # a chunk that raised must not keep its graph alive
@@ -349,7 +379,10 @@ class LayerCall:
         hidden_states, returned = self.unwrap(result)
         if returned or before or self.collected:
             output = collect(
-                hidden_states, returned, self.collected, {name: (before[name], named[name]) for name in before}
+                hidden_states,
+                returned,
+                self.collected,
+                {name: (before[name], named[name]) for name in before},
             )
         else:
             output = ChunkOutput(hidden_states, {})
@@ -372,4 +405,6 @@ def switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module
     """Return the parts to disable while the layer streams: the hook tables that hold engine hooks,
     and the modules with a `gradient_checkpointing` flag.
     """
-    return engine_hooks(layer), [module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__]
+    return engine_hooks(layer), [
+        module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__
+    ]

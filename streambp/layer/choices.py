@@ -64,7 +64,9 @@ class Choices(TorchFunctionMode):
         """
         found = Choices()
         for call, made in self._made.items():
-            scores, chosen = (change(torch.cat([of_chunk[index] for of_chunk in made], 1)) for index in (1, 2))
+            scores, chosen = (
+                change(torch.cat([of_chunk[index] for of_chunk in made], 1)) for index in (1, 2)
+            )
             found._made[call] = [(scores.shape[1], scores, chosen)]
         return found
 
@@ -74,22 +76,40 @@ class Choices(TorchFunctionMode):
 
     def typical(self) -> float:
         """Return the relative distance of all tokens together; 0 if no choice was replayed."""
-        return float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5 if self.far else 0.0
+        return (
+            float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5
+            if self.far
+            else 0.0
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name not in CHOOSING or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        if (
+            name not in CHOOSING
+            or not args
+            or not isinstance(args[0], Tensor)
+            or not args[0].is_floating_point()
+        ):
             return result
         scores: Tensor = args[0]
         chosen: Tensor = result if isinstance(result, Tensor) else result[1]
         dim = args[CHOOSING[name]] if len(args) > CHOOSING[name] else (kwargs or {}).get("dim", -1)
         flat = scores.shape[:1] == (math.prod(self._tokens),) and scores.shape[:2] != self._tokens
-        one_each = chosen.shape[: scores.dim() - 1] == scores.shape[:-1] and (flat or scores.shape[:2] == self._tokens)
-        if chosen.is_floating_point() or dim not in (-1, scores.dim() - 1) or not one_each or scores.shape[-1] == 1:
+        one_each = chosen.shape[: scores.dim() - 1] == scores.shape[:-1] and (
+            flat or scores.shape[:2] == self._tokens
+        )
+        if (
+            chosen.is_floating_point()
+            or dim not in (-1, scores.dim() - 1)
+            or not one_each
+            or scores.shape[-1] == 1
+        ):
             return result
         # [B, C, ...] each
-        now, chosen_now = (x.detach().unflatten(0, self._tokens) if flat else x.detach() for x in (scores, chosen))
+        now, chosen_now = (
+            x.detach().unflatten(0, self._tokens) if flat else x.detach() for x in (scores, chosen)
+        )
         kind = name, now.dim(), now.shape[-1]
         call = *kind, self._calls[kind]
         made = self._made.get(call, [])
@@ -100,7 +120,9 @@ class Choices(TorchFunctionMode):
         if not made:  # the first chunk has fewer choices: it starts without a state
             return result
         here = slice(self._chunk.start, self._chunk.stop)
-        then, chosen_then = (torch.cat([of_chunk[index] for of_chunk in made], 1)[:, here] for index in (1, 2))
+        then, chosen_then = (
+            torch.cat([of_chunk[index] for of_chunk in made], 1)[:, here] for index in (1, 2)
+        )
         if then.shape != now.shape or chosen_then.shape != chosen_now.shape:
             return result
         self._note(then, now, chosen_then, chosen_now, name == "topk")
@@ -111,9 +133,14 @@ class Choices(TorchFunctionMode):
             return type(result)((scores.gather(-1, handed), handed))
         return type(result)((scores.gather(-1, handed[..., None]).squeeze(-1), handed))
 
-    def _note(self, then: Tensor, now: Tensor, chosen_then: Tensor, chosen_now: Tensor, in_any_order: bool) -> None:
+    def _note(
+        self, then: Tensor, now: Tensor, chosen_then: Tensor, chosen_now: Tensor, in_any_order: bool
+    ) -> None:
         """Store how scores [B, C, ..., n] and choices [B, C, ...] differ from the first run's."""
-        finite, eps = then.isfinite() & now.isfinite(), torch.finfo(now.dtype).eps  # a mask's -inf may be among them
+        finite, eps = (
+            then.isfinite() & now.isfinite(),
+            torch.finfo(now.dtype).eps,
+        )  # a mask's -inf may be among them
         then, now = (torch.where(finite, x, 0.0).double().flatten(2) for x in (then, now))
         spread = (then - then.mean(-1, keepdim=True)).square().sum(-1).mean()
         rounding = (16 * eps) ** 2 * then.square().sum(-1).mean()  # scores may be nearly all alike

@@ -98,7 +98,10 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
         flow.called |= {name}
         flow.add(output, frozenset({name}))
 
-    handles = [module.register_forward_hook(functools.partial(label, name)) for name, module in linears.items()]
+    handles = [
+        module.register_forward_hook(functools.partial(label, name))
+        for name, module in linears.items()
+    ]
     try:
         with flow, torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             results = run()

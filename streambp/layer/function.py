@@ -79,8 +79,11 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
                 states = carried.start(call.plan, chunk)
                 if keep:
                     kept.keep_states(chunk, states)
-            # The layer's own forward; its attention appends K and V to the prefix and reads all before them.
-            compute = functools.partial(_forward_chunk, call, whole, hidden_chunk, chunk, states, original)
+            # The layer's own forward; its attention appends K and V to the prefix and reads all
+            # before them.
+            compute = functools.partial(
+                _forward_chunk, call, whole, hidden_chunk, chunk, states, original
+            )
             output, attended = call.attempt(compute) if keep else compute(False)
             # Start states for the next chunk, and tensors for backward.
             if carries and output.states and chunk.index in call.plan.behind:
@@ -88,7 +91,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             if keep:
                 kept.keep(chunk, original, attended)
             del output, attended
-    # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and values.
+    # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and
+    # values.
     if kept.graph is None:  # a kept graph is computed as in backward, which records no kernels
         site.attended = carried.prefix.used
     if keep:
@@ -103,7 +107,13 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
 
 
 def _forward_chunk(
-    call: LayerCall, whole: Whole, hidden_chunk: Tensor, chunk: Chunk, states: States, original: Tensor, again: bool
+    call: LayerCall,
+    whole: Whole,
+    hidden_chunk: Tensor,
+    chunk: Chunk,
+    states: States,
+    original: Tensor,
+    again: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
     """Return a chunk's output and attention results, without a graph, and capture the tensors to
     save.
@@ -121,7 +131,9 @@ def _forward_chunk(
         if witness is not None:
             witness.see_output(original, graph.output.hidden_states)
         extras = {place: part.detach() for place, part in graph.output.extras.items()}
-        return put(whole, ChunkOutput(graph.output.hidden_states.detach(), extras), chunk, call.plan.length), []
+        return put(
+            whole, ChunkOutput(graph.output.hidden_states.detach(), extras), chunk, call.plan.length
+        ), []
     with kept.capturing(see=see) if kept.products else NOTHING:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
@@ -148,7 +160,12 @@ class StreamedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, strategy: Strategy, call: LayerCall, parameters: Parameters, hidden_states: Tensor, *rest: Tensor
+        ctx: Any,
+        strategy: Strategy,
+        call: LayerCall,
+        parameters: Parameters,
+        hidden_states: Tensor,
+        *rest: Tensor,
     ) -> Any:
         """Return hidden_states [..., B, T, h] of the layer, then the extra outputs. Tensors for
         backward are saved in `call.kept`.
@@ -181,7 +198,9 @@ class StreamedLayer(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden_states [..., B, T, h], the differentiable arguments and
         the parameters, in their own dtypes.
 
@@ -201,26 +220,43 @@ class StreamedLayer(torch.autograd.Function):
             call, parameters = begin_backward(ctx)
             if call.site.backward_begins is not None:
                 call.site.backward_begins(call.device)
-            # Incoming gradients and accumulators; dx may be written into the incoming gradient's buffer.
-            work = BackwardPass(call, len(parameters.groups), grad, dict(zip(call.extras, extra_grads, strict=True)))
+            # Incoming gradients and accumulators; dx may be written into the incoming gradient's
+            # buffer.
+            work = BackwardPass(
+                call, len(parameters.groups), grad, dict(zip(call.extras, extra_grads, strict=True))
+            )
             if work.needs_input and not work.sums.alone:
-                if grad is not None and counts is not None and may_overwrite(grad, counts, call.hidden_states):
+                if (
+                    grad is not None
+                    and counts is not None
+                    and may_overwrite(grad, counts, call.hidden_states)
+                ):
                     work.hidden_states = grad
                 else:
                     buffer = call.attempt(
                         lambda _: torch.empty_like(
-                            call.hidden_states, device=call.device, memory_format=torch.contiguous_format
+                            call.hidden_states,
+                            device=call.device,
+                            memory_format=torch.contiguous_format,
                         )
                     )
                     work.hidden_states = mark(buffer)
             call.hidden_states = None  # type: ignore[assignment]
-            # Recompute and differentiate the layer with shadows in its parameters' slots. `recomputing`
-            # exits after the parameters are back, because it takes a snapshot of the layer.
+            # Recompute and differentiate the layer with shadows in its parameters' slots.
+            # `recomputing` exits after the parameters are back, because it takes a snapshot of the
+            # layer.
             here = call.site.weights_here("backward", call.device)
-            with call.autocast.off(), call.streaming(), recomputing(call), here, parameters.shadowed() as work.shadows:
+            with (
+                call.autocast.off(),
+                call.streaming(),
+                recomputing(call),
+                here,
+                parameters.shadowed() as work.shadows,
+            ):
                 work.sums.places = {id(shadow): index for index, shadow in enumerate(work.shadows)}
                 ctx.strategy.backward(call, work)
-            # The comparison's results are read from the device once, at the end of the full backward.
+            # The comparison's results are read from the device once, at the end of the full
+            # backward.
             if call.witness is not None:
                 call.witness.end()
             call.carried.prefix.drop_buffers()
@@ -236,7 +272,10 @@ class StreamedLayer(torch.autograd.Function):
         finally:
             use.__exit__()
         pairs = zip(found, values, strict=True)
-        gradients = [zeros_for_engines(parameter) if gradient is None else gradient for gradient, parameter in pairs]
+        gradients = [
+            zeros_for_engines(parameter) if gradient is None else gradient
+            for gradient, parameter in pairs
+        ]
         return None, None, None, work.hidden_states, *work.of_arguments(), *gradients
 
 
@@ -289,7 +328,9 @@ def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
         call.compute(call.kept.brought["x"], chunk, Stage.REFILL, states=states)
 
 
-def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool) -> None:
+def _chunk_backward(
+    call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool
+) -> None:
     """Recompute one chunk with a graph, differentiate it and accumulate. [Note: once for each
     chunk]
 
@@ -313,7 +354,13 @@ def _chunk_backward(call: LayerCall, chunk: Chunk, work: BackwardPass, through_s
 
 
 def _differentiated(
-    call: LayerCall, chunk: Chunk, work: BackwardPass, x: Tensor, states: States, of_states: States, again: bool
+    call: LayerCall,
+    chunk: Chunk,
+    work: BackwardPass,
+    x: Tensor,
+    states: States,
+    of_states: States,
+    again: bool,
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
     """Return the gradients of one chunk: of x and the differentiable arguments, of the start
     states, and of the parameters.
@@ -329,7 +376,8 @@ def _differentiated(
         call.carried.prefix.begin_backward(again)
     graph, call.kept.graph = call.kept.graph, None
     if graph is None or any(
-        one is not other and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters again
+        one is not other
+        and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters again
         for one, other in zip(graph.shadows, work.shadows, strict=True)
     ):
         kept, see = call.kept, call.seeing(chunk, again=True)
@@ -338,7 +386,9 @@ def _differentiated(
             kept.knowing(sums=work.sums, see=see) if kept.products else NOTHING,
             counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
         ):
-            graph = computed_with_graph(call, x, chunk, (work.needs_input, work.wanted), work.shadows, states)
+            graph = computed_with_graph(
+                call, x, chunk, (work.needs_input, work.wanted), work.shadows, states
+            )
         if call.witness is not None:
             call.witness.see_output(x, graph.output.hidden_states)
     last, origin, output = chunk.stop == call.plan.length, graph.origin, graph.output
@@ -352,7 +402,9 @@ def _differentiated(
     wanted = [*targets, *starts.values(), *graph.shadows]
     if last:
         refuse_other_leaves(call.layer, outputs, wanted)
-    found: list[Tensor | None] = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
+    found: list[Tensor | None] = list(
+        torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+    )
     del outputs, upstream, output, graph
     held = weakref.ref(origin)
     del origin
@@ -360,4 +412,8 @@ def _differentiated(
         refuse_kept(call, held)
     first, second = len(targets), len(targets) + len(starts)
     through = zip(starts, found[first:second], strict=True)
-    return found[:first], {key: grad for key, grad in through if grad is not None} if starts else {}, found[second:]
+    return (
+        found[:first],
+        {key: grad for key, grad in through if grad is not None} if starts else {},
+        found[second:],
+    )

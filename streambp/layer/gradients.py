@@ -45,15 +45,23 @@ class BackwardPass:
     """
 
     def __init__(
-        self, call: LayerCall, parameters: int, of_output: Tensor | None, of_extras: dict[Place, Tensor | None]
+        self,
+        call: LayerCall,
+        parameters: int,
+        of_output: Tensor | None,
+        of_extras: dict[Place, Tensor | None],
     ) -> None:
         self.of_output, self.of_extras = of_output, of_extras
         self.needs_input, self.wanted = call.wanted
         self.hidden_states: Tensor | None = None
         self.sums = GradientSum(parameters, call.gradients_of_a_parameter)
         self.shadows: list[Tensor] = []
-        self._arguments = [d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs]
-        self._buffers = [None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments]
+        self._arguments = [
+            d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs
+        ]
+        self._buffers = [
+            None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments
+        ]
         self._argument_sums = GradientSum(len(self._arguments), call.gradients_of_a_parameter)
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
@@ -103,7 +111,12 @@ class BackwardPass:
         if not self._arguments:
             return [None] * len(self.wanted)
         sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
-        found = iter([total if buffer is None else buffer for buffer, total in zip(self._buffers, sums, strict=True)])
+        found = iter(
+            [
+                total if buffer is None else buffer
+                for buffer, total in zip(self._buffers, sums, strict=True)
+            ]
+        )
         return [next(found) if needs else None for needs in self.wanted]
 
 
@@ -119,7 +132,9 @@ def reference_counts(gradient: Tensor) -> Counts:
         gradient: [..., B, T, h] in a layer's backward.
     """
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    tensor = getattr(gradient, USE_COUNT, lambda: UNKNOWN)()  # without this attribute no buffer is reused
+    tensor = getattr(
+        gradient, USE_COUNT, lambda: UNKNOWN
+    )()  # without this attribute no buffer is reused
     return tensor, sys.getrefcount(gradient), storage
 
 

@@ -76,9 +76,10 @@ class Started(torch.autograd.Function):
         """
         if not ctx.origin.trying:
             raise BackwardError(
-                "This loss uses a tensor that a hook inside a streamed layer kept when streambp tried the layer on random "
-                "tokens, at its first call. Empty what your hooks collect after a first forward, or keep the last entry "
-                "alone: from now on the layer runs whole, and its hooks see the sequence once."
+                "This loss uses a tensor that a hook inside a streamed layer kept when streambp "
+                "tried the layer on random tokens, at its first call. Empty what your hooks "
+                "collect after a first forward, or keep the last entry alone: from now on the "
+                "layer runs whole, and its hooks see the sequence once."
             )
         return grad, None, None
 
@@ -130,7 +131,12 @@ def can_keep_graph(call: LayerCall) -> bool:
 
 
 def computed_with_graph(
-    call: LayerCall, x: Tensor, chunk: Chunk, wanted: tuple[bool, list[bool]], shadows: list[Tensor], states: States
+    call: LayerCall,
+    x: Tensor,
+    chunk: Chunk,
+    wanted: tuple[bool, list[bool]],
+    shadows: list[Tensor],
+    states: States,
 ) -> Graph:
     """Run the layer's own forward on x [..., B, C, h] with a graph.
 
@@ -143,7 +149,11 @@ def computed_with_graph(
     leaves = call.arguments.leaves(chunk, arguments)
     origin = Origin()
     with torch.enable_grad():
-        given = Started.apply(hidden_chunk, origin, False) if chunk.stop == call.plan.length else hidden_chunk
+        given = (
+            Started.apply(hidden_chunk, origin, False)
+            if chunk.stop == call.plan.length
+            else hidden_chunk
+        )
         output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
     assert output is not None
     return Graph(output, origin, hidden_chunk, leaves, shadows)
@@ -162,7 +172,9 @@ def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iter
         yield
         return
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
-    frozen = [weight for weight in call.layer.parameters() if not weight.requires_grad]  # without shadows
+    frozen = [
+        weight for weight in call.layer.parameters() if not weight.requires_grad
+    ]  # without shadows
     there = {tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)}
     sizes: dict[int, int] = {}
 
@@ -178,7 +190,9 @@ def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iter
     watch.graph += sum(sizes.values())
 
 
-def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> None:
+def refuse_other_leaves(
+    layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]
+) -> None:
     """Search the graph of a chunk's outputs for leaves that are not differentiated. A typical layer
     takes 0.2 ms.
 
@@ -192,8 +206,9 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
     leaf = leaf_besides(outputs, differentiated)
     if leaf is not None:
         otherwise = (
-            ", so that streaming would lose that gradient. Register it as a parameter of the layer, or set requires_grad "
-            "to False, or run the model unpatched (streambp.unpatch(model)) with gradient checkpointing."
+            ", so that streaming would lose that gradient. Register it as a parameter of the "
+            "layer, or set requires_grad to False, or run the model unpatched "
+            "(streambp.unpatch(model)) with gradient checkpointing."
         )
         told = "" if getattr(leaf, FLAT_PARAMETER, False) else otherwise
         raise UnsupportedModelError(f"{type(layer).__name__} {depends(leaf)}{told}")
@@ -201,7 +216,9 @@ def refuse_other_leaves(layer: nn.Module, outputs: Iterable[Tensor], differentia
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
     """Return all autograd nodes that computed these tensors [...], each node once."""
-    found: list[Any] = list(dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None))
+    found: list[Any] = list(
+        dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
+    )
     seen: set[Any] = {None, *found}
     for node in found:  # the list grows during the loop
         for before, _ in node.next_functions:
@@ -228,12 +245,13 @@ def depends(leaf: Tensor) -> str:
     FSDP1's flat parameter the text includes the remedy.
     """
     flat = (
-        ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in accelerate's config), "
-        "DeepSpeed ZeRO or DDP."
+        ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in "
+        "accelerate's config), DeepSpeed ZeRO or DDP."
     )
     return (
-        f"depends on a tensor of shape {tuple(leaf.shape)} that wants a gradient and is neither one of its parameters nor "
-        f"one of its arguments{flat if getattr(leaf, FLAT_PARAMETER, False) else ''}"
+        f"depends on a tensor of shape {tuple(leaf.shape)} that wants a gradient and is neither "
+        "one of its parameters nor one of its "
+        f"arguments{flat if getattr(leaf, FLAT_PARAMETER, False) else ''}"
     )
 
 
@@ -248,12 +266,15 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
     if origin() is None or call.site.fingerprint.in_cycles:
         return
     if not is_kept(origin):
-        call.site.fingerprint.in_cycles = True  # a cycle of torch's own; collecting it in each step would be slow
+        call.site.fingerprint.in_cycles = (
+            True  # a cycle of torch's own; collecting it in each step would be slow
+        )
         return
     call.arguments.renamed(call.look.kind)  # forward may have excluded values from comparison
     call.site.found(call.arguments.kind).judge(KEEPS)
     raise BackwardError(
-        f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and did not when it was "
-        "tried (does it collect for another loss from a later step on?). This step's loss has no gradient through them. "
-        "Empty what was kept, set gradients to zero and repeat the step: from now on the layer runs whole, which is exact."
+        f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and "
+        "did not when it was tried (does it collect for another loss from a later step on?). This "
+        "step's loss has no gradient through them. Empty what was kept, set gradients to zero and "
+        "repeat the step: from now on the layer runs whole, which is exact."
     )

@@ -53,7 +53,9 @@ def with_memory(
     return compute(True)
 
 
-AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)  # for calls without a retry
+AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller(
+    "__call__", False
+)  # for calls without a retry
 
 
 def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
@@ -67,8 +69,9 @@ def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceM
         site.chooser.failed()
     details = str(error).splitlines()[0] if str(error) else "torch gave no details"
     return DeviceMemoryError(
-        f"The device ran out of memory in {type(site.layer).__name__} on {plan.length} positions a row in chunks of "
-        f"{plan.longest}. {next_lever(site.config, plan)} `streambp plan` computes what fits. ({details})"
+        f"The device ran out of memory in {type(site.layer).__name__} on {plan.length} positions a "
+        f"row in chunks of {plan.longest}. {next_lever(site.config, plan)} `streambp plan` "
+        f"computes what fits. ({details})"
     )
 
 
@@ -82,10 +85,13 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
     if not config.head:
         return "Set head=True in StreamConfig: it computes the loss without logits."
     if config.gpu_memory is None:
-        return "Set gpu_memory='1GiB' in StreamConfig: keys, values and their gradients beyond it wait in host memory."
+        return (
+            "Set gpu_memory='1GiB' in StreamConfig: keys, values and their gradients beyond it "
+            "wait in host memory."
+        )
     return (
-        "No setting of streambp's is left: divide weights and gradients over GPUs (ZeRO-3, FSDP2), train adapters, keep "
-        "the optimizer's state on the host, or shorten the sequence."
+        "No setting of streambp's is left: divide weights and gradients over GPUs (ZeRO-3, FSDP2), "
+        "train adapters, keep the optimizer's state on the host, or shorten the sequence."
     )
 
 
@@ -103,10 +109,14 @@ def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) ->
     else:
         where = f"of {tokens:,} tokens that ran as the unpatched model would"
         lever = (
-            f"Micro-batches of more than {tokens // 2:,} tokens stream from now on, which takes less. Set "
-            "unpatched_runs=False in StreamConfig: then all stream, and repeat what runs out of memory."
+            f"Micro-batches of more than {tokens // 2:,} tokens stream from now on, which takes "
+            "less. Set unpatched_runs=False in StreamConfig: then all stream, and repeat what runs "
+            "out of memory."
         )
-    return f"The device ran out of memory in a backward {where}. {lever} `streambp plan` computes what fits."
+    return (
+        f"The device ran out of memory in a backward {where}. {lever} `streambp plan` computes "
+        "what fits."
+    )
 
 
 @contextlib.contextmanager
@@ -127,12 +137,15 @@ def explaining(where: str) -> Iterator[None]:
             raise
         details = str(error).splitlines()[0] if str(error) else "torch gave no details"
         raise DeviceMemoryError(
-            f"The device ran out of memory {where}. Set offload='cpu' in StreamConfig, or a smaller chunk_size, or shorten "
-            f"the batch. `streambp plan` computes what fits. ({details})"
+            f"The device ran out of memory {where}. Set offload='cpu' in StreamConfig, or a "
+            "smaller chunk_size, or shorten the batch. `streambp plan` computes what fits. "
+            f"({details})"
         ) from error
 
 
-def once_more(device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str) -> T:
+def once_more(
+    device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str
+) -> T:
     """Return the result of `compute`, outside of layers. It runs once more if memory was short and
     layers had saves to free.
 

@@ -69,7 +69,10 @@ class ChunkOutput:
 
 
 def collect(
-    hidden_states: Tensor, returned: dict[int, Tensor], recorded: Collected, mappings: dict[str, tuple[Any, Any]]
+    hidden_states: Tensor,
+    returned: dict[int, Tensor],
+    recorded: Collected,
+    mappings: dict[str, tuple[Any, Any]],
 ) -> ChunkOutput:
     """Return the output of a chunk.
 
@@ -82,17 +85,22 @@ def collect(
     Raises:
         UnsupportedModelError: a recorded tensor is neither [B * C, ...] nor [B, C, ...].
     """
-    extras = {Place(RETURNED, index): tensor for index, tensor in returned.items()} if returned else {}
+    extras = (
+        {Place(RETURNED, index): tensor for index, tensor in returned.items()} if returned else {}
+    )
     rows, tokens = hidden_states.shape[-3:-1]
     for name, tensors in recorded.items():
         for index, tensor in enumerate(tensors):
             flat = tensor.shape[0] == rows * tokens and tuple(tensor.shape[:2]) != (rows, tokens)
             if not flat and tuple(tensor.shape[:2]) != (rows, tokens):
                 raise UnsupportedModelError(
-                    f"{name} recorded inside a layer has shape {tuple(tensor.shape)}; expected was [{rows * tokens}, ...] "
-                    f"or [{rows}, {tokens}, ...]. Leave output_{name} out, or run this model unpatched."
+                    f"{name} recorded inside a layer has shape {tuple(tensor.shape)}; expected was "
+                    f"[{rows * tokens}, ...] or [{rows}, {tokens}, ...]. Leave output_{name} out, "
+                    "or run this model unpatched."
                 )
-            extras[Place(name, index, flat=flat)] = tensor.unflatten(0, (rows, tokens)) if flat else tensor
+            extras[Place(name, index, flat=flat)] = (
+                tensor.unflatten(0, (rows, tokens)) if flat else tensor
+            )
     for name, (before, after) in mappings.items():
         for key, parts in after.items():
             if key not in before or parts is not before[key]:  # new tuples of tensors [..., C, D]
@@ -100,7 +108,9 @@ def collect(
     return ChunkOutput(hidden_states, extras)
 
 
-Whole = dict[Place | None, Tensor]  # hidden states [..., T, h] and the extra outputs of the whole sequence
+Whole = dict[
+    Place | None, Tensor
+]  # hidden states [..., T, h] and the extra outputs of the whole sequence
 
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
@@ -117,8 +127,11 @@ def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOu
             shape[dim] = length
             whole[place] = part.new_empty(shape)
         if part.shape[-1] > whole[place].shape[-1] and not part.is_floating_point():
-            # Keys picked by each query. Early chunks have fewer keys and pick all; padding repeats key 0.
-            whole[place] = torch.nn.functional.pad(whole[place], (0, part.shape[-1] - whole[place].shape[-1]))
+            # Keys picked by each query. Early chunks have fewer keys and pick all; padding repeats
+            # key 0.
+            whole[place] = torch.nn.functional.pad(
+                whole[place], (0, part.shape[-1] - whole[place].shape[-1])
+            )
         chunk.part(whole[place], dim).copy_(part)
     return output
 

@@ -1,13 +1,15 @@
 """Who is computing with a patched model.
 
-[Note: owner of a step] While a streamed forward or a layer's backward runs, others stand in for the layer's weights, the
-model's settings and its output projection. A second thread that calls the model meanwhile would compute with them, and its
-own would get into the first one's gradients. So the model has an owner from the beginning of each forward and of each
-layer's backward to its end, and who comes between raises. The owner is
+[Note: owner of a step] While a streamed forward or a layer's backward runs, others stand in for the
+layer's weights, the model's settings and its output projection. A second thread that calls the
+model meanwhile would compute with them, and its own would get into the first one's gradients. So
+the model has an owner from the beginning of each forward and of each layer's backward to its end,
+and who comes between raises. The owner is
 
     its thread                   calls within calls, trials, checkpoints that compute again
     its backward                 autograd's own threads, one for each device, work at one backward together
-    the forward that it began in a backward that a forward runs within itself, in a thread of autograd's
+    the forward that it began in a backward that a forward runs within itself, in a thread of
+    autograd's
 
 Threads that take turns never meet: each forward may be another thread's, and so may its backward.
 """
@@ -76,11 +78,15 @@ class StepOwner:
                 use = Use(self, thread, task)
                 self.current = weakref.ref(use)
                 return use
-            if use.thread == thread or (task != -1 and use.task == task) or (began is not None and began() is use):
+            if (
+                use.thread == thread
+                or (task != -1 and use.task == task)
+                or (began is not None and began() is use)
+            ):
                 use.depth += 1
                 return use
         raise StreamBPError(
-            "Another thread is computing with this model; two at a time would put wrong numbers into each other's "
-            "gradients. Let threads take turns (a lock around each forward and each backward), or give each a copy of "
-            "its own (copy.deepcopy(model))."
+            "Another thread is computing with this model; two at a time would put wrong numbers "
+            "into each other's gradients. Let threads take turns (a lock around each forward and "
+            "each backward), or give each a copy of its own (copy.deepcopy(model))."
         )

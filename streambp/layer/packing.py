@@ -63,14 +63,20 @@ class Packing:
         assert self.arguments is not None
         rows = self.arguments.packed_rows
         if rows is not None and (cache is None or not self.arguments.tells):
-            named = {name: value for name, value in named.items() if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)}
+            named = {
+                name: value
+                for name, value in named.items()
+                if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)
+            }
             return named, in_segments(self._mixers, rows.segments(chunk), cache)
         if cache is None:
             return named, contextlib.nullcontext()
         documents = self.arguments.documents if self.told else None
         if documents is None:
             return named, starting_from(self._scans, cache)
-        return {**named, **documents.within(chunk)}, starting_from(self._scans, cache, (self._functions, documents, chunk))
+        return {**named, **documents.within(chunk)}, starting_from(
+            self._scans, cache, (self._functions, documents, chunk)
+        )
 
 
 ONE_DOCUMENT = Packing()

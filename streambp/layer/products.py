@@ -30,7 +30,9 @@ from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness, rows_of
 
 PARAMETERS = MODULE_TABLES[0]
-ADAPTED = "_streambp_adapted"  # attribute of an adapted module for its `Adaptation`. [Note: adapters]
+ADAPTED = (
+    "_streambp_adapted"  # attribute of an adapted module for its `Adaptation`. [Note: adapters]
+)
 Labels = frozenset[str]
 
 
@@ -79,7 +81,12 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
         adapted: names of Linears with adapters to include; modules inside them are left out.
     """
     inner = [module for module in layer.modules() if module is not layer]
-    if any(not drops_masks(hook) for m in inner for table in MODULE_HOOKS for hook in getattr(m, table).values()):
+    if any(
+        not drops_masks(hook)
+        for m in inner
+        for table in MODULE_HOOKS
+        for hook in getattr(m, table).values()
+    ):
         return {}
     apart = [*indexers_of(layer), *compiled_inside(layer)]
     inside = {id(module) for found in apart for module in found.modules()}
@@ -95,7 +102,11 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return computes_plainly(module) and "forward" not in module.__dict__ and type(module.weight) in PLAIN
+    return (
+        computes_plainly(module)
+        and "forward" not in module.__dict__
+        and type(module.weight) in PLAIN
+    )
 
 
 def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -106,7 +117,10 @@ def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
     kind = type(module)
     if kind is nn.Linear or not isinstance(module, nn.Linear):
         return kind is nn.Linear
-    overridden = any(getattr(kind, name) is not getattr(nn.Linear, name) for name in ("forward", "__call__", "__getattr__"))
+    overridden = any(
+        getattr(kind, name) is not getattr(nn.Linear, name)
+        for name in ("forward", "__call__", "__getattr__")
+    )
     return not overridden and not any(hasattr(kind, name) for name in ("weight", "bias"))
 
 
@@ -129,7 +143,11 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names, in order, that a glob pattern matches. An adapter's base layer is matched
     by the name of the adapted module.
     """
-    return [name for name in names if any(fnmatch.fnmatch(name.removesuffix(".base_layer"), glob) for glob in patterns)]
+    return [
+        name
+        for name in names
+        if any(fnmatch.fnmatch(name.removesuffix(".base_layer"), glob) for glob in patterns)
+    ]
 
 
 Add = Callable[[Tensor, Tensor], None]
@@ -173,9 +191,13 @@ def summed(
         weight, _ = weights_of(module)
         add = sums.adder(weight)
         cast = None if add is None else functools.partial(sums.cast, weight)
-        sees = witness if witness is not None and name in unread and name in witness.left_out else None
+        sees = (
+            witness if witness is not None and name in unread and name in witness.left_out else None
+        )
         if name in unread or add is not None:
-            forwards[module] = _adding(module, UNREAD if name in unread else None, add, cast, sees, name)
+            forwards[module] = _adding(
+                module, UNREAD if name in unread else None, add, cast, sees, name
+            )
     return _Replaced(forwards)
 
 
@@ -187,11 +209,20 @@ def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
     if ADAPTED in module.__dict__:
         module = module.base_layer  # type: ignore[assignment]
     slots = module.__dict__[PARAMETERS]
-    return (slots["weight"], slots["bias"]) if "weight" in slots and "bias" in slots else (module.weight, module.bias)
+    return (
+        (slots["weight"], slots["bias"])
+        if "weight" in slots and "bias" in slots
+        else (module.weight, module.bias)
+    )
 
 
 def _adding(
-    module: nn.Linear, value: Unread | None, add: Add | None, cast: Cast | None, witness: Witness | None, name: str
+    module: nn.Linear,
+    value: Unread | None,
+    add: Add | None,
+    cast: Cast | None,
+    witness: Witness | None,
+    name: str,
 ) -> Callable[[Tensor], Tensor]:
     """Return a fast forward of the module that computes `_product`, valid while the module keeps
     its weight.
@@ -214,18 +245,26 @@ def _adding(
     return forward
 
 
-def left_out(linears: dict[str, nn.Linear], names: Labels) -> contextlib.AbstractContextManager[None]:
+def left_out(
+    linears: dict[str, nn.Linear], names: Labels
+) -> contextlib.AbstractContextManager[None]:
     """Context manager in which these Linears return NaN, with a correct backward."""
     chosen = [linears[name] for name in names if name in linears]
-    return _Replaced({module: functools.partial(_product, module, UNREAD, None, None) for module in chosen})
+    return _Replaced(
+        {module: functools.partial(_product, module, UNREAD, None, None) for module in chosen}
+    )
 
 
-def computed(linears: dict[str, nn.Linear], names: Iterable[str]) -> contextlib.AbstractContextManager[None]:
+def computed(
+    linears: dict[str, nn.Linear], names: Iterable[str]
+) -> contextlib.AbstractContextManager[None]:
     """Context manager in which these Linears compute their output, but with the backward of skipped
     Linears, so that the two can be compared.
     """
     modules = [linears[name] for name in names if name in linears]
-    return _Replaced({module: functools.partial(_product, module, None, None, None) for module in modules})
+    return _Replaced(
+        {module: functools.partial(_product, module, None, None, None) for module in modules}
+    )
 
 
 def tapped(
@@ -253,7 +292,9 @@ def tapped(
                 weight, _ = weights_of(module)
                 add = sums.adder(weight)
                 cast = None if add is None else functools.partial(sums.cast, weight)
-            forwards[module] = functools.partial(_tapped, name, module, sink, see, source, add, cast)
+            forwards[module] = functools.partial(
+                _tapped, name, module, sink, see, source, add, cast
+            )
     return _Replaced(forwards)
 
 
@@ -283,7 +324,9 @@ Unread = slice  # replaces an unread product: the rows to compute for comparison
 UNREAD = Unread(0)  # none
 
 
-def _product(module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast | None, x: Tensor) -> Tensor:
+def _product(
+    module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast | None, x: Tensor
+) -> Tensor:
     """Return the module's output for x [..., in], or `value` if it is a tensor."""
     if (adaptation := module.__dict__.get(ADAPTED)) is not None:
         found: Tensor = adaptation.product(x, value, add, cast)
@@ -316,7 +359,12 @@ class LinearWithKnownOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor | Unread | None, add: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        value: Tensor | Unread | None,
+        add: Any,
     ) -> Tensor:
         """Return [..., out]: `value` as a view, NaN for `UNREAD`, the product for None."""
         needs = ctx.needs_input_grad
@@ -339,7 +387,9 @@ class LinearWithKnownOutput(torch.autograd.Function):
         """
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        d_x = None if weight is None else (flat @ weight).view(*grad.shape[:-1], weight.shape[-1])  # [..., in]
+        d_x = (
+            None if weight is None else (flat @ weight).view(*grad.shape[:-1], weight.shape[-1])
+        )  # [..., in]
         d_bias = flat.sum(0) if ctx.needs_input_grad[2] else None  # [out]
         d_weight = None
         if x is not None and ctx.add is not None:

@@ -74,7 +74,9 @@ class Autocast(NamedTuple):
             for kind, active, dtype in self.states:
                 if active or torch.is_autocast_enabled(kind):
                     on = active and enabled
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cached))
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cached)
+                    )
             yield
 
 
@@ -93,7 +95,11 @@ class RandomState(NamedTuple):
         """Return the current states; `accelerator` is None for the CPU and meta."""
         if device.type in WITHOUT_GENERATORS:
             return cls(torch.default_generator.get_state(), device, None)
-        return cls(torch.default_generator.get_state(), device, torch.get_device_module(device).get_rng_state(device))
+        return cls(
+            torch.default_generator.get_state(),
+            device,
+            torch.get_device_module(device).get_rng_state(device),
+        )
 
     def is_current(self) -> bool:
         """True if no random number was drawn since."""
@@ -122,8 +128,9 @@ def check_mode(layer: nn.Module, training: bool) -> None:
     """Raise BackwardError if the layer is in another mode than it was in forward."""
     if layer.training != training:
         raise BackwardError(
-            f"The layer was in {'train' if training else 'eval'} mode in forward and is in the other mode in "
-            "backward, so its recomputation would differ. Call model.train() or model.eval() outside of a step."
+            f"The layer was in {'train' if training else 'eval'} mode in forward and is in the "
+            "other mode in backward, so its recomputation would differ. Call model.train() or "
+            "model.eval() outside of a step."
         )
 
 
@@ -140,7 +147,10 @@ def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
     Args:
         modules: the layer's modules with transformers' flag.
     """
-    flagged, cached = [module for module in modules if module.__dict__.get(CHECKPOINTING[0])], parametrize._cache_enabled
+    flagged, cached = (
+        [module for module in modules if module.__dict__.get(CHECKPOINTING[0])],
+        parametrize._cache_enabled,
+    )
     try:
         for module in flagged:
             module.gradient_checkpointing = False  # type: ignore[assignment]

@@ -104,7 +104,12 @@ class Kept:
     chosen_here = True  # the policy chooses the saves if the config names none
 
     def __init__(
-        self, site: LayerSite, plan: ChunkPlan, carried: Carried, device: torch.device, autocast: Autocast
+        self,
+        site: LayerSite,
+        plan: ChunkPlan,
+        carried: Carried,
+        device: torch.device,
+        autocast: Autocast,
     ) -> None:
         self.site, self.plan, self.carried, self.device = site, plan, carried, device
         self.saves = site.config.named_saves
@@ -126,7 +131,9 @@ class Kept:
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """Let the policy choose the saves by available memory, unless the config names them."""
         if self.site.chooser is not None and self.chosen_here:
-            names, self.keeps_graph, self.watch = self.site.chooser.saves(self, rows, can_keep_graph)
+            names, self.keeps_graph, self.watch = self.site.chooser.saves(
+                self, rows, can_keep_graph
+            )
             if names is not None:
                 self.saves, self.named = names, False
 
@@ -180,7 +187,11 @@ class Kept:
     def states(self) -> States:
         """Return the states that the current chunk starts from."""
         found = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
-        return {key: state for key, state in zip(self._state_keys, found, strict=True) if state is not None}
+        return {
+            key: state
+            for key, state in zip(self._state_keys, found, strict=True)
+            if state is not None
+        }
 
     def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
         """Save the tensors that backward needs of this chunk.
@@ -217,7 +228,9 @@ class Kept:
         with self.autocast.restored():
             products = {
                 name: Product(
-                    linear.out_features * tokens * (cast_to(linear.weight) or _computes_in(linear, hidden_chunk)).itemsize,
+                    linear.out_features
+                    * tokens
+                    * (cast_to(linear.weight) or _computes_in(linear, hidden_chunk)).itemsize,
                     2.0 * linear.out_features * linear.in_features * tokens,
                 )
                 for name, linear in self.site.linears.items()
@@ -225,7 +238,9 @@ class Kept:
             }
         cost = Cost(
             x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.picked),
-            attn_out=0 if overwritten.attended else sum(part.o.nbytes + part.lse.nbytes for part in attended),
+            attn_out=0
+            if overwritten.attended
+            else sum(part.o.nbytes + part.lse.nbytes for part in attended),
             kv=(chunk.stop - chunk.start) * sum(size.keys for size in prefix.sizes_seen),
             attention_flops=sum(prefix.flops(chunk, part) for part in attended),
             products=products,
@@ -263,10 +278,16 @@ class Kept:
         names = [name for name in self.saves if name not in SAVES]
         if names:
             self.linears = self.site.linears
-            products = matching(self.linears, names) if self.named else [name for name in self.linears if name in names]
+            products = (
+                matching(self.linears, names)
+                if self.named
+                else [name for name in self.linears if name in names]
+            )
             self.products = [name for name in products if name not in overwritten.products]
             if self.named and len(self.products) < len(products):
-                raise self._overwritten(*(name for name in products if name in overwritten.products))
+                raise self._overwritten(
+                    *(name for name in products if name in overwritten.products)
+                )
             unread = [found.recompute for found in self.site.unread.values()]
             never_read = frozenset.intersection(*unread) if unread else frozenset()
             self.products = [name for name in self.products if name not in never_read]
@@ -278,20 +299,23 @@ class Kept:
         kind = type(self.site.layer).__name__
         if not names:
             return UnsupportedModelError(
-                f"The output of attention is changed in place inside {kind}, so it cannot be saved. Leave 'attn_out' out "
-                "of StreamConfig's saves."
+                f"The output of attention is changed in place inside {kind}, so it cannot be "
+                "saved. Leave 'attn_out' out of StreamConfig's saves."
             )
         if len(names) == 1:
             return UnsupportedModelError(
-                f"The output of {names[0]} is changed in place inside {kind}, so it cannot be saved. Leave it out of "
-                f"StreamConfig's saves, which is {self.saves}."
+                f"The output of {names[0]} is changed in place inside {kind}, so it cannot be "
+                f"saved. Leave it out of StreamConfig's saves, which is {self.saves}."
             )
         return UnsupportedModelError(
-            f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so they cannot be saved. Leave them "
-            f"out of StreamConfig's saves, which is {self.saves}: name the Linears to save one by one."
+            f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so they "
+            f"cannot be saved. Leave them out of StreamConfig's saves, which is {self.saves}: name "
+            "the Linears to save one by one."
         )
 
-    def capturing(self, names: list[str] | None = None, see: See | None = None) -> contextlib.AbstractContextManager[None]:
+    def capturing(
+        self, names: list[str] | None = None, see: See | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Context manager that collects Linear outputs for `keep`.
 
         Args:
@@ -332,14 +356,20 @@ class Kept:
             calls[name] = number + 1
             return self.brought.pop(f"product.{name}#{number}", None)
 
-        return tapped(self.linears, names, None, see, source, sums) if names else contextlib.nullcontext()
+        return (
+            tapped(self.linears, names, None, see, source, sums)
+            if names
+            else contextlib.nullcontext()
+        )
 
     def order(self) -> list[list[Access]]:
         """Return the accesses of backward to the store, in order; each list is read together.
         [Note: order of reads]
         """
         prefix, order = self.carried.prefix, list[list[Access]]()
-        tiled: list[list[Access]] = []  # the first tiles, read by the last chunk; each read loads the next tile
+        tiled: list[
+            list[Access]
+        ] = []  # the first tiles, read by the last chunk; each read loads the next tile
         if self.keys_are_stored:
             for site, resident in enumerate(prefix.resident_tiles(backward=True)):
                 if resident is None:
@@ -360,7 +390,12 @@ class Kept:
         recomputing them.
         """
         sites = range(self.carried.prefix.calls or 0)
-        wanted = [(f"{part}.{site}", chunk.index) for site in sites for chunk in self.plan for part in "kv"]
+        wanted = [
+            (f"{part}.{site}", chunk.index)
+            for site in sites
+            for chunk in self.plan
+            for part in "kv"
+        ]
         return self.moves_kv and bool(wanted) and all(self.store.has(*access) for access in wanted)
 
     @property
@@ -373,7 +408,11 @@ class Kept:
     def starts(self, index: int) -> list[Access]:
         """Return the accesses for a chunk's input and start states."""
         kept = self._state_chunk(index)
-        states = [] if kept is None else [(f"state.{number}", kept) for number in range(len(self._state_keys))]
+        states = (
+            []
+            if kept is None
+            else [(f"state.{number}", kept) for number in range(len(self._state_keys))]
+        )
         return [("x", index), *states]
 
     def reads(self, index: int) -> list[Access]:
@@ -382,10 +421,15 @@ class Kept:
         """
         names = [f"picks.{indexer}" for indexer in range(self._indexers)]
         names += [name for name in self.product_names if self.store.has(name, index)]
-        return [*self.starts(index), *self.attended_reads(index), *((name, index) for name in names)]
+        return [
+            *self.starts(index),
+            *self.attended_reads(index),
+            *((name, index) for name in names),
+        ]
 
     def attended_reads(self, index: int) -> list[Access]:
-        """Return the accesses for the chunk's attention results; [] unless all results were saved."""
+        """Return the accesses for the chunk's attention results; [] unless all results were
+        saved."""
         sites = range(self.carried.prefix.calls or 0) if "attn_out" in self.saves else ()
         wanted = [(f"{part}.{site}", index) for site in sites for part in ("attn_out", "lse")]
         return wanted if all(self.store.has(*access) for access in wanted) else []

@@ -1,9 +1,10 @@
 """Shadows: stand-ins for a module's parameters while its chunks are differentiated.
 
-[Note: shadows] Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user hung on the real
-parameters, once per chunk. So the chunk loop differentiates with respect to detached aliases that share the parameters'
-memory. They sit in the parameters' slots during the loop and the sums go out through the layer's autograd Function, which
-fires each hook once. A parameter in several slots (tied) has one shadow; frozen parameters keep their place, because
+[Note: shadows] Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user
+hung on the real parameters, once per chunk. So the chunk loop differentiates with respect to
+detached aliases that share the parameters' memory. They sit in the parameters' slots during the
+loop and the sums go out through the layer's autograd Function, which fires each hook once. A
+parameter in several slots (tied) has one shadow; frozen parameters keep their place, because
 quantised ones carry attributes that a detached alias would lose.
 """
 
@@ -53,7 +54,10 @@ class Parameters:
     trained: bytes = b""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, slots: list[tuple[str, ParameterSlot]] | None = None
+        self,
+        module: nn.Module,
+        device: torch.device,
+        slots: list[tuple[str, ParameterSlot]] | None = None,
     ) -> None:
         groups: dict[int, list[ParameterSlot]] = {}
         self.names: list[str] = []
@@ -63,16 +67,17 @@ class Parameters:
             parameter = slot[0]._parameters[slot[1]]
             if isinstance(parameter, DTensor):  # frozen DTensors are refused as well
                 raise UnsupportedModelError(
-                    f"{path} is a DTensor while the layer computes, as under tensor or expert parallelism. "
-                    "streambp streams plain parameters: use DDP, ZeRO or FSDP2 around whole decoder layers."
+                    f"{path} is a DTensor while the layer computes, as under tensor or expert "
+                    "parallelism. streambp streams plain parameters: use DDP, ZeRO or FSDP2 around "
+                    "whole decoder layers."
                 )
             if parameter is None or not parameter.requires_grad:
                 continue
             if parameter.is_meta and device.type != "meta":
                 raise UnsupportedModelError(
-                    f"{path} is on the meta device while the layer computes on {device.type}, as under "
-                    "device_map with weights offloaded to disk or CPU; its gradient would be lost. Load the model "
-                    "without offloaded weights to train it."
+                    f"{path} is on the meta device while the layer computes on {device.type}, as "
+                    "under device_map with weights offloaded to disk or CPU; its gradient would be "
+                    "lost. Load the model without offloaded weights to train it."
                 )
             if id(parameter) in groups:
                 groups[id(parameter)].append(slot)
@@ -112,15 +117,17 @@ class Parameters:
             for name, parameter, identity, version in known_as:
                 if id(parameter) != identity:
                     raise BackwardError(
-                        f"{name} is another tensor in backward than it was in forward (torch.func.functional_call puts "
-                        "others in for a forward alone), so recomputing the layer would give the gradient of another "
-                        "model. Load the values into the model's own parameters, or run it unpatched "
+                        f"{name} is another tensor in backward than it was in forward "
+                        "(torch.func.functional_call puts others in for a forward alone), so "
+                        "recomputing the layer would give the gradient of another model. Load the "
+                        "values into the model's own parameters, or run it unpatched "
                         "(streambp.unpatch(model))."
                     )
                 if parameter._version != version:
                     raise BackwardError(
-                        f"{name} was changed in place between forward and backward, so recomputing the layer would give "
-                        "the gradient of another model. Call backward before optimizer.step() or any other update."
+                        f"{name} was changed in place between forward and backward, so recomputing "
+                        "the layer would give the gradient of another model. Call backward before "
+                        "optimizer.step() or any other update."
                     )
         slots = slots_of(self._module) if slots is None else slots
         known = set(self._identities) if slots else ()
@@ -128,9 +135,10 @@ class Parameters:
             now = owner._parameters[name]
             if now is not None and now.requires_grad and id(now) not in known:
                 raise BackwardError(
-                    f"{type(owner).__name__}.{name} {list(now.shape)} wants a gradient in backward and wanted "
-                    "none in forward (another adapter is active?), so recomputing the layer would give the gradient of "
-                    "another model. Call backward before set_adapter or requires_grad_."
+                    f"{type(owner).__name__}.{name} {list(now.shape)} wants a gradient in backward "
+                    "and wanted none in forward (another adapter is active?), so recomputing the "
+                    "layer would give the gradient of another model. Call backward before "
+                    "set_adapter or requires_grad_."
                 )
 
     def shadowed(
@@ -146,10 +154,13 @@ class Parameters:
 
     @contextlib.contextmanager
     def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Context manager that puts other tensors [...] into the slots, in the order of `current`."""
+        """Context manager that puts other tensors [...] into the slots, in the order of
+        `current`."""
         together = zip(self.groups, others, self.current(), strict=True)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
-            (owner._parameters, name, other, own) for slots, other, own in together for owner, name in slots
+            (owner._parameters, name, other, own)
+            for slots, other, own in together
+            for owner, name in slots
         ]
         try:
             for table, name, other, _ in places:
@@ -177,7 +188,9 @@ class GradientSum:
         self._sums: list[Tensor | None] = [None] * count
         self.alone = parts == 1
         self.places: dict[int, int] = {}
-        self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # by id, dtype and whether with a graph
+        self._casts: dict[
+            tuple[int, torch.dtype, bool], Tensor
+        ] = {}  # by id, dtype and whether with a graph
         self._done: dict[int, int] = {}  # by parameter, added products of the current chunk
         self._left: dict[int, int] = {}  # added products that a retry still has to skip
 
@@ -235,7 +248,9 @@ class GradientSum:
             if self.alone:
                 self._sums[index] = gradient
             elif total is None:
-                self._sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                self._sums[index] = gradient.to(
+                    torch.promote_types(gradient.dtype, torch.float32), copy=True
+                )
                 gradients[index] = None
             else:
                 totals.append(total)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 KEEPS = (
-    "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary loss?), through "
-    "which chunks would give no gradient"
+    "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary "
+    "loss?), through which chunks would give no gradient"
 )
 Buffers = dict[tuple[nn.Module, str], Tensor]
 

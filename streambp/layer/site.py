@@ -45,7 +45,9 @@ from streambp.recurrent.documents import PackedRows
 T = TypeVar("T")
 Key = TypeVar("Key")
 ANY_SIZE = 0  # key in `Findings.tried` for all chunk sizes
-REACH = "code of others"  # part of a kind of call: third-party code within reach. [Note: kept values]
+REACH = (
+    "code of others"  # part of a kind of call: third-party code within reach. [Note: kept values]
+)
 KINDS = 32  # most kinds of calls with stored results, for each layer
 TIMES = 4  # doubts before a possibly temporary reason counts for all calls of a kind
 
@@ -223,7 +225,9 @@ class LayerSite:
     kind: LayerKind = LayerKind()
     last: CallReport = CallReport()
     findings: dict[frozenset[tuple[str, Any]], Findings] = dataclasses.field(default_factory=dict)
-    fingerprint: Fingerprint = dataclasses.field(default_factory=Fingerprint, repr=False, compare=False)
+    fingerprint: Fingerprint = dataclasses.field(
+        default_factory=Fingerprint, repr=False, compare=False
+    )
     kernels_told: bool = True
     offloader: OffloadManager | None = None
     chooser: SavesPolicy | None = None
@@ -231,7 +235,9 @@ class LayerSite:
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
-    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(default_factory=dict)
+    unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(
+        default_factory=dict
+    )
     overwritten: Overwritten = Overwritten()
     turns: bool = True
     foreign: list[str] = dataclasses.field(default_factory=list)
@@ -258,13 +264,17 @@ class LayerSite:
         """True if the layer's weights are stored on the host."""
         return self.weights is not None and self.index not in self.weights.ranges.staying
 
-    def weights_here(self, direction: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    def weights_here(
+        self, direction: str, device: torch.device
+    ) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the layer's weights are on the device."""
         if self.weights is None:
             return NOTHING
         return self.weights.here(self.index, direction, device, decodes=direction != "trial")
 
-    def weights_for_once(self, args: Any, kwargs: Any, because: str) -> contextlib.AbstractContextManager[None]:
+    def weights_for_once(
+        self, args: Any, kwargs: Any, because: str
+    ) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the weights are on the device, for a call that does not stream
         and needs no graph.
 
@@ -279,11 +289,13 @@ class LayerSite:
         if not self.on_host:
             return NOTHING
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *self.layer.parameters())):
+        if torch.is_grad_enabled() and any(
+            x.requires_grad for x in (*given, *self.layer.parameters())
+        ):
             raise UnsupportedModelError(
-                f"{type(self.layer).__name__} {self.index} does not stream: {because}. Its graph would hold weights on the "
-                "device, where those of other layers come next. Call the model under torch.no_grad(), or leave "
-                "weights='cpu' out."
+                f"{type(self.layer).__name__} {self.index} does not stream: {because}. Its graph "
+                "would hold weights on the device, where those of other layers come next. Call the "
+                "model under torch.no_grad(), or leave weights='cpu' out."
             )
         self.fingerprint.look(self.layer)
         assert self.weights is not None
@@ -343,7 +355,9 @@ class LayerSite:
         TF32 is used for some row counts only.
         """
         cast = (to for _, active, to in autocast.states if active)
-        coarsest = max((dtype, *self.of(dtypes_of), *cast), key=lambda dtype: torch.finfo(dtype).eps)
+        coarsest = max(
+            (dtype, *self.of(dtypes_of), *cast), key=lambda dtype: torch.finfo(dtype).eps
+        )
         return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
@@ -357,12 +371,18 @@ class LayerSite:
         def compared(_: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], Compared]:
             coarsest = self.coarsest(dtype, device, autocast)
             tolerance = TOLERANCE.get(coarsest, EPS_OF_HALVES * torch.finfo(coarsest).eps)
-            if coarsest not in TOLERANCE and (device != "cpu" or self.of(has_compiled_parts)) and self.of(chooses):
+            if (
+                coarsest not in TOLERANCE
+                and (device != "cpu" or self.of(has_compiled_parts))
+                and self.of(chooses)
+            ):
                 tolerance = CHOSEN_OTHERWISE  # kernels may sum in any order
             return functools.partial(Compared, self.layer, self.index, autocast.on, tolerance)
 
         known_as = "compared", dtype, device, autocast.states
-        return Witness(self.witnesses, lambda: self.of(compared, (*known_as, products_rounded_to(device))))
+        return Witness(
+            self.witnesses, lambda: self.of(compared, (*known_as, products_rounded_to(device)))
+        )
 
     def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
         """Copy the decision for this kind of call from the same kind without the hooks added since
@@ -380,7 +400,9 @@ class LayerSite:
                 differing = {name for name, _ in known ^ kind} - {REACH}
                 same = differing == {"state"} and before[::2] == now[::2]
                 if same and set(before[1]) <= set(now[1]):
-                    remember(self.findings, known, findings)  # the source of a copy counts as newly used
+                    remember(
+                        self.findings, known, findings
+                    )  # the source of a copy counts as newly used
                     remember(self.findings, kind, dataclasses.replace(findings, adopted=True))
                     return
 
@@ -391,12 +413,15 @@ class LayerSite:
         Raises:
             StreamBPError: such a hook modified a value. [Note: hooks after a warm-up]
         """
-        for key in sorted(acted - self.hooks_tried if self.warm is not None and self.warm.on else ()):
+        for key in sorted(
+            acted - self.hooks_tried if self.warm is not None and self.warm.on else ()
+        ):
             self.warm.on = False  # type: ignore[union-attr]
             raise StreamBPError(
-                f"{described(key)} of {type(self.layer).__name__} changes what it is given, and was set after "
-                "streambp.warm_up, which lets hooks that look on alone be set without a trial. Set it before warm_up, or "
-                "repeat the step: from now on layers are tried with the hooks that are on them."
+                f"{described(key)} of {type(self.layer).__name__} changes what it is given, and "
+                "was set after streambp.warm_up, which lets hooks that look on alone be set "
+                "without a trial. Set it before warm_up, or repeat the step: from now on layers "
+                "are tried with the hooks that are on them."
             )
 
     def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:

@@ -21,7 +21,9 @@ from streambp.layer.call import LayerCall
 from streambp.layer.recompute import check_mode
 from streambp.layer.shadows import Parameters, slots_of
 
-NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(frozenset())
+NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(
+    frozenset()
+)
 
 
 def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
@@ -34,15 +36,16 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     call, ctx.call = ctx.call, None
     if call is None:
         raise BackwardError(
-            "backward ran a second time through a streamed layer; what it needs was freed by the first. Compute the "
-            "loss again, or add the losses up and call backward once. Zero-bubble pipelines (torch's "
-            "ScheduleZBVZeroBubble, ScheduleInterleavedZeroBubble, ScheduleDualPipeV) ask for the gradients of inputs and "
-            "of weights in two passes: use 1F1B, interleaved 1F1B or GPipe."
+            "backward ran a second time through a streamed layer; what it needs was freed by the "
+            "first. Compute the loss again, or add the losses up and call backward once. "
+            "Zero-bubble pipelines (torch's ScheduleZBVZeroBubble, ScheduleInterleavedZeroBubble, "
+            "ScheduleDualPipeV) ask for the gradients of inputs and of weights in two passes: use "
+            "1F1B, interleaved 1F1B or GPipe."
         )
     if torch.is_grad_enabled():
         raise BackwardError(
-            "backward was called with create_graph=True; streamed layers have no second derivatives. "
-            "Run this part unpatched (streambp.unpatch(model))."
+            "backward was called with create_graph=True; streamed layers have no second "
+            "derivatives. Run this part unpatched (streambp.unpatch(model))."
         )
     if not call.kept.store.copies and call.hidden_states._version != ctx.version:
         raise BackwardError(
@@ -71,7 +74,9 @@ def recomputing(call: LayerCall) -> Iterator[None]:
     with watching(hooks) if hooks.places else NOBODY as acted:
         yield
     for key in sorted(acted ^ call.seen.acted):
-        now, then = ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
+        now, then = (
+            ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
+        )
         raise changed(call.layer, f"{described(key)} {now} it is given, and {then} in forward")
     if site.fingerprint.pending:
         site.fingerprint.learn(call.layer, call.look)

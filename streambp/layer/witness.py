@@ -43,8 +43,8 @@ from streambp.known_names import COMPUTE_DTYPE
 ROWS = 8  # compared rows of an output that contains a skipped product
 REMEMBERED = 32  # row counts with cached weights
 FEATURES = 1024  # a combination of rows is folded to about this size
-# Half precision is allowed four eps. The other dtypes are allowed the difference of sums of thousands
-# of terms in another order. A model in float64 computes some of its parts in float32.
+# Half precision is allowed four eps. The other dtypes are allowed the difference of sums of
+# thousands of terms in another order. A model in float64 computes some of its parts in float32.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 256 * torch.finfo(torch.float32).eps}
 EPS_OF_HALVES = 4
 CHOSEN_OTHERWISE = 0.35  # relative to the norm: one row in sixteen, counted twice
@@ -63,20 +63,33 @@ def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
     and their parameters are bytes.
     """
     own = (getattr(module, COMPUTE_DTYPE, None) for module in layer.modules())
-    computed_in = {dtype for dtype in own if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
-    return frozenset(parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()) | computed_in
+    computed_in = {
+        dtype for dtype in own if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    }
+    return (
+        frozenset(
+            parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()
+        )
+        | computed_in
+    )
 
 
 def chooses(layer: nn.Module) -> bool:
     """True if a module's code may select experts or keys by their scores."""
-    classes = {base for module in layer.modules() for base in type(module).__mro__ if base not in (nn.Module, object)}
+    classes = {
+        base
+        for module in layer.modules()
+        for base in type(module).__mro__
+        if base not in (nn.Module, object)
+    }
     members = (member for base in classes for member in vars(base).values())
     codes = (getattr(member, "__code__", None) for member in members)
     return any(code is not None and not CHOOSING.isdisjoint(code.co_names) for code in codes)
 
 
 def answered_at_once(then: Tensor, now: Tensor) -> bool:
-    """True if two tensors [...] are on a CPU, which needs no synchronization, and have equal bits."""
+    """True if two tensors [...] are on a CPU, which needs no synchronization, and have equal
+    bits."""
     return now.is_cpu and torch.equal(then, now)
 
 
@@ -120,7 +133,9 @@ class Witness:
     last: bool = False
     _noted: dict[Any, list[tuple[str, Tensor]]] = dataclasses.field(default_factory=dict)
     _here: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
-    _seen: tuple[weakref.ref[Tensor], int, Tensor] | None = None  # the last x, its version, and its combination
+    _seen: tuple[weakref.ref[Tensor], int, Tensor] | None = (
+        None  # the last x, its version, and its combination
+    )
     _again: bool = False
     _found: list[Compared] = dataclasses.field(default_factory=list)
 
@@ -138,7 +153,9 @@ class Witness:
         else:
             self._here = self._noted[place] = []
 
-    def see(self, name: str, x: Tensor, unchanged: Tensor | None = None, rows: slice | None = None) -> None:
+    def see(
+        self, name: str, x: Tensor, unchanged: Tensor | None = None, rows: slice | None = None
+    ) -> None:
         """Record x [..., C, n] in forward; in backward compare it with the record of this name.
 
         Args:
@@ -146,7 +163,9 @@ class Witness:
             rows: rows of x to compare directly; None: all rows, in one combination.
         """
         if not self._again:
-            self._here.append((name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone()))
+            self._here.append(
+                (name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone())
+            )
             return
         for place, (known, then) in enumerate(self._here):
             if known == name:
@@ -156,8 +175,14 @@ class Witness:
                     return
                 base = unchanged
                 if base is not None:
-                    base = self.witnesses.combined(base.detach()) if rows is None else base.detach()[..., rows, :].clone()
-                self._found.append(self.compared()(then, now if rows is None else now.clone(), base))
+                    base = (
+                        self.witnesses.combined(base.detach())
+                        if rows is None
+                        else base.detach()[..., rows, :].clone()
+                    )
+                self._found.append(
+                    self.compared()(then, now if rows is None else now.clone(), base)
+                )
                 return
 
     def _combined(self, x: Tensor) -> Tensor:
@@ -195,10 +220,18 @@ class Witnesses:
     synchronization.
     """
 
-    _weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = dataclasses.field(default_factory=dict)
-    _longest: dict[tuple[torch.dtype, torch.device], Tensor] = dataclasses.field(default_factory=dict)
-    _asked: weakref.WeakValueDictionary[int, Question] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
-    _lock: Any = dataclasses.field(default_factory=threading.Lock)  # autograd has a thread for each device
+    _weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = dataclasses.field(
+        default_factory=dict
+    )
+    _longest: dict[tuple[torch.dtype, torch.device], Tensor] = dataclasses.field(
+        default_factory=dict
+    )
+    _asked: weakref.WeakValueDictionary[int, Question] = dataclasses.field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    _lock: Any = dataclasses.field(
+        default_factory=threading.Lock
+    )  # autograd has a thread for each device
 
     def __reduce__(self) -> Any:
         """Return an empty object for a copied or pickled model, which is in no backward."""
@@ -217,17 +250,26 @@ class Witnesses:
         if weights is None:  # a view of the longest cached weights
             key = x.dtype, device
             if key not in self._longest or self._longest[key].shape[0] < rows:
-                mixed = torch.arange(1, 2 * rows + 1, device="cpu", dtype=torch.int64) * 2654435761 & 0xFFFFFFFF
+                mixed = (
+                    torch.arange(1, 2 * rows + 1, device="cpu", dtype=torch.int64) * 2654435761
+                    & 0xFFFFFFFF
+                )
                 mixed = (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF
                 mixed = (mixed ^ (mixed >> 13)) * 3266489917 & 0xFFFFFFFF
                 size = 0.5 + (mixed & 0xFFFF) / 0xFFFF
-                self._longest[key] = (size * torch.where(mixed >> 31 == 1, 1 / 64, -1 / 64)).to(device, x.dtype)
+                self._longest[key] = (size * torch.where(mixed >> 31 == 1, 1 / 64, -1 / 64)).to(
+                    device, x.dtype
+                )
             if len(self._weights) == REMEMBERED:
                 self._weights.clear()
             weights = self._weights[rows, x.dtype, device] = self._longest[key][:rows]
         whole = type(x) is Tensor and x.is_contiguous()
         # as_strided makes one view, reshape and t two; this runs twice for each chunk.
-        columns = x.as_strided((features, rows), (1, features)) if whole else x.reshape(rows, features).t()  # [n, rows]
+        columns = (
+            x.as_strided((features, rows), (1, features))
+            if whole
+            else x.reshape(rows, features).t()
+        )  # [n, rows]
         if not torch._C._is_any_autocast_enabled():
             found = torch.mv(columns, weights)
         else:
@@ -269,21 +311,28 @@ class Question:
             if not is_out_of_memory(error):
                 raise
             changed = None
-        if changed is None:  # after the handler: the error's frames hold tensors. Compare on the CPU instead.
+        if (
+            changed is None
+        ):  # after the handler: the error's frames hold tensors. Compare on the CPU instead.
             for index, (*_, then, now, base) in enumerate(found):
                 base = None if base is None else base.cpu()
                 found[index] = found[index]._replace(then=then.cpu(), now=now.cpu(), unchanged=base)
             changed = _changed(found)
         if changed:
             first = min(changed, key=lambda one: one.number)
-            keeps = "Autocast keeps its copies of weights until its context ends: end it before optimizer.step(). "
+            keeps = (
+                "Autocast keeps its copies of weights until its context ends: end it before "
+                "optimizer.step(). "
+            )
             raise BackwardError(
-                f"{type(first.layer).__name__} is not in backward what it was in forward: of the same input it makes "
-                "something else. Backward recomputes the layer, so that it gave the gradient of another model. Set "
-                "gradients to zero, and call backward before you change anything that the layer reads: before "
-                "optimizer.step() (fused ones mark no change), before values are set through `.data`, and before numbers "
-                f"that its code takes from elsewhere are. {keeps if first.cast else ''}Where nothing changes, kernels "
-                "give other roundings each time: set StreamConfig(compare_backward=False)."
+                f"{type(first.layer).__name__} is not in backward what it was in forward: of the "
+                "same input it makes something else. Backward recomputes the layer, so that it "
+                "gave the gradient of another model. Set gradients to zero, and call backward "
+                "before you change anything that the layer reads: before optimizer.step() (fused "
+                "ones mark no change), before values are set through `.data`, and before numbers "
+                f"that its code takes from elsewhere are. {keeps if first.cast else ''}Where "
+                "nothing changes, kernels give other roundings each time: set "
+                "StreamConfig(compare_backward=False)."
             )
 
 
@@ -296,7 +345,13 @@ def _changed(found: list[Compared]) -> list[Compared]:
     flags: dict[torch.device, list[Tensor]] = {}
     for (device, dtype, _, tolerance, _), group in groups.items():
         flags.setdefault(device, []).append(_differ(group, dtype, tolerance))
-    ordered = [one for device in flags for key, group in groups.items() if key[0] == device for one in group]
+    ordered = [
+        one
+        for device in flags
+        for key, group in groups.items()
+        if key[0] == device
+        for one in group
+    ]
     different = [flag for parts in flags.values() for flag in torch.cat(parts).tolist()]
     return [one for one, differs in zip(ordered, different, strict=True) if differs]
 
@@ -311,7 +366,9 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
         pairs = zip(*((one.then, one.now) for one in group), strict=True)
         then, now = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
         added = size = now.norm(dim=1)
-        same = [one.unchanged for one in group if one.unchanged is not None]  # all pairs have a tensor, or all have None
+        same = [
+            one.unchanged for one in group if one.unchanged is not None
+        ]  # all pairs have a tensor, or all have None
         if same:
             added = (now - torch.stack(same).flatten(1).to(wide)).norm(dim=1)
         off = (now - then).norm(dim=1)

@@ -72,7 +72,9 @@ class StatisticsTerm:
         if given.pick is not None:
             assert given.labels is not None
             pick = given.pick.to(self.pick.dtype)
-            if given.unique and (not has_data(positions) or not bool((self.labels[positions] >= 0).any())):
+            if given.unique and (
+                not has_data(positions) or not bool((self.labels[positions] >= 0).any())
+            ):
                 self.labels[positions], self.pick[positions] = given.labels, pick
             else:
                 self.further.append((positions, given.labels, pick))
@@ -93,7 +95,9 @@ class StatisticsTerm:
         position.
         """
         if row_of is not None:
-            self.further = [(row_of[positions], entries, pick) for positions, entries, pick in self.further]
+            self.further = [
+                (row_of[positions], entries, pick) for positions, entries, pick in self.further
+            ]
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
         """Add the closed form and `further` to `total` [n, V].
@@ -107,19 +111,25 @@ class StatisticsTerm:
         grad = logits_gradient(logits, given, slice(0, product.shape[-1]))
         for rows, entries, gradient in self.further:
             here = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
-            grad.index_put_((rows[here] - block.start, entries[here]), gradient[here], accumulate=True)
+            grad.index_put_(
+                (rows[here] - block.start, entries[here]), gradient[here], accumulate=True
+            )
         total += self.projection.backward(grad, logits)
 
     def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
         """Recompute the softmax of products [n, V] at positions [n], and return it with the
         gradients there.
         """
-        labels, pick, lse, mean = (values[positions] for values in (self.labels, self.pick, self.lse, self.mean))
+        labels, pick, lse, mean = (
+            values[positions] for values in (self.labels, self.pick, self.lse, self.mean)
+        )
         columns = product.shape[-1]
         folded = fold(product, self.projection, labels, slice(0, columns))
         # A label's log-probability subtracts its gradient from p's; `d_lse` is p's total factor.
         means = mean if self.has_mean else None
-        return TokenGradients(labels, folded.lse(), None, columns, pick, None, means, lse + pick + mean)
+        return TokenGradients(
+            labels, folded.lse(), None, columns, pick, None, means, lse + pick + mean
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +155,9 @@ class StatisticsGradient:
 
     def times(self, factor: Tensor) -> StatisticsGradient:
         """Return the gradients [N] times a factor [1]."""
-        pick, lse, mean = (None if g is None else g * factor for g in (self.pick, self.lse, self.mean))
+        pick, lse, mean = (
+            None if g is None else g * factor for g in (self.pick, self.lse, self.mean)
+        )
         return dataclasses.replace(self, pick=pick, lse=lse, mean=mean)
 
 
@@ -213,13 +225,19 @@ class NodeTerm:
         # A wide leaf, so that its gradient is not rounded before the addition.
         leaf = product[rows].to(total.dtype).requires_grad_()
         others = [reading for reading in readings(self.node) if reading is not self.reading]
-        products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in others)}
+        products = {
+            hub: hub.products() for hub in dict.fromkeys(reading.head for reading in others)
+        }
         values = values_at(self.node, entries, others, products)
         with torch.enable_grad():
             values[self.reading] = self.reading.projection.logits(leaf)
             found = evaluate(self.node, values)
         outputs = found if isinstance(found, tuple | list) else (found,)
-        used = [(y, g[entries].to(y.dtype)) for y, g in zip(outputs, self.gradients, strict=True) if g is not None]
+        used = [
+            (y, g[entries].to(y.dtype))
+            for y, g in zip(outputs, self.gradients, strict=True)
+            if g is not None
+        ]
         used = [(y, g) for y, g in used if y.requires_grad]
         if used:
             (part,) = torch.autograd.grad([y for y, _ in used], leaf, [g for _, g in used])
@@ -250,12 +268,19 @@ def values_at(
     with torch.no_grad():
         for one in read:
             normed = one.head.inputs.normed(one.head.hidden[one.positions[entries]])
-            values[one] = one.projection.logits(products[one.head].of(normed, slice(0, one.head.vocabulary)))
+            values[one] = one.projection.logits(
+                products[one.head].of(normed, slice(0, one.head.vocabulary))
+            )
     return values
 
 
 def sweep(
-    inputs: HeadInputs, terms: Sequence[Term], hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
+    inputs: HeadInputs,
+    terms: Sequence[Term],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters.
 
@@ -269,14 +294,20 @@ def sweep(
         for term in terms:
             touched |= term.touched(hidden.shape[0])
         rows = None if bool(touched.all()) else touched.nonzero().squeeze(-1)
-    positions = torch.arange(hidden.shape[0], device=hidden.device) if rows is None else rows  # [count]
+    positions = (
+        torch.arange(hidden.shape[0], device=hidden.device) if rows is None else rows
+    )  # [count]
     count, row_of = positions.shape[0], None
     if rows is not None:
         row_of = torch.full_like(hidden[:, 0], -1, dtype=torch.long)  # [M]
         row_of.index_copy_(0, rows, torch.arange(count, device=rows.device))
 
     # The kernels support a single term: statistics with at most one label for each position.
-    alone = terms[0] if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further else None
+    alone = (
+        terms[0]
+        if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further
+        else None
+    )
     tokens = rows_at_once(weight.shape[0])
     if alone is not None:
         tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
@@ -288,9 +319,13 @@ def sweep(
             leaf, normed = work.recompute(rows, block)
             product = products.of(normed.detach(), everything)  # [n, V]
             if alone is not None:
-                grad = product_gradient(product, alone.projection, alone.read(product, positions[block]), everything)
+                grad = product_gradient(
+                    product, alone.projection, alone.read(product, positions[block]), everything
+                )
             else:
-                total = torch.zeros_like(product, dtype=torch.promote_types(product.dtype, torch.float32))  # [n, V]
+                total = torch.zeros_like(
+                    product, dtype=torch.promote_types(product.dtype, torch.float32)
+                )  # [n, V]
                 for term in terms:
                     term.add_to(total, product, positions[block], block)
                 grad = total.to(product.dtype)

@@ -111,10 +111,11 @@ class Deferred(StandIn):
             what = "logits" if recipe.logits else "hidden states"
             why = ctx.passed_by or "what they are computed from was changed since"
             raise BackwardError(
-                f"A gradient arrived at {what} {ctx.shape} that streambp keeps from being computed, from an "
-                f"autograd.Function or a kernel that took them; but {why}, so the gradient would be another model's. Use "
-                "StreamConfig(head=False), which computes them, or leave the fused loss out: streamed models compute "
-                "theirs without logits."
+                f"A gradient arrived at {what} {ctx.shape} that streambp keeps from being "
+                f"computed, from an autograd.Function or a kernel that took them; but {why}, so "
+                "the gradient would be another model's. Use StreamConfig(head=False), which "
+                "computes them, or leave the fused loss out: streamed models compute theirs "
+                "without logits."
             )
         return recipe.gradients(source, gradient, ctx.seen.autocast)
 
@@ -149,7 +150,9 @@ class Deferred(StandIn):
         """Return a copy in memory of its own, with another recipe or dtype."""
         return Deferred.make(self.source, recipe or self.recipe, dtype or self.dtype)
 
-    def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> Deferred:
+    def moved(
+        self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
+    ) -> Deferred:
         """Return the stand-in of other tokens, by changing the hidden states or their places
         [*tokens].
 
@@ -184,9 +187,10 @@ class Deferred(StandIn):
         for tensor, version in () if self.written is not None else self.made_of:
             if tensor._version != version:
                 raise StreamBPError(
-                    f"{operation} asks for logits or for the final norm's output after the weights or hidden states "
-                    f"{list(tensor.shape)} that they are computed from changed, as in optimizer.step(). Keep a copy "
-                    f"(.clone()) of them before that, or use {self.instead}."
+                    f"{operation} asks for logits or for the final norm's output after the weights "
+                    f"or hidden states {list(tensor.shape)} that they are computed from changed, "
+                    "as in optimizer.step(). Keep a copy (.clone()) of them before that, or use "
+                    f"{self.instead}."
                 )
 
     def follows_rules(self) -> bool:
@@ -206,8 +210,8 @@ class Deferred(StandIn):
         """
         if self.derived and name != "requires_grad_":
             raise StreamBPError(
-                f"The model changes a part of its logits in place ({name}) while its loss is computed without them. "
-                "Use StreamConfig(head=False) for this model."
+                f"The model changes a part of its logits in place ({name}) while its loss is "
+                "computed without them. Use StreamConfig(head=False) for this model."
             )
         if name != "requires_grad_":
             self.pass_by(f"{name} was called on them")
@@ -243,8 +247,8 @@ class Deferred(StandIn):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise StreamBPError(
-            f"{func} reached logits that do not exist, from where no real ones can be given to it. Use "
-            "StreamConfig(head=False) for this model."
+            f"{func} reached logits that do not exist, from where no real ones can be given to it. "
+            "Use StreamConfig(head=False) for this model."
         )
 
 
@@ -257,7 +261,9 @@ def _scale(x: Deferred, other: Any, *, over: bool = False) -> Any:
     if projection.softcap is not None:
         softcap = projection.softcap * factor
         scaled = {"logit_scale": projection.slope * softcap, "softcap": softcap}
-    return x.changed(dataclasses.replace(x.recipe, projection=dataclasses.replace(projection, **scaled)))
+    return x.changed(
+        dataclasses.replace(x.recipe, projection=dataclasses.replace(projection, **scaled))
+    )
 
 
 def _tanh(x: Deferred) -> Any:
@@ -285,8 +291,19 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    unusual = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
-    if unusual or x.recipe.weight is None or x.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    unusual = (
+        weight is not None
+        or size_average is not None
+        or reduce is not None
+        or label_smoothing != 0.0
+    )
+    if (
+        unusual
+        or x.recipe.weight is None
+        or x.dim() != 2
+        or target.dim() != 1
+        or target.is_floating_point()
+    ):
         return NotImplemented
     return blockwise_loss(x.source, x.recipe, target, ignore_index, reduction)
 

@@ -48,7 +48,17 @@ ELEMENTWISE = (
     "__neg__", "__abs__", "__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__rdiv__", "__pow__", "__rpow__",
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "__and__", "__or__",
 )  # fmt: skip
-SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__", "__div__")
+SCALING = (
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__div__",
+)
 
 # Names of torch's functions and of equal methods. [Note: torch's own functions]
 ROW_RULES: dict[str, Callable[..., Any]] = {
@@ -58,7 +68,9 @@ ROW_RULES: dict[str, Callable[..., Any]] = {
     "cross_entropy": lambda name, func, args, kwargs: of_labels(name, func, *args, **kwargs),
     "nll_loss": lambda name, func, args, kwargs: of_labels(name, func, *args, **kwargs),
     # `torch.kl_div` takes reductions as integers.
-    "kl_div": lambda _, func, args, kwargs: NotImplemented if func is torch_own.kl_div else kl_div(func, *args, **kwargs),
+    "kl_div": lambda _, func, args, kwargs: (
+        NotImplemented if func is torch_own.kl_div else kl_div(func, *args, **kwargs)
+    ),
 }
 LazyLogits.row_rules = ROW_RULES
 LazyLogits.rules = TOKEN_RULES | {

@@ -64,9 +64,9 @@ class Operand:
         """Raise StreamBPError if the tensor was changed in place after the node was made."""
         if not self.tensor.is_inference() and self.tensor._version != self.version:
             raise StreamBPError(
-                f"A tensor {list(self.tensor.shape)} that the loss is computed with was changed in place since it was used "
-                "on the logits, which are computed later, block by block. Change a copy of it, or use "
-                "StreamConfig(lazy_logits=False)."
+                f"A tensor {list(self.tensor.shape)} that the loss is computed with was changed in "
+                "place since it was used on the logits, which are computed later, block by block. "
+                "Change a copy of it, or use StreamConfig(lazy_logits=False)."
             )
 
 
@@ -130,11 +130,18 @@ def names(node: Node) -> Iterator[str]:
 
 def inputs_of(node: Node) -> list[Tensor]:
     """Return the graph inputs of a node: the handles [1] of its heads, and the engines' anchors."""
-    found = [tensor for reading in readings(node) for tensor in (reading.handle, reading.anchor) if tensor is not None]
+    found = [
+        tensor
+        for reading in readings(node)
+        for tensor in (reading.handle, reading.anchor)
+        if tensor is not None
+    ]
     return list({id(tensor): tensor for tensor in found}.values())
 
 
-def rebuilt(node: Node, change: Callable[[Node], Node], done: dict[Node, Node] | None = None) -> Node:
+def rebuilt(
+    node: Node, change: Callable[[Node], Node], done: dict[Node, Node] | None = None
+) -> Node:
     """Return the same function with each leaf changed.
 
     Args:
@@ -142,7 +149,9 @@ def rebuilt(node: Node, change: Callable[[Node], Node], done: dict[Node, Node] |
     """
     done = {} if done is None else done
     if node not in done and isinstance(node, Call):
-        args, kwargs = tree_map_only(Node, lambda child: rebuilt(child, change, done), (node.args, node.kwargs))
+        args, kwargs = tree_map_only(
+            Node, lambda child: rebuilt(child, change, done), (node.args, node.kwargs)
+        )
         done[node] = dataclasses.replace(node, args=args, kwargs=kwargs)
     elif node not in done:
         done[node] = change(node)
@@ -177,7 +186,9 @@ def evaluate(node: Node, values: Values) -> Any:
     """
     if node not in values:
         assert isinstance(node, Call)
-        args, kwargs = tree_map_only(Node, lambda child: evaluate(child, values), (node.args, node.kwargs))
+        args, kwargs = tree_map_only(
+            Node, lambda child: evaluate(child, values), (node.args, node.kwargs)
+        )
         with torch.set_grad_enabled(torch.is_grad_enabled() and node.graded):
             values[node] = node.function(*args, **kwargs)
     return values[node]

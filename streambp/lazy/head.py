@@ -26,7 +26,15 @@ from streambp.head.blocks import Products, Projection, fold_vocabulary, token_bl
 from streambp.head.log_probs import HeadInputs, make_inputs, refuse_second_derivatives
 from streambp.head.recipe import Recipe
 from streambp.head.seen import Seen
-from streambp.lazy.backward import NodeTerm, StatisticsGradient, StatisticsTerm, Term, rows_at_once, sweep, values_at
+from streambp.lazy.backward import (
+    NodeTerm,
+    StatisticsGradient,
+    StatisticsTerm,
+    Term,
+    rows_at_once,
+    sweep,
+    values_at,
+)
 from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, readings, rebuilt
 
 
@@ -37,7 +45,9 @@ class Handle(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hub: Hub, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hub: Hub, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
+    ) -> Tensor:
         """Save source [M, h] and the weights for backward, and return a zero [1] in source's
         dtype.
         """
@@ -69,7 +79,10 @@ class Handle(torch.autograd.Function):
                     like = source.new_empty(0, dtype=ctx.hub.wide)
                     statistics[projection] = StatisticsTerm(projection, source.shape[0], like)
                 statistics[projection].add(gradient)
-        terms: list[Term] = [*statistics.values(), *(term for term in left if isinstance(term, NodeTerm))]
+        terms: list[Term] = [
+            *statistics.values(),
+            *(term for term in left if isinstance(term, NodeTerm)),
+        ]
         return None, *sweep(ctx.hub.inputs, terms, source, weight, bias, ctx.needs_input_grad[1:])
 
 
@@ -161,7 +174,9 @@ class Hub:
             places: [*tokens], positions to read; None: all.
         """
         recipe = self.recipe
-        handle = Handle.apply(self, source, recipe.weight, recipe.bias, *self.inputs.norm_parameters.current())
+        handle = Handle.apply(
+            self, source, recipe.weight, recipe.bias, *self.inputs.norm_parameters.current()
+        )
         if places is not None:
             return Reading(self, handle, places, recipe.projected(), unique=False)
         positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
@@ -193,15 +208,16 @@ class Hub:
         assert weight is not None
         if changed is None and has_data(weight) and not weight.untyped_storage().size():
             raise StreamBPError(
-                "The output projection's weight is no longer on this rank where the logits are used: an engine has freed "
-                "it after the forward. Set StreamConfig(lazy_logits=False)."
+                "The output projection's weight is no longer on this rank where the logits are "
+                "used: an engine has freed it after the forward. Set "
+                "StreamConfig(lazy_logits=False)."
             )
         changed = self._seen.changed() if changed is None else changed
         if changed is not None:
             raise StreamBPError(
-                f"The head's weights or inputs {list(changed.shape)} changed since the model was called, and its logits "
-                "are computed where they are used. Use them before optimizer.step() or any other update, or set "
-                "StreamConfig(lazy_logits=False)."
+                f"The head's weights or inputs {list(changed.shape)} changed since the model was "
+                "called, and its logits are computed where they are used. Use them before "
+                "optimizer.step() or any other update, or set StreamConfig(lazy_logits=False)."
             )
 
     def products(self) -> Products:
@@ -221,24 +237,39 @@ class Hub:
         picks = labels if labels is not None else positions.new_full(positions.shape, -1)
         repeats: Tensor | None = None
         if not reading.unique and has_data(positions):
-            (positions, picks), repeats = torch.stack([positions, picks]).unique(dim=1, return_inverse=True)
+            (positions, picks), repeats = torch.stack([positions, picks]).unique(
+                dim=1, return_inverse=True
+            )
         count, products = positions.shape[0], self.products()
-        pick, lse, mean = (self.hidden.new_empty(count, dtype=self.wide) for _ in range(3))  # [count] each
+        pick, lse, mean = (
+            self.hidden.new_empty(count, dtype=self.wide) for _ in range(3)
+        )  # [count] each
         tokens, entries = self.inputs.block_size(self.hidden, self.vocabulary)
         with torch.no_grad():
             for block in token_blocks(count, tokens):
                 normed = self.inputs.normed(self.hidden[positions[block]])
-                folded = fold_vocabulary(normed, products, reading.projection, picks[block], entries)
-                pick[block], lse[block], mean[block] = folded.target, folded.lse(), folded.total / self.vocabulary
+                folded = fold_vocabulary(
+                    normed, products, reading.projection, picks[block], entries
+                )
+                pick[block], lse[block], mean[block] = (
+                    folded.target,
+                    folded.lse(),
+                    folded.total / self.vocabulary,
+                )
             if reading.projection not in self._known:
                 total = self.hidden.shape[0]
                 # Values computed under inference mode may be completed outside of it.
                 with torch.inference_mode(False):
-                    zeros = [self.hidden.new_zeros(total, dtype=dtype) for dtype in (self.wide, self.wide, torch.bool)]
+                    zeros = [
+                        self.hidden.new_zeros(total, dtype=dtype)
+                        for dtype in (self.wide, self.wide, torch.bool)
+                    ]
                 self._known[reading.projection] = tuple(zeros)
             all_lse, all_means, is_known = self._known[reading.projection]
             all_lse[positions], all_means[positions], is_known[positions] = lse, mean, True
-        return (pick, lse, mean) if repeats is None else (pick[repeats], lse[repeats], mean[repeats])
+        return (
+            (pick, lse, mean) if repeats is None else (pick[repeats], lse[repeats], mean[repeats])
+        )
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
         """Return the logsumexp and the mean of N tokens, [N] each, if both were computed before;
@@ -322,7 +353,11 @@ class Statistic:
         wanted = self.labels is not None, self.lse, self.mean
         pick, lse, mean = (next(given) if one else None for one in wanted)
         positions = reading.positions.reshape(-1)
-        reading.head.leave(StatisticsGradient(reading.projection, positions, reading.unique, self.labels, pick, lse, mean))
+        reading.head.leave(
+            StatisticsGradient(
+                reading.projection, positions, reading.unique, self.labels, pick, lse, mean
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +374,9 @@ class Function:
         """Return the function for readings with padding, if needed. [Note: padding that is read]"""
         if all(reading.head.recipe.late is None for reading in readings(self.node)):
             return self
-        return Function(rebuilt(self.node, lambda x: x.head.reached(x) if isinstance(x, Reading) else x))
+        return Function(
+            rebuilt(self.node, lambda x: x.head.reached(x) if isinstance(x, Reading) else x)
+        )
 
     def inputs(self) -> list[Tensor]:
         """Return the handles [1] through which the gradient flows."""
@@ -357,7 +394,10 @@ class Function:
         for block in token_blocks(count, tokens) if count else (slice(0, 0),):
             value = evaluate(self.node, values_at(self.node, block, found, products))
             parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
-        return tuple(torch.cat(column) if len(column) > 1 else column[0].clone() for column in zip(*parts, strict=True))
+        return tuple(
+            torch.cat(column) if len(column) > 1 else column[0].clone()
+            for column in zip(*parts, strict=True)
+        )
 
     def leave(self, grads: Sequence[Tensor | None]) -> None:
         """Leave the gradients [N, ...] of the results of `run` with the hubs of all readings that

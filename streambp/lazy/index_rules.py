@@ -22,8 +22,14 @@ def index(x: StandIn, at: Any) -> Any:
     """
     parts: list[Any] = []
     for part in at if isinstance(at, tuple) else (at,):
-        part = torch.tensor(part, device=x.device, dtype=None if part else torch.long) if isinstance(part, list) else part
-        if isinstance(part, bool | StandIn) or not (part is ... or isinstance(part, int | slice | Tensor)):
+        part = (
+            torch.tensor(part, device=x.device, dtype=None if part else torch.long)
+            if isinstance(part, list)
+            else part
+        )
+        if isinstance(part, bool | StandIn) or not (
+            part is ... or isinstance(part, int | slice | Tensor)
+        ):
             return NotImplemented
         if isinstance(part, Tensor) and part.is_floating_point():
             return NotImplemented
@@ -35,7 +41,9 @@ def index(x: StandIn, at: Any) -> Any:
             return NotImplemented
         *rows, labels = torch.broadcast_tensors(*by_number)  # x[rows, labels]: one entry for each
         labels = torch_own.where(labels < 0, labels + x.width, labels)
-        found = gather(x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False), labels[..., None])
+        found = gather(
+            x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False), labels[..., None]
+        )
         return found if found is NotImplemented else found[..., 0]
 
     has_ellipsis = any(part is ... for part in parts)
@@ -54,5 +62,11 @@ def index(x: StandIn, at: Any) -> Any:
     if entries == slice(None):
         return tokens
     width = len(range(*entries.indices(tokens.width)))
-    part = Call(TensorBase.__getitem__, (tokens.node, (slice(None), entries)), {}, tokens.requires_grad, "slice")
+    part = Call(
+        TensorBase.__getitem__,
+        (tokens.node, (slice(None), entries)),
+        {},
+        tokens.requires_grad,
+        "slice",
+    )
     return tokens.make(part, width, tokens.dtype, tokens.requires_grad).sharing(tokens)

@@ -35,7 +35,11 @@ def kl_div(
     if each is NotImplemented or reduction == "none":
         return each
     total = of_all("sum", torch_own.sum, each, [], {})
-    return total if reduction == "sum" else total / (each.shape[0] if reduction == "batchmean" else each.numel())
+    return (
+        total
+        if reduction == "sum"
+        else total / (each.shape[0] if reduction == "batchmean" else each.numel())
+    )
 
 
 def of_labels(
@@ -61,13 +65,20 @@ def of_labels(
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
     """
-    if weight is not None or not _is_reduction(size_average, reduce, reduction) or not isinstance(x, LazyLogits):
+    if (
+        weight is not None
+        or not _is_reduction(size_average, reduce, reduction)
+        or not isinstance(x, LazyLogits)
+    ):
         return NotImplemented
     if not isinstance(target, Tensor) or target.is_floating_point() or x.tokens != target.shape:
         return NotImplemented
     if x.dim() > 2 and x.classes != 1:
         return NotImplemented
-    each = {"reduction": "none", **({"label_smoothing": label_smoothing} if name == "cross_entropy" else {})}
+    each = {
+        "reduction": "none",
+        **({"label_smoothing": label_smoothing} if name == "cross_entropy" else {}),
+    }
     with torch.no_grad():
         dtype = func(sample_of(x), target.reshape(-1)[:0], **each).dtype
     log_probs = x = x.with_classes(None)
@@ -77,11 +88,20 @@ def of_labels(
     labels = target.reshape(-1).detach().clone()  # [N]
     check_labels(labels, log_probs.width, ignore_index)
     kept = labels != ignore_index  # ignored tokens are not computed
-    places = torch.arange(labels.shape[0], device=labels.device) if labels.is_meta else kept.nonzero().squeeze(-1)
+    places = (
+        torch.arange(labels.shape[0], device=labels.device)
+        if labels.is_meta
+        else kept.nonzero().squeeze(-1)
+    )
     rows = log_probs.moved(lambda t: t.reshape(-1, t.shape[-1])[places], view=False)
     losses = _smoothed(rows, labels[places], label_smoothing)
     if reduction == "none":
-        return losses.new_zeros(labels.shape[0]).index_put((places,), losses).to(dtype).view(target.shape)
+        return (
+            losses.new_zeros(labels.shape[0])
+            .index_put((places,), losses)
+            .to(dtype)
+            .view(target.shape)
+        )
     total = losses.sum()
     return (total / kept.sum() if reduction == "mean" else total).to(dtype)
 
@@ -98,6 +118,8 @@ def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor
         return lse - target * (1.0 - smoothing) - mean * smoothing
     losses = -picked(log_probs, labels[:, None])[:, 0]
     if smoothing:
-        (mean,) = log_probs.compute(Function(flat(Call(torch_own.mean, (log_probs.node, -1), {}, True, "mean"))))
+        (mean,) = log_probs.compute(
+            Function(flat(Call(torch_own.mean, (log_probs.node, -1), {}, True, "mean")))
+        )
         losses = losses * (1.0 - smoothing) - mean * smoothing
     return losses

@@ -32,7 +32,11 @@ FIRST = (
 DIM = dict.fromkeys(FIRST, 1) | {"topk": 2, "take_along_dim": 2, "norm": 2}
 # Results that change if their inputs are rounded to half precision; lazy values are not rounded.
 OF_ROUNDED = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isfinite", "nan_to_num"})
-OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}  # function of all entries -> function of the rows' results
+OF_ALL = {
+    "sum": "sum",
+    "mean": "mean",
+    "nansum": "nansum",
+}  # function of all entries -> function of the rows' results
 
 
 def sample_of(x: LazyLogits) -> Tensor:
@@ -63,7 +67,11 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         if tensor.dim() == 0:
             beside[id(leaf)] = Operand.of(tensor.to(first.device).expand(*first.tokens, 1)), tensor
             continue
-        if tensor.dim() > first.dim() or tensor.shape[-1] not in (1, width) or tensor.device != first.device:
+        if (
+            tensor.dim() > first.dim()
+            or tensor.shape[-1] not in (1, width)
+            or tensor.device != first.device
+        ):
             return NotImplemented
         try:
             whole = tensor.expand(*first.tokens, tensor.shape[-1])
@@ -71,21 +79,29 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
             return NotImplemented
         beside[id(leaf)] = Operand.of(whole), whole.reshape(-1, whole.shape[-1])[:0]
     plain_args, plain_kwargs = tree_map_only(
-        Tensor, lambda t: sample_of(t) if isinstance(t, LazyLogits) else beside[id(t)][1], (args, kwargs)
+        Tensor,
+        lambda t: sample_of(t) if isinstance(t, LazyLogits) else beside[id(t)][1],
+        (args, kwargs),
     )
     with torch.no_grad():
         sample = func(*plain_args, **plain_kwargs)
     if not isinstance(sample, Tensor) or sample.dim() != 2 or sample.shape[-1] != width:
         return NotImplemented
     node_args, node_kwargs = tree_map_only(
-        Tensor, lambda t: _graded(t, graded) if isinstance(t, LazyLogits) else beside[id(t)][0], (args, kwargs)
+        Tensor,
+        lambda t: _graded(t, graded) if isinstance(t, LazyLogits) else beside[id(t)][0],
+        (args, kwargs),
     )
     return first.make(Call(func, node_args, node_kwargs, graded, name), width, sample.dtype, graded)
 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
     """Return x's node, detached if the result is `graded` and x is not."""
-    return Call(torch_own.detach, (x.node,), {}, False, "detach") if graded and not x.requires_grad else x.node
+    return (
+        Call(torch_own.detach, (x.node,), {}, False, "detach")
+        if graded and not x.requires_grad
+        else x.node
+    )
 
 
 def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -116,7 +132,11 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
         if dtypes := [value for value in rest if isinstance(value, torch.dtype)]:
             kwargs["dtype"] = dtypes[0]
         made = elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
-        return made if x.classes is None else made.make(made.node, made.width, made.dtype, made.requires_grad, x.classes)
+        return (
+            made
+            if x.classes is None
+            else made.make(made.node, made.width, made.dtype, made.requires_grad, x.classes)
+        )
     if x.classes is not None:
         return NotImplemented
     if name in ("gather", "take_along_dim"):
@@ -127,7 +147,9 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     return _reduce(name, func, x, rest, kwargs)
 
 
-def of_all(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+def of_all(
+    name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
+) -> Any:
     """Reduce all entries to one number: rows block by block, then [*tokens] by torch's own
     function.
     """
@@ -137,7 +159,9 @@ def of_all(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], 
     return getattr(torch_own, OF_ALL[name])(of_rows)
 
 
-def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+def _reduce(
+    name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any], kwargs: dict[str, Any]
+) -> Any:
     """Return the reductions of each row: one or several of [*tokens], [*tokens, 1] or [*tokens,
     K].
     """
@@ -150,7 +174,11 @@ def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any],
     log_probs = log_softmaxed(x.node)
     if name == "logsumexp" and isinstance(x.node, Reading):
         values = x.compute(Statistic(x.node, None, lse=True))
-    elif log_probs and name in ("sum", "mean") and kwargs.get("dtype") in (None, log_probs[0].head.wide):
+    elif (
+        log_probs
+        and name in ("sum", "mean")
+        and kwargs.get("dtype") in (None, log_probs[0].head.wide)
+    ):
         reading, sign = log_probs
         lse, mean = x.compute(Statistic(reading, None, lse=True, mean=True))
         values = ((mean - lse) * (sign if name == "mean" else sign * x.width),)
@@ -159,7 +187,10 @@ def _reduce(name: str, func: Callable[..., Any], x: LazyLogits, rest: list[Any],
     note(x, name)
     several = isinstance(sample, tuple | list)
     samples = sample if several else (sample,)
-    shaped = [v.reshape((*x.tokens, *s.shape[1:])).to(s.dtype) for v, s in zip(values, samples, strict=True)]
+    shaped = [
+        v.reshape((*x.tokens, *s.shape[1:])).to(s.dtype)
+        for v, s in zip(values, samples, strict=True)
+    ]
     return type(sample)(shaped) if several else shaped[0]
 
 
@@ -173,10 +204,18 @@ def note(x: LazyLogits, name: str) -> None:
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
     """Return the logits and the sign if the node is a log_softmax or its negative; else None."""
-    if isinstance(node, Call) and node.name in ("neg", "negative", "__neg__") and len(node.args) == 1:
+    if (
+        isinstance(node, Call)
+        and node.name in ("neg", "negative", "__neg__")
+        and len(node.args) == 1
+    ):
         inner = log_softmaxed(node.args[0])
         return None if inner is None else (inner[0], -inner[1])
-    if not isinstance(node, Call) or node.name != "log_softmax" or not isinstance(node.args[0], Reading):
+    if (
+        not isinstance(node, Call)
+        or node.name != "log_softmax"
+        or not isinstance(node.args[0], Reading)
+    ):
         return None
     reading = node.args[0]
     dtype = node.kwargs.get("dtype")
@@ -222,10 +261,21 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     multiplies = "mul" in name
     if multiplies and isinstance(other, LazyLogits):
         x, other = other, x
-    if len(args) + len(kwargs) == 2 and isinstance(x, LazyLogits) and isinstance(x.node, Reading) and is_number(other):
+    if (
+        len(args) + len(kwargs) == 2
+        and isinstance(x, LazyLogits)
+        and isinstance(x.node, Reading)
+        and is_number(other)
+    ):
         projection = x.node.projection
-        temperature = projection.temperature / other if multiplies else projection.temperature * other
-        return x.changed(dataclasses.replace(x.node, projection=dataclasses.replace(projection, temperature=temperature)))
+        temperature = (
+            projection.temperature / other if multiplies else projection.temperature * other
+        )
+        return x.changed(
+            dataclasses.replace(
+                x.node, projection=dataclasses.replace(projection, temperature=temperature)
+            )
+        )
     return elementwise(name, func, args, kwargs)
 
 
@@ -233,4 +283,9 @@ def is_number(value: Any) -> bool:
     """True for a finite number other than zero; logits times this number have another
     temperature.
     """
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value != 0
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value != 0
+    )

@@ -72,7 +72,9 @@ class Place(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, kind: type[StandIn], made_of: tuple[Any, ...], *inputs: Tensor) -> StandIn:
+    def forward(
+        ctx: Any, kind: type[StandIn], made_of: tuple[Any, ...], *inputs: Tensor
+    ) -> StandIn:
         """Return the stand-in kind(*made_of) [...].
 
         Args:
@@ -163,8 +165,9 @@ class StandIn(Tensor):
         for counter, version in () if self.written is not None else self.memory.watched:
             if counter._version != version:
                 raise StreamBPError(
-                    "The logits were changed in place through another tensor that shares their memory, and then used again "
-                    f"({operation}), while the loss is computed without them. Use {self.instead}."
+                    "The logits were changed in place through another tensor that shares their "
+                    f"memory, and then used again ({operation}), while the loss is computed "
+                    f"without them. Use {self.instead}."
                 )
 
     def latest(self, operation: str) -> StandIn:
@@ -178,7 +181,11 @@ class StandIn(Tensor):
         Returns NotImplemented without a rule, or if another argument than the first is a stand-in.
         """
         rule = cls.rules.get(name)
-        if rule is None or not isinstance(args[0] if args else None, cls) or tensors_in((args[1:], kwargs), cls):
+        if (
+            rule is None
+            or not isinstance(args[0] if args else None, cls)
+            or tensors_in((args[1:], kwargs), cls)
+        ):
             return NotImplemented
         try:
             signature_of(rule).bind(*args, **kwargs)
@@ -198,7 +205,9 @@ class StandIn(Tensor):
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
         if isinstance(kwargs.get("out"), cls):
-            raise StreamBPError(f"{name} would write to logits that do not exist. Use {cls.instead}.")
+            raise StreamBPError(
+                f"{name} would write to logits that do not exist. Use {cls.instead}."
+            )
         given = args[0] if args else None
         stand_ins: list[StandIn] = []
 
@@ -218,12 +227,15 @@ class StandIn(Tensor):
             asked = []
         if any(x.followed and x.written is None for x in asked):
             raise StreamBPError(
-                f"{name} comes after something was made of these logits or hidden states, a loss or a part of them, whose "
-                "gradient it would not see: they are computed where they are used. Call register_hook or retain_grad "
-                f"before anything is made of them, or use {cls.instead}."
+                f"{name} comes after something was made of these logits or hidden states, a loss "
+                "or a part of them, whose gradient it would not see: they are computed where they "
+                "are used. Call register_hook or retain_grad before anything is made of them, or "
+                f"use {cls.instead}."
             )
         in_place = name.endswith("_") and not name.endswith("__")
-        if isinstance(given, cls) and (in_place or name in IN_PLACE or kwargs.get("inplace") is True):
+        if isinstance(given, cls) and (
+            in_place or name in IN_PLACE or kwargs.get("inplace") is True
+        ):
             return given.write(func, name, args, kwargs)
         result = NotImplemented
         if kwargs.get("out") is None and all(x.follows_rules() for x in stand_ins):
@@ -238,7 +250,9 @@ class StandIn(Tensor):
         """Run an operation without a rule on real tensors."""
         built: dict[int, tuple[StandIn, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
-        given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (kwargs if name in LOSSES else {})
+        given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
+            kwargs if name in LOSSES else {}
+        )
         reasons = []
         if isinstance(given.get("target"), Tensor) and given["target"].is_floating_point():
             reasons.append("target=...")  # probabilities of all classes
@@ -289,7 +303,10 @@ METADATA = frozenset(
 
 
 IN_PLACE = frozenset(
-    {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
+    {
+        "__setitem__",
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")),
+    }
 )
 
 

@@ -64,8 +64,8 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
     here = torch.stack(kept).all(0)  # [N]
     if bool((gradient[~here] != 0).any()):
         raise BackwardError(
-            "A gradient for logits at padding came from an autograd.Function or a kernel, in a batch "
-            "that was computed without padding. Leave padding out of that loss, or set "
+            "A gradient for logits at padding came from an autograd.Function or a kernel, in a "
+            "batch that was computed without padding. Leave padding out of that loss, or set "
             "StreamConfig(rows='as_given')."
         )
     return over_tokens(node, lambda x: x[here]), gradient[here]
@@ -104,7 +104,9 @@ class LazyLogits(StandIn):
     heeded: bool
 
     @staticmethod
-    def __new__(cls, node: Node, width: int, dtype: torch.dtype, classes: int | None = None) -> LazyLogits:
+    def __new__(
+        cls, node: Node, width: int, dtype: torch.dtype, classes: int | None = None
+    ) -> LazyLogits:
         reading = readings(node)[0]
         shape = list(reading.positions.shape)
         shape.insert(len(shape) if classes is None else classes, width)
@@ -114,11 +116,19 @@ class LazyLogits(StandIn):
         self.node, self.width, self.classes, self.origin = node, width, classes, reading.positions
         self.tokens, self.request = reading.positions.shape, reading.head.recipe.request
         self.memory, self.seen, self.link = SharedMemory(), 0, None
-        self.written, self.derived, self.now, self.heeded, self.followed = None, False, None, False, False
+        self.written, self.derived, self.now, self.heeded, self.followed = (
+            None,
+            False,
+            None,
+            False,
+            False,
+        )
         return self
 
     @classmethod
-    def make(cls, node: Node, width: int, dtype: torch.dtype, graded: bool, classes: int | None = None) -> LazyLogits:
+    def make(
+        cls, node: Node, width: int, dtype: torch.dtype, graded: bool, classes: int | None = None
+    ) -> LazyLogits:
         """Return a stand-in for node's values [*tokens, W].
 
         Args:
@@ -144,9 +154,9 @@ class LazyLogits(StandIn):
             return
         if ctx.passed_by:
             raise BackwardError(
-                "A gradient for the logits came from an autograd.Function or a kernel, which read them as the model "
-                f"made them. But {ctx.passed_by} them, so the gradient is not theirs. Use "
-                "StreamConfig(lazy_logits=False)."
+                "A gradient for the logits came from an autograd.Function or a kernel, which read "
+                f"them as the model made them. But {ctx.passed_by} them, so the gradient is not "
+                "theirs. Use StreamConfig(lazy_logits=False)."
             )
         node, width, _, classes = ctx.made_of
         of_rows = gradient if classes is None else gradient.movedim(classes, -1)
@@ -158,12 +168,16 @@ class LazyLogits(StandIn):
         self.memory, self.seen, self.derived = other.memory, other.seen, True
         return self
 
-    def changed(self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True) -> LazyLogits:
+    def changed(
+        self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True
+    ) -> LazyLogits:
         """Return a copy in memory of its own, with another node, dtype or gradient flag."""
         graded = graded and self.requires_grad
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
 
-    def moved(self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True) -> LazyLogits:
+    def moved(
+        self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
+    ) -> LazyLogits:
         """Return the same function of other tokens: [*tokens, W] -> [*other tokens, W].
 
         Args:
@@ -181,7 +195,9 @@ class LazyLogits(StandIn):
         """
         if classes == self.classes:
             return self
-        return self.make(self.node, self.width, self.dtype, self.requires_grad, classes).sharing(self)
+        return self.make(self.node, self.width, self.dtype, self.requires_grad, classes).sharing(
+            self
+        )
 
     def casts_to(self, dtype: torch.dtype) -> bool:
         """True if `dtype` is wider than this dtype, and not float64.
@@ -208,9 +224,9 @@ class LazyLogits(StandIn):
         if by_others and operation != "__set__":  # an engine sets an attribute
             function = type(self.grad_fn).__name__.removesuffix("Backward")
             raise StreamBPError(
-                f"Logits were changed in place by {function}, an autograd.Function that marks them dirty, and then used "
-                f"({operation}): its gradient would not be asked for. Return a new tensor there, or use "
-                "StreamConfig(lazy_logits=False)."
+                f"Logits were changed in place by {function}, an autograd.Function that marks them "
+                f"dirty, and then used ({operation}): its gradient would not be asked for. Return "
+                "a new tensor there, or use StreamConfig(lazy_logits=False)."
             )
         return self.current()
 
@@ -238,8 +254,9 @@ class LazyLogits(StandIn):
         super().check(operation)
         if self.seen != self.memory.writes:
             raise StreamBPError(
-                "Logits were changed in place through a part or a view of them, and then used again as a whole, or the "
-                f"other way round ({operation}), while they are computed where they are used. Use {self.instead}."
+                "Logits were changed in place through a part or a view of them, and then used "
+                f"again as a whole, or the other way round ({operation}), while they are computed "
+                f"where they are used. Use {self.instead}."
             )
         self.heed()
 
@@ -261,7 +278,10 @@ class LazyLogits(StandIn):
             anchor = RunInBackward.apply(begin, torch.zeros(1, requires_grad=True))
         if anchor is not None:
             self.node = rebuilt(
-                self.node, lambda leaf: dataclasses.replace(leaf, anchor=anchor) if isinstance(leaf, Reading) else leaf
+                self.node,
+                lambda leaf: (
+                    dataclasses.replace(leaf, anchor=anchor) if isinstance(leaf, Reading) else leaf
+                ),
             )
             self.heeded = True
 
@@ -350,7 +370,11 @@ class LazyLogits(StandIn):
             found = cls.row_rules[name](name, func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        if isinstance(args[0] if args else None, LazyLogits) and args[0].classes is not None and name not in ANY_SHAPE:
+        if (
+            isinstance(args[0] if args else None, LazyLogits)
+            and args[0].classes is not None
+            and name not in ANY_SHAPE
+        ):
             return NotImplemented
         return super().by_rule(func, name, args, kwargs)
 
@@ -368,7 +392,9 @@ class LazyLogits(StandIn):
         if name == "detach_":
             before.become(before.build().detach())
             return self
-        plain = f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]  # add_ -> add, __iadd__ -> __add__
+        plain = (
+            f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
+        )  # add_ -> add, __iadd__ -> __add__
         rows = tensors_in((args, kwargs), LazyLogits)
         follow = all(x.follows_rules() for x in rows)
         if follow and (torch.is_grad_enabled() or not before.requires_grad):
@@ -376,7 +402,10 @@ class LazyLogits(StandIn):
             made = NotImplemented
             if out_of_place is not None and plain in self.row_rules:
                 made = self.by_rule(out_of_place, plain, args, kwargs)
-            alike = isinstance(made, LazyLogits) and (made.shape, made.dtype) == (before.shape, before.dtype)
+            alike = isinstance(made, LazyLogits) and (made.shape, made.dtype) == (
+                before.shape,
+                before.dtype,
+            )
             if alike and made.requires_grad == before.requires_grad:
                 before.become(made)
                 return self
@@ -390,8 +419,8 @@ class LazyLogits(StandIn):
         result = func(*args, **kwargs)
         if real[id(before)].shape != self.shape:
             raise StreamBPError(
-                f"{name} changes the shape of logits in place, which a tensor that stands for them cannot. Use "
-                f"{plain} or StreamConfig(lazy_logits=False)."
+                f"{name} changes the shape of logits in place, which a tensor that stands for them "
+                f"cannot. Use {plain} or StreamConfig(lazy_logits=False)."
             )
         before.memory.watch(real[id(before)])
         return self if result is real[id(before)] else result
@@ -403,7 +432,10 @@ class LazyLogits(StandIn):
         Autograd has already recorded the operator.
         """
         if func._schema.is_mutable:
-            raise StreamBPError(f"{func} would write to logits that do not exist. Use StreamConfig(lazy_logits=False).")
+            raise StreamBPError(
+                f"{func} would write to logits that do not exist. Use "
+                "StreamConfig(lazy_logits=False)."
+            )
 
         def real(x: LazyLogits) -> Tensor:
             x = x.latest(str(func))

@@ -29,7 +29,9 @@ def is_of_tokens(x: StandIn, dim: Any) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.dim() != x.dim() - 1
 
 
-def along(own: Callable[..., Any], at: int, name: str, x: StandIn, *args: Any, **kwargs: Any) -> Any:
+def along(
+    own: Callable[..., Any], at: int, name: str, x: StandIn, *args: Any, **kwargs: Any
+) -> Any:
     """Apply a torch method along a dimension of tokens to the positions.
 
     Results are views, except for an index [n], which copies and may repeat tokens. Returns
@@ -60,9 +62,15 @@ def view(x: StandIn, *shape: Any) -> Any:
     Returns NotImplemented if W entries would be separated.
     """
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if isinstance(sizes, torch.dtype | Tensor) or not len(sizes) or sizes[-1] not in (-1, x.shape[-1]):
+    if (
+        isinstance(sizes, torch.dtype | Tensor)
+        or not len(sizes)
+        or sizes[-1] not in (-1, x.shape[-1])
+    ):
         return NotImplemented
-    if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel():  # the last dimension would mix tokens
+    if (
+        sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel()
+    ):  # the last dimension would mix tokens
         return NotImplemented
     return x.moved(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
 
@@ -79,15 +87,24 @@ def take_along_dim(x: StandIn, indices: Any, dim: Any = None) -> Any:
 
     Returns NotImplemented for entries of W.
     """
-    if not isinstance(indices, Tensor) or indices.dim() != x.dim() or indices.shape[-1] != 1 or not is_of_tokens(x, dim):
+    if (
+        not isinstance(indices, Tensor)
+        or indices.dim() != x.dim()
+        or indices.shape[-1] != 1
+        or not is_of_tokens(x, dim)
+    ):
         return NotImplemented
-    return x.moved(lambda t: torch_own.take_along_dim(t, indices, dim % x.dim()), unique=False, view=False)
+    return x.moved(
+        lambda t: torch_own.take_along_dim(t, indices, dim % x.dim()), unique=False, view=False
+    )
 
 
 def squeeze(x: StandIn, dim: Any = None) -> Any:
     """Remove one token dimension or all token dimensions of size 1; NotImplemented for W."""
     if dim is None and x.shape[-1] != 1:
-        return x.moved(lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1]))
+        return x.moved(
+            lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1])
+        )
     return x.moved(lambda t: t.squeeze(dim % x.dim())) if is_of_tokens(x, dim) else NotImplemented
 
 
@@ -117,7 +134,9 @@ def permute(x: StandIn, *dims: Any) -> Any:
         return x.with_classes(None) if order == back else NotImplemented
     if order[-1] == last:
         return x.moved(lambda t: t.permute(order))
-    return x.with_classes(1) if x.dim() > 2 and order == [0, last, *range(1, last)] else NotImplemented
+    return (
+        x.with_classes(1) if x.dim() > 2 and order == [0, last, *range(1, last)] else NotImplemented
+    )
 
 
 def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +144,9 @@ def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     anyway.
     """
     wanted = [*args, *kwargs.values()]
-    dtypes = [w for w in wanted if isinstance(w, torch.dtype)] + [w.dtype for w in wanted if isinstance(w, Tensor)]
+    dtypes = [w for w in wanted if isinstance(w, torch.dtype)] + [
+        w.dtype for w in wanted if isinstance(w, Tensor)
+    ]
     if is_elsewhere(x, wanted):
         return NotImplemented
     dtype = dtypes[0] if dtypes else x.dtype
@@ -154,15 +175,20 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     ),
     # Keep float64; reject integers and bools.
     "float": lambda x, *_, **__: to(
-        x, torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32)
+        x,
+        torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32),
     ),
     "to": to,
-    **{name: functools.partial(along, own, at, name) for name, at in ALONG.items() if (own := method(name)) is not None},
+    **{
+        name: functools.partial(along, own, at, name)
+        for name, at in ALONG.items()
+        if (own := method(name)) is not None
+    },
     # Methods that use the stand-in's dtype and device only.
     **{
-        name: lambda x, *args, name=name, **kwargs: getattr(torch.empty(0, dtype=x.dtype, device=x.device), name)(
-            *args, **kwargs
-        )
+        name: lambda x, *args, name=name, **kwargs: getattr(
+            torch.empty(0, dtype=x.dtype, device=x.device), name
+        )(*args, **kwargs)
         for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
     },
 }

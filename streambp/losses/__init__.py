@@ -16,7 +16,15 @@ from streambp.losses.ppo import PPOLoss, gae, ppo_loss, whiten
 
 __all__ = ["PPOLoss", "gae", "ppo_loss", "whiten"]
 
-LEAVING = ("DPO_LOSSES", "F_DIVERGENCES", "GRPO_LOSSES", "SFT_LOSSES", "dpo_loss", "grpo_loss", "sft_loss")
+LEAVING = (
+    "DPO_LOSSES",
+    "F_DIVERGENCES",
+    "GRPO_LOSSES",
+    "SFT_LOSSES",
+    "dpo_loss",
+    "grpo_loss",
+    "sft_loss",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Sums and means over the tokens that count, and the shape checks that every objective starts with."""
+"""Sums and means over the tokens that count, and the shape checks that every objective starts
+with."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | N
 def within(mask: Tensor, values: Tensor) -> Tensor:
     """Return values [B, T] with 0 where mask [B, T] is false, before anything is computed of them.
 
-    Objectives mask their inputs, not only their terms. NaN and infinities outside of the mask, such as
-    an inference engine's -inf at padding, do not reach a masked sum. Backward multiplies them by 0
-    all the same, which gives NaN.
+    Objectives mask their inputs, not only their terms. NaN and infinities outside of the mask, such
+    as an inference engine's -inf at padding, do not reach a masked sum. Backward multiplies them by
+    0 all the same, which gives NaN.
     """
     return values.masked_fill(~mask.bool(), 0.0)
 

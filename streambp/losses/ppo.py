@@ -64,14 +64,19 @@ def ppo_loss(
         returns=returns, entropy=entropy,
     )  # fmt: skip
     if entropy_coef and entropy is None:
-        raise StreamBPError("entropy_coef needs entropy [B, T]: call token_log_probs(..., entropy=True).")
+        raise StreamBPError(
+            "entropy_coef needs entropy [B, T]: call token_log_probs(..., entropy=True)."
+        )
     log_ratio = within(mask, log_probs) - within(mask, old_log_probs)  # [B, T]
     ratio = torch.exp(log_ratio)
     advantages = within(mask, advantages)
     values = within(mask, values)
     old_values = within(mask, old_values)
     returns = within(mask, returns)
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    plain, clipped = (
+        -advantages * ratio,
+        -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range),
+    )
     policy = masked_mean(torch.maximum(plain, clipped), mask)
     error = (values - returns).square()
     worse = error
@@ -85,10 +90,20 @@ def ppo_loss(
         value_clipped = masked_mean((worse > error).to(ratio.dtype), mask)
         approximate_kl = masked_mean(ratio - 1.0 - log_ratio, mask)
     loss = policy + value_coef * value - entropy_coef * spread
-    return PPOLoss(loss, policy.detach(), value.detach(), spread.detach(), policy_clipped, value_clipped, approximate_kl)
+    return PPOLoss(
+        loss,
+        policy.detach(),
+        value.detach(),
+        spread.detach(),
+        policy_clipped,
+        value_clipped,
+        approximate_kl,
+    )
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
     """Compute generalised advantage estimation (arXiv 1506.02438, eq. 16) over each row's masked
     tokens.
 

@@ -26,5 +26,8 @@ def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
     notes = [f"{one} Linears with adapters are computed as one operation"] if one else []
     if others:
         reasons = "; ".join(f"{number} x {why}" for why, number in sorted(others.items()))
-        notes.append(f"{others.total()} Linears with adapters are computed by peft's code, which takes longer ({reasons})")
+        notes.append(
+            f"{others.total()} Linears with adapters are computed by peft's code, which takes "
+            f"longer ({reasons})"
+        )
     return notes

@@ -16,7 +16,11 @@ from types import FrameType
 
 from streambp.known_names import CPT_FORWARD, PREDICTION, TRAINERS_LOSS
 
-LIBRARIES = ("transformers", "trl", "streambp")  # their own trainers read the loss alone, or request logits
+LIBRARIES = (
+    "transformers",
+    "trl",
+    "streambp",
+)  # their own trainers read the loss alone, or request logits
 NEAR = 24  # maximal number of frames between a model's forward and its caller
 
 
@@ -49,7 +53,10 @@ def _overrides(frame: FrameType) -> bool:
 
 def wants_predictions() -> bool:
     """True if a Trainer collects the logits of this evaluation, for metrics or as predictions."""
-    return any(frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False for frame in _running())
+    return any(
+        frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False
+        for frame in _running()
+    )
 
 
 def _running() -> Iterator[FrameType]:

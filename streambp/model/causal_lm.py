@@ -35,7 +35,9 @@ from streambp.model.split import find_split
 from streambp.model.state import PatchState, names_cache, wants_cache
 
 BLOCKWISE = "blockwise loss, no logits"
-WITHOUT_LABELS = "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
+WITHOUT_LABELS = (
+    "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
+)
 AS_UNPATCHED = "as the unpatched model computes it, from logits [B, T, V]: they fit many times over"
 PREDICTED = "evaluations build the logits, which a Trainer takes for metrics or as predictions"
 WITH_LOGITS = "builds the logits: the call had a cache"
@@ -59,7 +61,9 @@ class CausalLMForward(InstanceForward):
             first such call, and after a call that returned a tuple.
     """
 
-    def __init__(self, module: PreTrainedModel, state: PatchState, norms: tuple[nn.Module, ...]) -> None:
+    def __init__(
+        self, module: PreTrainedModel, state: PatchState, norms: tuple[nn.Module, ...]
+    ) -> None:
         super().__init__(module)
         self.norms = norms
         self.state = state
@@ -83,8 +87,16 @@ class CausalLMForward(InstanceForward):
         if running.names_cache is None:
             running.names_cache = names_cache(self.module, kwargs)
         try:
-            trls = None if self.previous is None else trls_head(getattr(self.previous, "__func__", None))
-            if trls is not None and not kwargs.get(ASKS_TRLS_HEAD) and isinstance(trls[TRLS_FORWARD], MethodType):
+            trls = (
+                None
+                if self.previous is None
+                else trls_head(getattr(self.previous, "__func__", None))
+            )
+            if (
+                trls is not None
+                and not kwargs.get(ASKS_TRLS_HEAD)
+                and isinstance(trls[TRLS_FORWARD], MethodType)
+            ):
                 # The method in TRL's head is bound to the original model; a copy must bind the
                 # function to itself.
                 return trls[TRLS_FORWARD].__func__(self.module, *args, **kwargs)
@@ -111,33 +123,53 @@ class CausalLMForward(InstanceForward):
                 if attention == "eager" or self._biased:  # an empty row of the mask gives the mean
                     self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
             if labels is None and want_log_probs:
-                raise StreamBPError("output_log_probs=True needs labels: the tokens whose log-probabilities are wanted.")
+                raise StreamBPError(
+                    "output_log_probs=True needs labels: the tokens whose log-probabilities are "
+                    "wanted."
+                )
             caches = has_cache(kwargs) or names_cache(self.module, kwargs)
             if labels is None or not self.state.config.head or caches or self.foreign is not None:
                 if want_log_probs:
                     self.refuse_foreign()
                     raise StreamBPError(
-                        "output_log_probs=True needs StreamConfig(head=True) and no cache (use_cache=False)."
+                        "output_log_probs=True needs StreamConfig(head=True) and no cache "
+                        "(use_cache=False)."
                     )
                 self._refuse_unshifted(kwargs)
                 if labels is None and self._is_lazy(kwargs):
                     self._leave_cache(kwargs)
-                    request = HeadRequest(self.state.pending, norms=self._steady_norms, handed_out=True)
+                    request = HeadRequest(
+                        self.state.pending, norms=self._steady_norms, handed_out=True
+                    )
                     output = self._run(kwargs, request)
                     self._note(self._trains, None, lazy=request)
                     return _hand_out(output, request)
                 output = self.original(**kwargs)
                 if labels is not None or self._trains:
-                    self._note(self._trains, WITHOUT_LABELS if labels is None else WITH_LOGITS, labels is not None)
+                    self._note(
+                        self._trains,
+                        WITHOUT_LABELS if labels is None else WITH_LOGITS,
+                        labels is not None,
+                    )
                 return output
             if want_log_probs:
                 scored, tokens, _ = self.score(kwargs, ())
                 kind: Any = _with_log_probs(scored.__class__)
                 return kind(**scored, log_probs=tokens.log_probs)
             output = None if self.state.unpatched is None else self._unstreamed(kwargs)
-            return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True) if output is None else output
+            return (
+                self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True)
+                if output is None
+                else output
+            )
 
-    def _note(self, training: bool, how: str | None, labelled: bool = True, lazy: HeadRequest | None = None) -> None:
+    def _note(
+        self,
+        training: bool,
+        how: str | None,
+        labelled: bool = True,
+        lazy: HeadRequest | None = None,
+    ) -> None:
         """Count a call and store how its loss was computed. After the first training call,
         evaluations are not stored.
         """
@@ -156,7 +188,8 @@ class CausalLMForward(InstanceForward):
         if self.previous is not None:
             return foreign_forward(kind, self.previous)
         return foreign_of_class(
-            kind, tuple(map(getattr, kind.__mro__, itertools.repeat("forward"), itertools.repeat(None)))
+            kind,
+            tuple(map(getattr, kind.__mro__, itertools.repeat("forward"), itertools.repeat(None))),
         )
 
     def refuse_foreign(self) -> None:
@@ -165,12 +198,17 @@ class CausalLMForward(InstanceForward):
         """
         if self.foreign is not None:
             raise StreamBPError(
-                f"Per-token values were asked for, but {self.foreign} stands in place of the forward of "
-                f"{type(self.module).__name__} and computes its loss in its own way. Use the model without it."
+                f"Per-token values were asked for, but {self.foreign} stands in place of the "
+                f"forward of {type(self.module).__name__} and computes its loss in its own way. "
+                "Use the model without it."
             )
 
     def score(
-        self, kwargs: dict[str, Any], wanted: tuple[str, ...], temperature: float = 1.0, in_float32: bool = False
+        self,
+        kwargs: dict[str, Any],
+        wanted: tuple[str, ...],
+        temperature: float = 1.0,
+        in_float32: bool = False,
     ) -> tuple[Any, TokenLogProbs, HeadRequest]:
         """Return the output without logits, and per-token values of the labels [B, T - 1] (with
         shift_labels [B, T]).
@@ -195,9 +233,9 @@ class CausalLMForward(InstanceForward):
         output = self._with_head(kwargs, request)
         if request.values is None:
             raise StreamBPError(
-                f"The loss of {type(self.module).__name__} does not go through cross_entropy on its logits "
-                f"({request.built_for}), so there are no per-token log-probabilities. Compute them from logits (call the "
-                "model without labels)."
+                f"The loss of {type(self.module).__name__} does not go through cross_entropy on "
+                f"its logits ({request.built_for}), so there are no per-token log-probabilities. "
+                "Compute them from logits (call the model without labels)."
             )
         shift_labels = kwargs.get("shift_labels")
         shape = kwargs["labels"].shape if shift_labels is None else shift_labels.shape
@@ -208,10 +246,16 @@ class CausalLMForward(InstanceForward):
         request.hidden_states = lambda: flat().view(*shape, -1)[:, kept]
         return output, request.values.each(lambda values: values.view(shape)[:, kept]), request
 
-    def _with_head(self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False) -> Any:
+    def _with_head(
+        self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False
+    ) -> Any:
         self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
-        lazy = HeadRequest(self.state.pending, beside_loss=True) if hands_out and self._is_lazy(kwargs) else None
+        lazy = (
+            HeadRequest(self.state.pending, beside_loss=True)
+            if hands_out and self._is_lazy(kwargs)
+            else None
+        )
         request.norms = self.norms if lazy is None else self._steady_norms
         request.handed_out = lazy is not None
         request.num_items = kwargs.get("num_items_in_batch")
@@ -226,9 +270,15 @@ class CausalLMForward(InstanceForward):
         if request.built_for is not None:
             how = f"builds the logits: the loss uses {request.built_for} on them, costs memory"
         elif not request.used:
-            how = "builds the logits: the model's loss does not come from its output projection, costs memory"
+            how = (
+                "builds the logits: the model's loss does not come from its output projection, "
+                "costs memory"
+            )
         elif request.hidden_built_for is not None:
-            how = f"{BLOCKWISE}; the final norm's output is computed for the model's {request.hidden_built_for}"
+            how = (
+                f"{BLOCKWISE}; the final norm's output is computed for the model's "
+                f"{request.hidden_built_for}"
+            )
         self._note(self._trains, how, lazy=lazy)
         return output
 
@@ -257,7 +307,9 @@ class CausalLMForward(InstanceForward):
                 self.empty_batches.check(labelled)
             return type(output)(**fields)
 
-        output = self.state.as_unpatched(run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs))
+        output = self.state.as_unpatched(
+            run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs)
+        )
         if output is not None:
             self._note(trains, AS_UNPATCHED)
         return output
@@ -308,14 +360,19 @@ class CausalLMForward(InstanceForward):
         The label of a shard's last token is on the next rank, so a shift inside the shard loses the
         label.
         """
-        if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None or not is_initialized():
+        if (
+            kwargs.get("labels") is None
+            or kwargs.get("shift_labels") is not None
+            or not is_initialized()
+        ):
             return
         config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
         if find_split(config, self.module.training) is not None:
             raise StreamBPError(
-                "labels were given without shift_labels while sequences are split over ranks; shifting a shard's labels "
-                "would lose its last one. Shift before splitting (put shift_labels among the buffers of context_parallel) "
-                "and pass the same tensor as labels and as shift_labels."
+                "labels were given without shift_labels while sequences are split over ranks; "
+                "shifting a shard's labels would lose its last one. Shift before splitting (put "
+                "shift_labels among the buffers of context_parallel) and pass the same tensor as "
+                "labels and as shift_labels."
             )
 
     def _leave_cache(self, kwargs: dict[str, Any]) -> PreTrainedConfig:
@@ -327,7 +384,9 @@ class CausalLMForward(InstanceForward):
 
     @explaining("in the model around its layers")
     def _run(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
-        hidden_wanted = kwargs.get("output_hidden_states") or getattr(self.module.config, "output_hidden_states", False)
+        hidden_wanted = kwargs.get("output_hidden_states") or getattr(
+            self.module.config, "output_hidden_states", False
+        )
         output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
         if has_backward_hooks(output_embeddings):
             request.built_for = "backward hooks"
@@ -335,7 +394,9 @@ class CausalLMForward(InstanceForward):
         # ZeRO-3 and FSDP units gather weights only while their module runs, so the norm is not
         # deferred. In accelerate, norm and head form one unit.
         gathered = held(output_embeddings).weights
-        if gathered and type(output_embeddings).forward is not nn.Linear.forward:  # peft's forward adds adapters
+        if (
+            gathered and type(output_embeddings).forward is not nn.Linear.forward
+        ):  # peft's forward adds adapters
             request.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
         own = output_embeddings
@@ -364,7 +425,9 @@ class CausalLMForward(InstanceForward):
         logits_wanted |= evaluates and computes_its_own_loss()
 
         def real(value: Any) -> Any:
-            if not isinstance(value, Deferred) or (value.recipe.weight is not None and not logits_wanted):
+            if not isinstance(value, Deferred) or (
+                value.recipe.weight is not None and not logits_wanted
+            ):
                 return value
             if value.recipe.weight is None:
                 value.note("output")
@@ -374,7 +437,9 @@ class CausalLMForward(InstanceForward):
             return tuple(part for part in map(real, output) if not isinstance(part, Deferred))
         fields = {name: real(value) for name, value in output.items()}
         if self._trains:
-            self.left_out = frozenset(name for name, value in fields.items() if isinstance(value, Deferred))
+            self.left_out = frozenset(
+                name for name, value in fields.items() if isinstance(value, Deferred)
+            )
         kind: Any = type(output)
         if isinstance(fields.get(LOGITS), Deferred):
             kind = left_out(kind)
@@ -388,7 +453,9 @@ def _with_log_probs(kind: Any) -> Any:
     FSDP2 and DDP search declared fields alone for tensors with gradients.
     """
     field = ("log_probs", Tensor | None, None)
-    return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__})
+    return dataclasses.make_dataclass(
+        kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__}
+    )
 
 
 def _without_nan(output: Any, labelled: Tensor) -> Any:

@@ -117,10 +117,16 @@ def without_driver(kind: str) -> str | None:
         found = driver.get_active_torch_device().type
     except Exception as error:  # no driver, or no compiler for the driver
         return f"Triton has no driver here ({type(error).__name__}: {error})."
-    return None if found == kind else f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
+    return (
+        None
+        if found == kind
+        else f"Triton's kernels run on devices of type {found!r} here, and not on {kind!r}."
+    )
 
 
-def by_device(kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes) -> set[nn.Module]:
+def by_device(
+    kind: str, rotations: dict[nn.Module, Callable[..., Any]], before: Attributes
+) -> set[nn.Module]:
     """Make the modules that Liger changes choose by device; called while all names are Liger's.
 
     Args:
@@ -130,7 +136,11 @@ def by_device(kind: str, rotations: dict[nn.Module, Callable[..., Any]], before:
     Returns:
         The modules to restore to their previous forward.
     """
-    theirs = {m for m in before if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)}
+    theirs = {
+        m
+        for m in before
+        if ACCELERATE_HOOK in before[m] or "forward" in before[m] or is_compiled(m)
+    }
     for module in before:
         forward = module.__dict__.get("forward")
         if module in theirs:
@@ -153,7 +163,9 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
     neighbours, or rotate a part of the features.
     """
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 3, 2 * HALF, generator=generator, device="cpu") for heads in (2, 1))  # [B, H, T, D]
+    q, k = (
+        torch.randn(1, heads, 3, 2 * HALF, generator=generator, device="cpu") for heads in (2, 1)
+    )  # [B, H, T, D]
     angles = torch.randn(1, 3, HALF, generator=generator, device="cpu").repeat(1, 1, 2)  # [B, T, D]
     cos, sin = angles.cos(), angles.sin()
 
@@ -162,6 +174,9 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
 
     try:
         found = rotation(q.clone(), k.clone(), cos, sin)
-        return all(torch.allclose(ours, turned(x), rtol=1e-5, atol=1e-6) for ours, x in zip(found, (q, k), strict=True))
+        return all(
+            torch.allclose(ours, turned(x), rtol=1e-5, atol=1e-6)
+            for ours, x in zip(found, (q, k), strict=True)
+        )
     except Exception:  # the function needs other arguments
         return False

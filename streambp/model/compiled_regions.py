@@ -38,7 +38,14 @@ from torch.utils._triton import has_triton
 from streambp.admission.stacks import find_stacks
 from streambp.device import has_data
 from streambp.foreign import REGION, compiled_inside, is_compiled
-from streambp.known_names import ACCELERATE_HOOK, FUSED_MLP, GATED_MLP, MODULE_TABLES, ROTARY, ROTATED
+from streambp.known_names import (
+    ACCELERATE_HOOK,
+    FUSED_MLP,
+    GATED_MLP,
+    MODULE_TABLES,
+    ROTARY,
+    ROTATED,
+)
 from streambp.model.fused_layers import (
     TRIED,
     Fused,
@@ -82,7 +89,9 @@ class Compiler:
         """Return the function compiled for one role in layers, cached. [Note: compiled regions]"""
         if (function, role) not in self.made:
             code = function.__code__.replace(co_name=function.__name__)
-            own = types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+            own = types.FunctionType(
+                code, function.__globals__, function.__name__, None, function.__closure__
+            )
             own.__defaults__ = function.__defaults__
             own.__kwdefaults__ = function.__kwdefaults__
             more: dict[str, Any] = {}
@@ -154,7 +163,10 @@ def gated(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
     """Return the attribute names of a gated MLP's Linears and activation; () for other modules."""
-    return next((names for names in (GATED_MLP, FUSED_MLP) if all(hasattr(module, name) for name in names)), ())
+    return next(
+        (names for names in (GATED_MLP, FUSED_MLP) if all(hasattr(module, name) for name in names)),
+        (),
+    )
 
 
 class WithCompiledRotation(WithRotation):
@@ -162,7 +174,9 @@ class WithCompiledRotation(WithRotation):
 
     home = REGION
 
-    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def turned(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """Return q [B, H, T, D] and k [B, H_kv, T, D] rotated.
 
         The compiled code runs only while the modeling file's function is still the compiled one.
@@ -171,7 +185,9 @@ class WithCompiledRotation(WithRotation):
         four = (q, k, cos, sin)
         if now is not self.own or args or kwargs or not all(map(runs, four)) or q.shape[-2] == 1:
             return now(*four, *args, **kwargs)
-        own = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))  # slices of a row
+        own = (
+            x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin)
+        )  # slices of a row
         return self.fused(*(_any_length(x, 0, x.dim() - 2) for x in (q, k, *own)))
 
 
@@ -216,7 +232,9 @@ def compile_regions(model: nn.Module) -> Fused:
             what = _what(module)
             own = module.__dict__
             kind = type(module)
-            others = ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)  # not the model's own code
+            others = (
+                ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)
+            )  # not the model's own code
             if what is None or module is layer or others or compiled_inside(module):
                 continue
             key = (kind, type(getattr(module, "act_fn", None)))
@@ -260,7 +278,11 @@ def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
     if names_of(module):
         return "MLP"
     kind = type(module)
-    if NORMS in kind.__name__ and not [*module.children()] and isinstance(kind.forward, types.FunctionType):
+    if (
+        NORMS in kind.__name__
+        and not [*module.children()]
+        and isinstance(kind.forward, types.FunctionType)
+    ):
         return None if kind.__module__.startswith("torch.") else "norm"
     space = globals_that_turn(module)
     turns = space is not None and tuple(inspect.signature(space[ROTARY]).parameters)[:4] == ROTATED
@@ -293,13 +315,24 @@ def treats_tokens_alike(module: nn.Module) -> bool:
                 known.update(zip(entries.values(), parts, strict=True))
                 for entry in known:
                     entry.register_forward_hook(note)
-                twin.__dict__[MODULES] = {**module.__dict__[MODULES], **entries, names[-2]: nn.Identity()}
+                twin.__dict__[MODULES] = {
+                    **module.__dict__[MODULES],
+                    **entries,
+                    names[-2]: nn.Identity(),
+                }
                 act = getattr(module, names[-1])
                 found = type(module).forward(twin, x)
-                return all(seen.get(entry) is x for entry in known) and torch.equal(found, gated(act, *parts))
-            parameters = {name: None if p is None else some(TRIED) for name, p in module.__dict__[PARAMETERS].items()}
+                return all(seen.get(entry) is x for entry in known) and torch.equal(
+                    found, gated(act, *parts)
+                )
+            parameters = {
+                name: None if p is None else some(TRIED)
+                for name, p in module.__dict__[PARAMETERS].items()
+            }
             twin.__dict__[PARAMETERS] = parameters
-            tensors = [some(2, 3, TRIED) for _ in inspect.signature(type(module).forward).parameters][1:]
+            tensors = [
+                some(2, 3, TRIED) for _ in inspect.signature(type(module).forward).parameters
+            ][1:]
             whole = type(module).forward(twin, *tensors)
             one = type(module).forward(twin, *(x[:, 1] for x in tensors))
             return whole.shape == tensors[0].shape and torch.equal(whole[:, 1], one)

@@ -26,7 +26,11 @@ from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fs
 from streambp.known_names import ENGINES, FORWARD_HOOKS
 from streambp.lazy.deferred import Deferred
 
-TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)  # allowed classes of torch; peft's wrappers contain the last
+TORCHS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.ModuleDict,
+)  # allowed classes of torch; peft's wrappers contain the last
 
 
 def can_be_deferred(norm: nn.Module) -> bool:
@@ -44,7 +48,9 @@ def can_be_deferred(norm: nn.Module) -> bool:
     inner = [module for module in norm.modules() if module is not norm]
     hooked = any(getattr(module, name) for module in inner for name in FORWARD_HOOKS)
     kinds = {type(module) for module in norm.modules()}
-    return not hooked and all(kind in TORCHS or kind.__module__.partition(".")[0] != "torch" for kind in kinds)
+    return not hooked and all(
+        kind in TORCHS or kind.__module__.partition(".")[0] != "torch" for kind in kinds
+    )
 
 
 class DeferredForward(InstanceForward):
@@ -72,7 +78,11 @@ class DeferredForward(InstanceForward):
             hidden_states = Deferred.make(hidden_states, Recipe(self.request))
         self.request.projecting = True
         try:
-            result: Tensor = self.original(hidden_states) if not self._engines else self._projected(hidden_states)
+            result: Tensor = (
+                self.original(hidden_states)
+                if not self._engines
+                else self._projected(hidden_states)
+            )
         finally:
             self.request.projecting = False
         if isinstance(result, Deferred) and result.written is None and result.known():
@@ -147,7 +157,10 @@ class HeldHead(nn.Module):
             if before is not None:
                 head.forward = before
         hidden_states, weight, *bias = Borrowed.apply(lent, given)  # type: ignore[no-untyped-call]
-        return Deferred.make(hidden_states, Recipe(self.request, weight=weight, bias=next(iter(bias), None), logits=True))
+        return Deferred.make(
+            hidden_states,
+            Recipe(self.request, weight=weight, bias=next(iter(bias), None), logits=True),
+        )
 
 
 @dataclasses.dataclass
@@ -203,11 +216,15 @@ class Borrowed(torch.autograd.Function):
         copies = lent.copies
         lent.copies = []
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x, trained in zip(copies, lent.trained, strict=True) if not trained))
+        ctx.mark_non_differentiable(
+            *(x for x, trained in zip(copies, lent.trained, strict=True) if not trained)
+        )
         return (hidden_states.view_as(hidden_states), *copies)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[None, Tensor | None]:
+    def backward(
+        ctx: Any, grad: Tensor | None, *grads: Tensor | None
+    ) -> tuple[None, Tensor | None]:
         """Return the gradient of hidden_states [..., h], and store the weights' gradients for
         `Lending`.
         """

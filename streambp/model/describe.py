@@ -40,7 +40,10 @@ BLOCKS = MappingProxyType(
         Kind.MASK: "attention masks that are no intervals",
     }
 )
-CAME_LATER = "patch the model again to stream it: it came into the model after streambp.patch, and costs memory"
+CAME_LATER = (
+    "patch the model again to stream it: it came into the model after streambp.patch, and costs "
+    "memory"
+)
 LIGERS = "Liger's kernels"
 REGIONS = "compiled regions"
 FASTER = 0.1  # seconds a step that offload="cpu" must save before a note proposes it
@@ -99,9 +102,13 @@ class Description:
             elif path == "streams" and step is not None and step.way == UNPATCHED:
                 path = UNPATCHED
                 reason = "; ".join(filter(None, ("longer steps stream", reason)))
-            lines.append(f"{path}: {len(names)} x {kind} ({span})" + (f", {reason}" if reason else ""))
+            lines.append(
+                f"{path}: {len(names)} x {kind} ({span})" + (f", {reason}" if reason else "")
+            )
         peak = None if step is None else step.peak
-        saves = (margin if step is not None and any(" " in name for name in self.saves) else ", ").join(self.saves)
+        saves = (
+            margin if step is not None and any(" " in name for name in self.saves) else ", "
+        ).join(self.saves)
         rows = [
             ("layers", margin.join(lines)),
             ("chunk_size", self.chunk_size),
@@ -112,7 +119,11 @@ class Description:
             ("head", self.head),
             *(("note", note) for note in self.notes),
         ]
-        called = any(not layer.reason.startswith(NOT_TRIED) for layer in self.layers if layer.path == "streams")
+        called = any(
+            not layer.reason.startswith(NOT_TRIED)
+            for layer in self.layers
+            if layer.path == "streams"
+        )
         last = NOT_TRIED if step is None else str(step)
         if step is None and self.apart:
             last = APART
@@ -195,16 +206,26 @@ def _layers(model: nn.Module, found: PatchState) -> tuple[LayerDescription, ...]
     now = (layer for stack in stacks for layer in stack.layers)
     later = [layer for layer in now if id(layer) in names and id(layer) not in own]
     for layer in later:
-        others = [f for m in layer.modules() for f in forwards(m) if isinstance(f, LayerForward) and not f.retired]
+        others = [
+            f
+            for m in layer.modules()
+            for f in forwards(m)
+            if isinstance(f, LayerForward) and not f.retired
+        ]
         if not others:
-            unpatched = LayerDescription(names[id(layer)], type(layer).__name__, "unpatched", CAME_LATER)
+            unpatched = LayerDescription(
+                names[id(layer)], type(layer).__name__, "unpatched", CAME_LATER
+            )
             described.append((id(layer), unpatched))
         elif others[0].module is layer:  # a copy of a streamed layer; an outer one is described
             described.append((id(layer), _streamed(names[id(layer)], others[0])))
     if later:
         described.sort(key=lambda pair: places[pair[0]])
     gone = [w for w in wrappers if id(w.module) not in names]
-    removed = (LayerDescription(f"layer {w.site.index}", type(w.module).__name__, "removed", TAKEN_OUT) for w in gone)
+    removed = (
+        LayerDescription(f"layer {w.site.index}", type(w.module).__name__, "removed", TAKEN_OUT)
+        for w in gone
+    )
     return (*(layer for _, layer in described), *removed)
 
 
@@ -222,19 +243,28 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     parts = [*(() if tried else (NOT_TRIED,)), *(() if costs is None else (costs,))]
     if last.told and last.rows is not None:
         how = f"told to its kernels as {' and '.join(last.told)}"
-        parts.append(f"{last.rows.number} documents of packed rows as position_ids mark them, {how}")
+        parts.append(
+            f"{last.rows.number} documents of packed rows as position_ids mark them, {how}"
+        )
     elif last.told:
         parts.append(f"documents of packed rows as {' and '.join(last.told)} tell its kernels")
     elif last.rows is not None:
         parts.append(
-            f"{last.rows.number} documents of packed rows, told by position_ids: its mixers are called for one "
-            "after the other, which takes longer where they are short"
-            + (", and hooks inside see one document at a time" if hooks_of_others(site.layer) else "")
+            f"{last.rows.number} documents of packed rows, told by position_ids: its mixers are "
+            "called for one after the other, which takes longer where they are short"
+            + (
+                ", and hooks inside see one document at a time"
+                if hooks_of_others(site.layer)
+                else ""
+            )
         )
     if last.longest is not None:
         parts.append(f"chunks of up to {last.longest[0]} tokens: {last.longest[1]}")
     if site.foreign_until is not None:
-        parts.append(f"{', '.join(site.foreign)} tried on {site.foreign_until} tokens at once, no more did fit")
+        parts.append(
+            f"{', '.join(site.foreign)} tried on {site.foreign_until} tokens at once, no more did "
+            "fit"
+        )
     return LayerDescription(name, kind, "streams", "; ".join(parts))
 
 
@@ -264,7 +294,10 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
     """
     parts: list[str] = [found.config.attention]
     if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():
-        parts = ["auto: FlashAttention is switched off (torch.backends.cuda), so plain products attend where others cannot"]
+        parts = [
+            "auto: FlashAttention is switched off (torch.backends.cuda), so plain products attend "
+            "where others cannot"
+        ]
     counts: dict[str, int] = {}
     for wrapper in found.wrappers:
         if isinstance(wrapper, LayerForward):
@@ -278,35 +311,68 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
                     whats.add(f"plain products for {BLOCKS[used.kind]}")
             for what in sorted(whats):
                 counts[what] = counts.get(what, 0) + 1
-    told = "; ".join((*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items())))
-    return f"the model's own; where layers stream: {told}" if record is not None and record.way == UNPATCHED else told
+    told = "; ".join(
+        (*parts, *(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.items()))
+    )
+    return (
+        f"the model's own; where layers stream: {told}"
+        if record is not None and record.way == UNPATCHED
+        else told
+    )
 
 
 def _describe_offload(found: PatchState) -> str:
     manager = found.offloader
     config = found.config
     if manager is None:
-        return "nothing leaves the device" if found.weights is None else "no saved tensor leaves the device"
+        return (
+            "nothing leaves the device"
+            if found.weights is None
+            else "no saved tensor leaves the device"
+        )
     limit = config.host_memory
-    budget = "nine tenths of the host memory available" if limit is None else f"{sized(int(limit))} of host memory"
+    budget = (
+        "nine tenths of the host memory available"
+        if limit is None
+        else f"{sized(int(limit))} of host memory"
+    )
     ranks = local_ranks()
     if ranks > 1:
-        budget += f", shared by the {ranks} ranks of this machine" if limit is None else f" on each of {ranks} ranks"
+        budget += (
+            f", shared by the {ranks} ranks of this machine"
+            if limit is None
+            else f" on each of {ranks} ranks"
+        )
     choice = _offload_choice(found)
-    names = config.named_saves if config.saves != "auto" else () if choice is None else tuple(choice.layers)
+    names = (
+        config.named_saves
+        if config.saves != "auto"
+        else ()
+        if choice is None
+        else tuple(choice.layers)
+    )
     moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
     use = HostUse() if found.root is None else engine_host_use(found.root)
-    sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}  # an engine's own offloading
+    sizes = {
+        "parameters": use.parameters,
+        "optimizer state": use.optimizer,
+    }  # an engine's own offloading
     beside = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
     if beside:
-        coming = f", and {sized(use.to_come)} are set aside for its gradients and states" if use.to_come else ""
+        coming = (
+            f", and {sized(use.to_come)} are set aside for its gradients and states"
+            if use.to_come
+            else ""
+        )
         beside = f", beside the engine's {beside}{coming}"
-    parts = [f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){beside}"]
+    parts = [
+        f"{moved} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){beside}"
+    ]
     if manager.gpu_memory is not None:
         parts.append(
-            f"{sized(manager.gpu_memory)} on the device for keys, values and their gradients, which stream beyond "
-            f"that, and for the last layers"
+            f"{sized(manager.gpu_memory)} on the device for keys, values and their gradients, "
+            "which stream beyond that, and for the last layers"
         )
     if stats["left"]:
         parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
@@ -326,11 +392,16 @@ def _weights(weights: HostWeights) -> str:
     if not layers:
         return f"weights of all {staying} layers have room on the device"
     beside = f"; those of {staying} layers have room on the device" if staying else ""
-    leaving = f"; gradients have {sized(weights.ranges.beside)} of the host" if weights.ranges.beside else ""
+    leaving = (
+        f"; gradients have {sized(weights.ranges.beside)} of the host"
+        if weights.ranges.beside
+        else ""
+    )
     return (
-        f"{sized(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, beside two layers' memory "
-        f"({sized(weights.device_bytes)}) on the device: {sum(weights.loads.values()):,} copies of a layer so far, for "
-        f"which the device waited {weights.seconds_waited:.1f} s; a token that is generated takes one of each layer"
+        f"{sized(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, "
+        f"beside two layers' memory ({sized(weights.device_bytes)}) on the device: "
+        f"{sum(weights.loads.values()):,} copies of a layer so far, for which the device waited "
+        f"{weights.seconds_waited:.1f} s; a token that is generated takes one of each layer"
         f"{beside}{leaving}"
     )
 
@@ -352,18 +423,28 @@ def _fused_layers(found: PatchState) -> list[str]:
         for (home, names), number in layers.items()
     ]
     if (by := fused.compiler) is not None:
-        notes.append(f"{by.graphs.total()} graphs of regions so far, compiled in {by.seconds:.1f} s")
+        notes.append(
+            f"{by.graphs.total()} graphs of regions so far, compiled in {by.seconds:.1f} s"
+        )
     if fused.why_own is not None:
-        notes.append(f"kernels='{choice}' leaves all modules as they are: {fused.why_own.rstrip('.')}.")
+        notes.append(
+            f"kernels='{choice}' leaves all modules as they are: {fused.why_own.rstrip('.')}."
+        )
     whose = REGIONS if choice == "compiled" else LIGERS
     if fused.left:
-        notes.append(f"{whose} compute otherwise than {', '.join(fused.left)}, which stay as they are")
+        notes.append(
+            f"{whose} compute otherwise than {', '.join(fused.left)}, which stay as they are"
+        )
     return notes
 
 
 def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
     hooked = sum(
-        any(not belongs_to_engine(hook) for table in FORWARD_HOOKS for hook in getattr(m, table).values())
+        any(
+            not belongs_to_engine(hook)
+            for table in FORWARD_HOOKS
+            for hook in getattr(m, table).values()
+        )
         for wrapper in found.wrappers
         if isinstance(wrapper, LayerForward) and wrapper.site.last.because is None
         for m in wrapper.module.modules()
@@ -372,45 +453,81 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
     if found.split is not None:
         split = found.split
-        notes.append(f"sequences are split over {split.size} ranks ({split.by}), each streams its shard")
+        notes.append(
+            f"sequences are split over {split.size} ranks ({split.by}), each streams its shard"
+        )
     notes += [] if found.weights is None else [_weights(found.weights)]
     notes += _fused_layers(found)
-    notes += adapter_notes(wrapper.site for wrapper in found.wrappers if isinstance(wrapper, LayerForward))
+    notes += adapter_notes(
+        wrapper.site for wrapper in found.wrappers if isinstance(wrapper, LayerForward)
+    )
     faster = 0.0 if found.policy is None else found.policy.faster_on_host()
     if faster >= FASTER:
         notes.append(
-            f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: attn_out would fit"
+            f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: "
+            "attn_out would fit"
         )
     reports = (wrapper.site.last for wrapper in found.wrappers if isinstance(wrapper, LayerForward))
     packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:
         how = "restart" if packed[0] == "position_ids" else "are given"
-        notes.append(f"{packed[0]} {how}: attention kept the {packed[1]} documents of the last call's rows apart")
-    backbones = [w.prefixes for w in found.wrappers if isinstance(w, BackboneForward) and w.prefixes is not None]
-    tells = (prefixes.last for prefixes in backbones if prefixes.rows == "packed" or prefixes.last not in UNREMARKABLE)
+        notes.append(
+            f"{packed[0]} {how}: attention kept the {packed[1]} documents of the last call's rows "
+            "apart"
+        )
+    backbones = [
+        w.prefixes
+        for w in found.wrappers
+        if isinstance(w, BackboneForward) and w.prefixes is not None
+    ]
+    tells = (
+        prefixes.last
+        for prefixes in backbones
+        if prefixes.rows == "packed" or prefixes.last not in UNREMARKABLE
+    )
     for last in tells:
         if isinstance(last, str):
             notes.append(f"rows: computed as given: {last}")
         elif last is not None:
-            size = f"{last.tokens_of_rows:,} tokens" + (f" and {last.padding:,} of padding" if last.padding else "")
-            notes.append(f"rows: the last call's {last.rows} rows of {size} were computed as {last.tokens:,}")
+            size = f"{last.tokens_of_rows:,} tokens" + (
+                f" and {last.padding:,} of padding" if last.padding else ""
+            )
+            notes.append(
+                f"rows: the last call's {last.rows} rows of {size} were computed as {last.tokens:,}"
+            )
     if found.unasked_cache:
         notes.append(
-            "pass use_cache=False to stream calls in eval mode with gradients: without it they return a cache, and ran "
-            "unpatched"
+            "pass use_cache=False to stream calls in eval mode with gradients: without it they "
+            "return a cache, and ran unpatched"
         )
     if found.named_cache:
-        notes.append("calls in training that asked for a cache (use_cache=True) ran unpatched; without it they stream")
+        notes.append(
+            "calls in training that asked for a cache (use_cache=True) ran unpatched; without it "
+            "they stream"
+        )
     if found.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
+    notes += _compiled(model, found)
+    return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))
+
+
+def _compiled(model: nn.Module, found: PatchState) -> list[str]:
+    """Return what to say of modules that run compiled, inside of streamed layers and around."""
+    notes: list[str] = []
     layers = [wrapper.module for wrapper in found.wrappers if isinstance(wrapper, LayerForward)]
     named = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
-    inside = sorted({name.removesuffix(f".{COMPILED}") for name, module in named if is_compiled(module)})
+    inside = sorted(
+        {name.removesuffix(f".{COMPILED}") for name, module in named if is_compiled(module)}
+    )
     apart = compiled_around(model, found.root, layers, [w.module for w in found.wrappers])
     if apart is not None:
-        rest = f"{', '.join(sorted(apart))} run compiled" if apart else "what is around them is eager, too"
+        rest = (
+            f"{', '.join(sorted(apart))} run compiled"
+            if apart
+            else "what is around them is eager, too"
+        )
         notes.append(f"streamed layers stay eager under torch.compile; {rest}")
     if inside:
         within = "run compiled inside of streamed layers; outputs of Linears in there are not saved"
         notes.append(f"{', '.join(inside)} {within}")
-    return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))
+    return notes

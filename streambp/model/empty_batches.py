@@ -97,8 +97,9 @@ class EmptyBatchWarning:
         self.given = True
         self.unread = None
         warnings.warn(
-            "A batch has no labelled token (each label is -100), so its loss is 0 and its gradients are zero. This happens "
-            "where max_length cuts a prompt before its completion begins. Leave such rows out of the data set, or raise "
-            "max_length. This warning is given once.",
+            "A batch has no labelled token (each label is -100), so its loss is 0 and its "
+            "gradients are zero. This happens where max_length cuts a prompt before its "
+            "completion begins. Leave such rows out of the data set, or raise max_length. This "
+            "warning is given once.",
             stacklevel=2,
         )

@@ -33,7 +33,13 @@ class FusedHead(InstanceForward):
         outputs: names of the per-token fields to compute.
     """
 
-    def __init__(self, causal: CausalLMForward, temperature: float, in_float32: bool, outputs: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        causal: CausalLMForward,
+        temperature: float,
+        in_float32: bool,
+        outputs: tuple[str, ...],
+    ) -> None:
         super().__init__(causal.module)
         self.state = causal.state
         self.causal = causal
@@ -114,7 +120,11 @@ def head_again(causal: CausalLMForward, before: FusedHead | None) -> FusedHead |
     """Return a new fused head with the settings of a model's previous one, streamed or TRL's."""
     if before is not None:
         return type(before)(causal, before.temperature, before.in_float32, before.outputs)
-    settings = next((s for f in wrapped_functions(causal.previous) if (s := trls_head(f)) is not None), None)
+    settings = next(
+        (s for f in wrapped_functions(causal.previous) if (s := trls_head(f)) is not None), None
+    )
     if settings is None:
         return None
-    return FusedHead(causal, settings[TRLS_TEMPERATURE], settings[TRLS_IN_FLOAT32], settings[TRLS_OUTPUTS])
+    return FusedHead(
+        causal, settings[TRLS_TEMPERATURE], settings[TRLS_IN_FLOAT32], settings[TRLS_OUTPUTS]
+    )

@@ -154,7 +154,8 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
     wide = next((name for name, p in model.named_parameters() if p.dtype == torch.float64), None)
     if wide is not None:
         raise NoKernelsError(
-            f"Liger computes in float32 or less, and {wide} is in float64", f"{LEAVE_OUT}, or cast the model"
+            f"Liger computes in float32 or less, and {wide} is in float64",
+            f"{LEAVE_OUT}, or cast the model",
         )
     before = {module: dict(module.__dict__) for module in model.modules()}
     problem: Exception | None = None
@@ -163,7 +164,10 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
     unwanted = NOT_OF_LAYERS if adjust is None else NOT_OF_LAYERS[1:]
     with _names_put_back(causal):
         try:
-            apply(model=causal, **{name: False for name in unwanted if name in inspect.signature(apply).parameters})
+            apply(
+                model=causal,
+                **{name: False for name in unwanted if name in inspect.signature(apply).parameters},
+            )
             differing = {module for module in before if _differs(module, before[module])}
             kept = kept if adjust is None else adjust(before)
         except Exception as error:
@@ -182,8 +186,16 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
     Fused(tuple(change for change in changes if change.module in undone)).take_off()
     if problem is not None or not any(change.name == "forward" for change in fused.replaced):
         fused.take_off()
-        found = f"{type(problem).__name__}: {problem}" if problem else "it changes nothing of a model that is there already"
-        found = f"it computes otherwise than {', '.join(fused.left)}" if fused.left and not problem else found
+        found = (
+            f"{type(problem).__name__}: {problem}"
+            if problem
+            else "it changes nothing of a model that is there already"
+        )
+        found = (
+            f"it computes otherwise than {', '.join(fused.left)}"
+            if fused.left and not problem
+            else found
+        )
         raise NoKernelsError(
             f"Liger could not be applied to this {type(causal).__name__}: {found}",
             f"{LEAVE_OUT}, or apply Liger before the model is made",
@@ -208,7 +220,9 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
         return True
     if not hasattr(module, LIGERS_NORM[-1]):  # no norm
         expected = ACTIVATION_OF.get(home_of(forward.__func__).rpartition(".")[2])
-        activation = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
+        activation = next(
+            (getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None
+        )
         if expected is None:
             return False
         if activation is None:  # a block of experts under a dense model's type; a gated MLP has one
@@ -218,16 +232,25 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
     # Rounding at another point changes a fourth of the bfloat16 values.
     eps, offset, rounding = (getattr(module, name) for name in LIGERS_NORM)
     generator = torch.Generator().manual_seed(0)
-    x, weights = (torch.randn(TRIED, TRIED, generator=generator, device="cpu").bfloat16() for _ in range(2))
+    x, weights = (
+        torch.randn(TRIED, TRIED, generator=generator, device="cpu").bfloat16() for _ in range(2)
+    )
     twin = object.__new__(type(module))
-    parameters = {name: None if value is None else nn.Parameter(weights[0]) for name, value in module._parameters.items()}
+    parameters = {
+        name: None if value is None else nn.Parameter(weights[0])
+        for name, value in module._parameters.items()
+    }
     twin.__dict__.update(own, _parameters=parameters)
     with torch.no_grad():
         rounded = type(module).forward(twin, x)
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     if rounding == LIGERS_ROUNDINGS[0]:
         normed = normed.bfloat16().float()
-    weight = weights[0].float() if any(value is not None for value in parameters.values()) else 1.0 - offset
+    weight = (
+        weights[0].float()
+        if any(value is not None for value in parameters.values())
+        else 1.0 - offset
+    )
     found = (normed * (offset + weight)).bfloat16()
     known = rounding in LIGERS_ROUNDINGS and rounded.dtype == found.dtype
     return not known or bool((found != rounded).float().mean() > BY_CHANCE)
@@ -278,15 +301,25 @@ class WithRotation(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         return self.around[name]
 
-    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def turned(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """Return q [B, H, T, D] and k [B, H_kv, T, D] rotated.
 
         The modeling file's function is used if it was replaced after the comparison, or if Liger's
         does not support the call.
         """
         now = self.around[ROTARY]
-        plain = now is self.own and not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
-        return (self.fused if plain and takes(q, self.kind) else now)(q, k, cos, sin, *args, **kwargs)
+        plain = (
+            now is self.own
+            and not args
+            and not kwargs
+            and cos.dim() == 3
+            and cos.shape[-1] == q.shape[-1]
+        )
+        return (self.fused if plain and takes(q, self.kind) else now)(
+            q, k, cos, sin, *args, **kwargs
+        )
 
 
 def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
@@ -323,7 +356,11 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
             turning.add(around.home)
         elif name and is_region(module):
             found.setdefault(REGION, []).append(name)
-        others = forward is not None and not isinstance(forward, InstanceForward) and home not in MODULES_ARE_HARMLESS
+        others = (
+            forward is not None
+            and not isinstance(forward, InstanceForward)
+            and home not in MODULES_ARE_HARMLESS
+        )
         if name and (home == LIGER or others):
             found.setdefault(home, []).append(name)
     rotation = vars(sys.modules.get(type(layer).__module__, layer)).get(ROTARY)
@@ -337,7 +374,9 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
     """Return Liger's function that applies its kernels to this type of model."""
     try:
         with required(LIGER):
-            table = getattr(importlib.import_module(f"{LIGER}.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE)
+            table = getattr(
+                importlib.import_module(f"{LIGER}.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE
+            )
     except MissingLibraryError:
         raise
     except (ImportError, AttributeError) as error:
@@ -348,7 +387,9 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
     kind = causal.config.model_type
     if kind not in table:
         known = ", ".join(sorted(table))
-        raise NoKernelsError(f"Liger does not know {kind!r}", f"It knows {known}. {LEAVE_OUT} for this model")
+        raise NoKernelsError(
+            f"Liger does not know {kind!r}", f"It knows {known}. {LEAVE_OUT} for this model"
+        )
     found: Callable[..., None] = table[kind]
     return found
 
@@ -358,8 +399,14 @@ def _names_put_back(causal: PreTrainedModel) -> Iterator[None]:
     """Context manager that restores the names of transformers' modeling modules and of the model's
     classes afterwards.
     """
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.models.")]
-    classes = {base for module in causal.modules() for base in type(module).__mro__ if base is not object}
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("transformers.models.")
+    ]
+    classes = {
+        base for module in causal.modules() for base in type(module).__mro__ if base is not object
+    }
     owners: list[Any] = [*modules, *classes]
     before = [dict(vars(owner)) for owner in owners]
     try:

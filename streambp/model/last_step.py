@@ -14,8 +14,17 @@ from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
 from streambp.model.causal_lm import BLOCKWISE, PREDICTED, CausalLMForward
-from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, WHOLE, HostTraffic, Saved, StepRecord
+from streambp.model.record import (
+    KEPT_GRAPH,
+    STREAMED,
+    UNPATCHED,
+    WHOLE,
+    HostTraffic,
+    Saved,
+    StepRecord,
+)
 from streambp.model.state import PatchState
+from streambp.model.steps import Step
 from streambp.offload.costs import GRAPH, AsUnpatched, Chosen
 from streambp.offload.engines import BACK, OUT
 
@@ -45,7 +54,9 @@ def patch_of(model: nn.Module) -> PatchState:
     """
     found = patching.patch_of(model)
     if found is None:
-        raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch(model) first.")
+        raise StreamBPError(
+            f"This {type(model).__name__} is not patched. Call streambp.patch(model) first."
+        )
     return found[1]
 
 
@@ -60,35 +71,39 @@ def record_of(state: PatchState) -> StepRecord | None:
     choice = step.choice
     chosen = step.choice if isinstance(step.choice, Chosen) else None
     room = None if choice is None or state.offloader is not None else choice.room
-    saved: tuple[Saved, ...] = ()
-    if chosen is not None and state.config.saves == "auto" and not step.unpatched:
-        saved = tuple(Saved(name, chosen.layers[name], size) for name, size in chosen.bytes.items())
-    elif not step.unpatched:  # saves that the user named, by layer
-        cut = [site for site, report in zip(steps.sites, step.reports, strict=True) if report.because is None]
-        names = Counter(name for site in cut for name in site.config.named_saves)
-        saved = tuple(Saved(name, layers) for name, layers in names.items())
+    saved = _saved(state, step, chosen)
     kept = next((one for one in saved if one.name == GRAPH), None)
-    way = KEPT_GRAPH if kept and kept.layers == len(step.reports) and step.let_go is None else STREAMED
+    way = (
+        KEPT_GRAPH
+        if kept and kept.layers == len(step.reports) and step.let_go is None
+        else STREAMED
+    )
     if step.unpatched:
         way = UNPATCHED
     elif step.reports and all(report.because is not None for report in step.reports):
         way = WHOLE
     counted = 0 if step.over else 1
-    whole = [(s, r.because) for s, r in zip(steps.sites, step.reports, strict=False) if r.because is not None]
-    places = {} if state.root is None or not whole else {id(module): name for name, module in state.root.named_modules()}
-    device = next((p.device for p in steps.sites[0].layer.parameters()), None) if steps.sites else None
-    host = None
-    if state.offloader is not None:
-        stats = state.offloader.stats()
-        moved = step.moved
-        stalls = stats["stall_out"] + stats["stall_back"]
-        host = HostTraffic(moved.get(OUT, 0.0), moved.get(BACK, 0.0), stats["host_bytes"], stalls, int(stats["left"]))
+    whole = [
+        (s, r.because)
+        for s, r in zip(steps.sites, step.reports, strict=False)
+        if r.because is not None
+    ]
+    places = (
+        {}
+        if state.root is None or not whole
+        else {id(module): name for name, module in state.root.named_modules()}
+    )
+    device = (
+        next((p.device for p in steps.sites[0].layer.parameters()), None) if steps.sites else None
+    )
     return StepRecord(
         number=step.number,
         tokens=step.tokens,
         rows=max(rows for rows, _ in step.shapes.values()),
         way=way,
-        chunk_size=max(length for _, length in step.shapes.values()) if longest is None else longest.size,
+        chunk_size=max(length for _, length in step.shapes.values())
+        if longest is None
+        else longest.size,
         chunks=1 if longest is None else len(longest),
         layers=len(steps.sites),
         head=head_of(state),
@@ -98,12 +113,42 @@ def record_of(state: PatchState) -> StepRecord | None:
         least_free=None if chosen is None or chosen.least == math.inf else chosen.least,
         peak=counted_bytes(device, "peak") if device is not None and tells_memory(device) else None,
         let_go=step.let_go,
-        host=host,
+        host=_host_traffic(state, step),
         shared=step.shared,
-        whole=tuple((places.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole),
+        whole=tuple(
+            (places.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole
+        ),
         split_by=None if state.split is None or step.unpatched else state.split.by,
         unpatched_steps=steps.unpatched + counted * step.unpatched,
         short_steps=steps.short + counted * (step.let_go is not None),
+    )
+
+
+def _saved(state: PatchState, step: Step, chosen: Chosen | None) -> tuple[Saved, ...]:
+    """Return what `step` saved for backward, by name."""
+    if step.unpatched:
+        return ()
+    if chosen is not None and state.config.saves == "auto":
+        return tuple(Saved(name, chosen.layers[name], size) for name, size in chosen.bytes.items())
+    # Saves that the user named, by layer.
+    names: Counter[str] = Counter()
+    for site, report in zip(state.steps.sites, step.reports, strict=True):
+        if report.because is None:
+            names.update(site.config.named_saves)
+    return tuple(Saved(name, layers) for name, layers in names.items())
+
+
+def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
+    """Return what `step` moved to host memory and back; None without offloading."""
+    if state.offloader is None:
+        return None
+    stats = state.offloader.stats()
+    return HostTraffic(
+        step.moved.get(OUT, 0.0),
+        step.moved.get(BACK, 0.0),
+        stats["host_bytes"],
+        stats["stall_out"] + stats["stall_back"],
+        int(stats["left"]),
     )
 
 
@@ -113,27 +158,42 @@ def head_of(state: PatchState) -> str:
     """
     heads = [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]
     if not heads:
-        models = [] if state.root is None else [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
+        models = (
+            []
+            if state.root is None
+            else [m for m in state.root.modules() if isinstance(m, PreTrainedModel)]
+        )
         others = [head for head in (m.get_output_embeddings() for m in models) if head is not None]  # type: ignore[operator]
         # A head that computes logits without a single weight (a ModuleList of heads).
         other = next((type(head).__name__ for head in others if not hasattr(head, "weight")), None)
-        return f"builds the logits: the head is a {other}, costs memory" if other else "none (no language-model head)"
+        return (
+            f"builds the logits: the head is a {other}, costs memory"
+            if other
+            else "none (no language-model head)"
+        )
     told = [_what_became_of(head) for head in heads]
     if len(set(told)) == 1:
         return told[0]
-    return "; ".join(f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True))
+    return "; ".join(
+        f"{type(head.module).__name__}: {what}" for head, what in zip(heads, told, strict=True)
+    )
 
 
 def _what_became_of(head: CausalLMForward) -> str:
     """Return a text about one head in the last step; before the first step, about the head's
     plan.
     """
-    if all(forward is not head for forward in forwards(head.module)):  # calls of the module bypass the head
+    if all(
+        forward is not head for forward in forwards(head.module)
+    ):  # calls of the module bypass the head
         forward = head.module.__dict__.get(head.slot)
         who = foreign_forward(type(head.module), forward) or "something"  # by its module
         if any(trls_head(function) is not None for function in wrapped_functions(forward)):
             who = "TRL's fused head"
-        return f"as another library computes it: {who} replaced the model's forward after streambp.patch"
+        return (
+            f"as another library computes it: {who} replaced the model's forward after "
+            "streambp.patch"
+        )
     if head.foreign is not None:
         return f"as another library computes it: {head.foreign}"
     if not head.state.config.head:
@@ -143,7 +203,10 @@ def _what_became_of(head: CausalLMForward) -> str:
     if lazy is not None:
         before = "" if told is None else f"{told}; besides, "
         if lazy.built_for is not None:
-            told = f"{before}builds the logits: the program uses {lazy.built_for} on them, costs memory"
+            told = (
+                f"{before}builds the logits: the program uses {lazy.built_for} on them, costs "
+                "memory"
+            )
         elif lazy.computed:
             told = f"{before}no logits: computed blockwise for {', '.join(lazy.computed)}"
         else:
@@ -151,5 +214,9 @@ def _what_became_of(head: CausalLMForward) -> str:
     if told is None:
         return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
     predicted = f"; {PREDICTED}" if head.predicted else ""
-    missing = f" ({head.unlabelled} of {head.trained} training calls came without labels)" if head.unlabelled else ""
+    missing = (
+        f" ({head.unlabelled} of {head.trained} training calls came without labels)"
+        if head.unlabelled
+        else ""
+    )
     return f"{told}{predicted}{missing}"

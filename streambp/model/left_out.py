@@ -19,8 +19,8 @@ LOGITS = "logits"
 TEST_FOR_NONE = ("transformers", "accelerate", "trl", "peft", "torch", "deepspeed", "streambp")
 REMEDY = (
     "there are none where labels are given: the loss was computed without them. Set "
-    "StreamConfig(lazy_logits=True), which gives logits that are computed where they are used (in eval "
-    "mode eval_logits=True), or leave labels out of the call."
+    "StreamConfig(lazy_logits=True), which gives logits that are computed where they are used (in "
+    "eval mode eval_logits=True), or leave labels out of the call."
 )
 
 

@@ -16,7 +16,9 @@ from streambp.known_names import DOCUMENT_ENDS, FLASH
 from streambp.layer.site import LayerSite
 
 
-def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None, cached: bool) -> bool:
+def finds_other_documents(
+    kwargs: Mapping[str, Any], implementation: str | None, cached: bool
+) -> bool:
     """True if streamed layers may split a row into documents and the unpatched model would not.
 
     Args:
@@ -28,7 +30,11 @@ def finds_other_documents(kwargs: Mapping[str, Any], implementation: str | None,
         return False
     positions = kwargs.get("position_ids")
     ends = kwargs.get(DOCUMENT_ENDS)
-    read = kwargs.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2
+    read = (
+        kwargs.get("attention_mask") is None
+        and isinstance(positions, Tensor)
+        and positions.dim() == 2
+    )
     if not (read and has_data(positions)):  # type: ignore[arg-type]
         return ends is not None
     if ends is None and not cached:
@@ -49,20 +55,27 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
     """
     unpatched = []
     cure = ""
-    if unseen and any(site.last.documents is not None and site.last.documents[0] == "position_ids" for site in sites):
+    if unseen and any(
+        site.last.documents is not None and site.last.documents[0] == "position_ids"
+        for site in sites
+    ):
         unpatched.append(
-            "attend across them, because its config makes a cache for this call, with which transformers does not look for "
-            "documents (with use_cache=False it does)"
+            "attend across them, because its config makes a cache for this call, with which "
+            "transformers does not look for documents (with use_cache=False it does)"
         )
     if states:
         unpatched.append("let its recurrences and convolutions go on from one to the next")
-        cure = " Set StreamConfig(documents='as_given') if recurrences and convolutions alone are to go on."
+        cure = (
+            " Set StreamConfig(documents='as_given') if recurrences and convolutions alone are to "
+            "go on."
+        )
     if not unpatched:
         return False
     warnings.warn(
-        "position_ids restart, so streamed layers treat each row as several documents and keep the documents apart. The "
-        f"unpatched model would {' and '.join(unpatched)}. Pass attention_mask=torch.ones_like(input_ids) if each row is "
-        f"one document whose positions skip: transformers looks for no documents where a mask is given.{cure}",
+        "position_ids restart, so streamed layers treat each row as several documents and keep "
+        f"the documents apart. The unpatched model would {' and '.join(unpatched)}. Pass "
+        "attention_mask=torch.ones_like(input_ids) if each row is one document whose positions "
+        f"skip: transformers looks for no documents where a mask is given.{cure}",
         stacklevel=2,
     )
     return True
@@ -75,13 +88,16 @@ def warn_of_trials(sites: list[LayerSite]) -> bool:
     shown: dict[str, list[str]] = {}
     for site in sites:
         for hook, paths in site.shown.items():
-            shown.setdefault(hook, []).extend(f"{type(site.layer).__name__} {site.index}: {path}" for path in paths)
+            shown.setdefault(hook, []).extend(
+                f"{type(site.layer).__name__} {site.index}: {path}" for path in paths
+            )
     if shown:
         warnings.warn(
-            "Hooks inside decoder layers saw the trials of a first call, random tokens and their gradients, beside the "
-            f"batch: {named_hooks(shown)}. Trials put back all that hooks keep in Python, and nothing that they write "
-            "elsewhere (a file, a logger). If they do that, call streambp.warm_up(model, **inputs) before you set them: "
-            "then no trial runs with them.",
+            "Hooks inside decoder layers saw the trials of a first call, random tokens and their "
+            f"gradients, beside the batch: {named_hooks(shown)}. Trials put back all that hooks "
+            "keep in Python, and nothing that they write elsewhere (a file, a logger). If they do "
+            "that, call streambp.warm_up(model, **inputs) before you set them: then no trial runs "
+            "with them.",
             stacklevel=2,
         )
     return bool(shown)

@@ -18,7 +18,9 @@ from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.state import PatchState
 
 
-def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any], handed_out: bool = False) -> bool:
+def hides_padding(
+    model: nn.Module, state: PatchState, kwargs: Mapping[str, Any], handed_out: bool = False
+) -> bool:
     """True if no value at padding leaves a call of a language model, apart from lazy or omitted
     logits.
 
@@ -37,7 +39,9 @@ def hides_padding(model: nn.Module, state: PatchState, kwargs: Mapping[str, Any]
         wanted = kwargs.get(name)
         if getattr(own, name, False) if wanted is None else wanted:
             return False
-    if others_read_rows(model, [wrapper.module for wrapper in state.wrappers if hasattr(wrapper, "packs")]):
+    if others_read_rows(
+        model, [wrapper.module for wrapper in state.wrappers if hasattr(wrapper, "packs")]
+    ):
         return False
     if model.training:
         return True
@@ -62,13 +66,16 @@ def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
     if shifted is None or not isinstance(mask, Tensor) or mask.shape != shifted.shape:
         return False
     nothing_yet = mask.cumsum(1) == 0
-    if not ((shifted != -100) & nothing_yet.to(shifted.device)).any():  # synchronizes with the device
+    if not (
+        (shifted != -100) & nothing_yet.to(shifted.device)
+    ).any():  # synchronizes with the device
         return False
     warnings.warn(
-        "Set the label of the first token after left padding to -100. Its gradient differs from the unpatched model's; the "
-        "gradients of all other labels are equal. Padding predicts that token and may read nothing: eager attention, and "
-        "attention with a bias for each pair of positions, gives padding the mean over all tokens, streamed layers give it "
-        "0, as sdpa does.",
+        "Set the label of the first token after left padding to -100. Its gradient differs from "
+        "the unpatched model's; the gradients of all other labels are equal. Padding predicts "
+        "that token and may read nothing: eager attention, and attention with a bias for each "
+        "pair of positions, gives padding the mean over all tokens, streamed layers give it 0, as "
+        "sdpa does.",
         stacklevel=2,
     )
     return True

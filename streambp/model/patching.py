@@ -13,7 +13,15 @@ from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_
 from streambp.alive import Home
 from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
-from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, InstanceForward, as_unpatched, forwards, unmark
+from streambp.instance_forward import (
+    PATCH,
+    REDUCES,
+    WRAPPERS,
+    InstanceForward,
+    as_unpatched,
+    forwards,
+    unmark,
+)
 from streambp.known_names import FINAL_NORMS
 from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
@@ -56,16 +64,22 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     """
     config = StreamConfig() if config is None else config
     if not isinstance(config, StreamConfig):
-        raise StreamBPError(f"config is {type(config).__name__}; pass a streambp.StreamConfig, or leave it out.")
+        raise StreamBPError(
+            f"config is {type(config).__name__}; pass a streambp.StreamConfig, or leave it out."
+        )
     found = find_stacks(model)
     everyone = (forward for module in model.modules() for forward in forwards(module))
-    heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}  # trainers call them
+    heads = {
+        f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired
+    }  # trainers call them
     with undone_on_error(model):
         _put_on(model, config, found, heads)
     return model
 
 
-def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn.Module, FusedHead]) -> None:
+def _put_on(
+    model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn.Module, FusedHead]
+) -> None:
     """Remove the model's existing patch, and install a new one.
 
     Args:
@@ -76,14 +90,18 @@ def _put_on(model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn
     _check_products(found, config)
     if is_patched(model):  # two patches would have two sets of settings for the same layers
         raise StreamBPError(
-            f"This {type(model).__name__} is part of a model that is patched already. Patch that model again to change its "
-            "settings, or call streambp.unpatch on it first."
+            f"This {type(model).__name__} is part of a model that is patched already. Patch that "
+            "model again to change its settings, or call streambp.unpatch on it first."
         )
     layers = [layer for stack in found.stacks for layer in stack.layers]
     shared = any(shares_through_cache(stack.backbone) for stack in found.stacks)
-    state = PatchState(config, home=Home(model), left_alone=found.left_alone, shares_through_cache=shared)
+    state = PatchState(
+        config, home=Home(model), left_alone=found.left_alone, shares_through_cache=shared
+    )
     if config.offload != "none":
-        host_memory, gpu_memory = (None if m is None else int(m) for m in (config.host_memory, config.gpu_memory))
+        host_memory, gpu_memory = (
+            None if m is None else int(m) for m in (config.host_memory, config.gpu_memory)
+        )
         state.offloader = OffloadManager(host_memory, config.on_host_full, len(layers), gpu_memory)
     resident = config.weights == "device" or (config.weights == "auto" and several_ranks())
     state.weights = None if resident else HostWeights(state.home, config.host_memory)  # type: ignore[arg-type]
@@ -116,7 +134,9 @@ def _make_wrappers(
     for stack in stacks:
         backbone = stack.backbone
         wrappers.append(BackboneForward(backbone, state, stack.layers))
-        norm = next((getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name)), None)
+        norm = next(
+            (getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name)), None
+        )
         norms.update({} if norm is None else {id(backbone): norm})
         for layer in stack.layers:
             left = len(stack.layers) - stack.layers.index(layer)
@@ -129,10 +149,14 @@ def _make_wrappers(
         if not isinstance(module, PreTrainedModel) or id(module) in backbones:
             continue
         head = module.get_output_embeddings()
-        if not isinstance(getattr(head, "weight", None), Tensor) or all(child is not head for child in module.children()):
+        if not isinstance(getattr(head, "weight", None), Tensor) or all(
+            child is not head for child in module.children()
+        ):
             continue
         decoder = module.get_decoder()
-        inside = {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+        inside = (
+            {id(part) for part in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+        )
         own = tuple(norm for key, norm in norms.items() if key in inside or not backbones & inside)
         wrappers.append(CausalLMForward(module, state, own))
     return wrappers
@@ -142,21 +166,33 @@ def streamed_head(model: nn.Module) -> CausalLMForward | None:
     """Return the forward that computes a patched model's loss, whichever module around or inside
     was passed to `patch`.
     """
-    return next((f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None)
+    return next(
+        (f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None
+    )
 
 
 def _left_of_another(model: nn.Module) -> bool:
-    """True if a model streams as what is left of one that was given to `patch`: out of a wrapper, or as a copy."""
-    found = next((f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)), None)
+    """True if a model streams as what is left of one that was given to `patch`: out of a wrapper,
+    or as a copy."""
+    found = next(
+        (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)),
+        None,
+    )
     root = None if found is None else found.root
-    return root is not None and PATCH not in root.__dict__ and any(module is root for module in model.modules())
+    return (
+        root is not None
+        and PATCH not in root.__dict__
+        and any(module is root for module in model.modules())
+    )
 
 
 def is_patched(model: nn.Module) -> bool:
     """True if a model streams: `patch` was called on the model, on a part, or on a module around
     the model.
     """
-    ours = (f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward))
+    ours = (
+        f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward)
+    )
     return any(not wrapper.retired for wrapper in ours)
 
 
@@ -170,9 +206,12 @@ def _check_products(found: Found, config: StreamConfig) -> None:
         count = name.partition(LAST)[2]
         if count and int(count) > most:
             raise ConfigError(
-                f"saves names {name!r}, the last {count} layers; the model has {most}. Leave {LAST} out for all."
+                f"saves names {name!r}, the last {count} layers; the model has {most}. Leave "
+                f"{LAST} out for all."
             )
-    linears = {name: m for layer in layers for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
+    linears = {
+        name: m for layer in layers for name, m in layer.named_modules() if isinstance(m, nn.Linear)
+    }
     names = [name for name, module in linears.items() if computes_plainly(module)]
     for glob in config.products:
         if not matching(names, [glob]):
@@ -180,13 +219,14 @@ def _check_products(found: Found, config: StreamConfig) -> None:
             others = sorted({type(linears[name]).__name__ for name in matching(linears, [glob])})
             if others:
                 raise ConfigError(
-                    f"saves names {glob!r}, and these Linears compute in their own way ({', '.join(others)}): what their "
-                    "forward computes inside is needed in backward, so that a saved product would save nothing. Leave the "
-                    f"name out of saves. Linears whose products can be saved: {shown or 'none'}."
+                    f"saves names {glob!r}, and these Linears compute in their own way "
+                    f"({', '.join(others)}): what their forward computes inside is needed in "
+                    "backward, so that a saved product would save nothing. Leave the name out of "
+                    f"saves. Linears whose products can be saved: {shown or 'none'}."
                 )
             raise ConfigError(
-                f"saves names {glob!r}, which is neither of {list(SAVES)} nor the name of a Linear in the model's layers. "
-                f"These are: {shown or 'none'}."
+                f"saves names {glob!r}, which is neither of {list(SAVES)} nor the name of a Linear "
+                f"in the model's layers. These are: {shown or 'none'}."
             )
 
 
@@ -233,7 +273,13 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
                 given.home.name(module)
             return module, given
     found = next(
-        (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS) and not f.retired), None
+        (
+            f.state
+            for module in model.modules()
+            for f in forwards(module)
+            if isinstance(f, OURS) and not f.retired
+        ),
+        None,
     )
     root = None if found is None else found.root
     if found is None or root is None:
@@ -241,7 +287,7 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     inside, there = (set(map(id, around.modules())) for around in (model, root))
     if any(id(wrapper.module) in there - inside for wrapper in found.wrappers):
         raise StreamBPError(
-            f"This {type(model).__name__} is a part of a {type(root).__name__} that was given to streambp.patch, and other "
-            "parts of it stream as well. Pass the whole model."
+            f"This {type(model).__name__} is a part of a {type(root).__name__} that was given to "
+            "streambp.patch, and other parts of it stream as well. Pass the whole model."
         )
     return root, found

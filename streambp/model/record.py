@@ -141,7 +141,9 @@ class StepRecord:
     def __str__(self) -> str:
         batch = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
         shared = "" if self.shared is None else f", computed as {self.shared.tokens:,} tokens"
-        batch += f" ({self.rows} row{'s' * (self.rows != 1)}{shared})" if self.rows > 1 or shared else ""
+        batch += (
+            f" ({self.rows} row{'s' * (self.rows != 1)}{shared})" if self.rows > 1 or shared else ""
+        )
         if self.way == UNPATCHED:
             return f"{batch} in one chunk, ran unpatched{self._room(self.needed, ': it needs')}"
         if self.way == WHOLE:
@@ -151,7 +153,10 @@ class StepRecord:
         cut += " a row" if self.chunks > 1 and self.rows > 1 and self.shared is None else ""
         parts = [f"{batch} in {cut}, {self.way}"]
         if self.whole:
-            parts.append(f"but {len(self.whole)} of {self.layers} layers ran whole under gradient checkpointing")
+            parts.append(
+                f"but {len(self.whole)} of {self.layers} layers ran whole under gradient "
+                "checkpointing"
+            )
         moved = self.host is not None and self.host.out
         if moved:
             kept = f"moved {sized(moved)} to the host"
@@ -169,20 +174,34 @@ class StepRecord:
     def _room(self, size: float | None, verb: str) -> str:
         if size is None:
             return ""
-        return f"{verb} {sized(size)}" if self.free is None else f"{verb} {out_of(size, max(0.0, self.free))} free"
+        return (
+            f"{verb} {sized(size)}"
+            if self.free is None
+            else f"{verb} {out_of(size, max(0.0, self.free))} free"
+        )
 
     @property
     def line(self) -> str:
         """Return the sentence with the step's number, the saved tensors and the text about the
         head, for a log.
         """
-        names = f" ({', '.join(saved.name for saved in self.saved)})" if self.saved_bytes and self.way == STREAMED else ""
+        names = (
+            f" ({', '.join(saved.name for saved in self.saved)})"
+            if self.saved_bytes and self.way == STREAMED
+            else ""
+        )
         return f"step {self.number}: {self}{names}; head: {self.head}"
 
     def numbers(self) -> dict[str, float]:
         """Return the values for a Trainer's logs, without unknown values."""
         host = self.host
-        kept = self.needed if self.way == UNPATCHED else self.saved_bytes if self.let_go is None else 0.0
+        kept = (
+            self.needed
+            if self.way == UNPATCHED
+            else self.saved_bytes
+            if self.let_go is None
+            else 0.0
+        )
         kept = kept if host is None else None
         found = {
             "stream_tokens": self.tokens,
@@ -216,7 +235,9 @@ class StepRecord:
             room += f"; at least {sized(max(0.0, self.least_free))} stayed free"
         if self.let_go is not None:
             room += f"; {self.let_go}, so all of it was let go of and recomputed"
-        return (*(str(saved) for saved in self.saved), room) if self.saved else (f"nothing ({room})",)
+        return (
+            (*(str(saved) for saved in self.saved), room) if self.saved else (f"nothing ({room})",)
+        )
 
 
 def offloaded(choice: Chosen) -> str:
@@ -231,10 +252,12 @@ def offloaded(choice: Chosen) -> str:
     kept_out = "; ".join(f"not {name}: {why}" for name, why in choice.left_out.items())
     rates = f"{m.link / 1e9:.3g} GB/s to the host, attention {m.attention / 1e12:.3g} TFLOP/s"
     names = ", ".join(
-        name if n == max(choice.layers.values()) else f"{name} of {n} layers" for name, n in choice.layers.items()
+        name if n == max(choice.layers.values()) else f"{name} of {n} layers"
+        for name, n in choice.layers.items()
     )
     return (
-        f"auto chose {names or 'layer inputs alone'} at {m.length:,} tokens ({m.seconds:.3g} s of forward, {rates}): "
-        f"{sized(leaves)} leave in {copying:.3g} s, {hidden:.0%} of it behind the compute, and spare "
+        f"auto chose {names or 'layer inputs alone'} at {m.length:,} tokens ({m.seconds:.3g} s of "
+        f"forward, {rates}): {sized(leaves)} leave in {copying:.3g} s, {hidden:.0%} of it behind "
+        "the compute, and spare "
         f"{choice.spared:.3g} FLOPs in backward" + (f"; {kept_out}" if kept_out else "")
     )

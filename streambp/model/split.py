@@ -20,8 +20,8 @@ from streambp.sharded.shards import Shards, gather_shards
 
 MANY = 2**16  # more than the number of layers
 BOTH = (
-    "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks; streamed layers know one of them "
-    "at a time."
+    "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks; streamed "
+    "layers know one of them at a time."
 )
 
 
@@ -41,7 +41,9 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
     if ulysses is None or (ulysses.disable_in_eval and not training):
         return context
     if context is not None:
-        raise UnsupportedModelError(f"{BOTH} Choose one, or run this model unpatched (streambp.unpatch(model)).")
+        raise UnsupportedModelError(
+            f"{BOTH} Choose one, or run this model unpatched (streambp.unpatch(model))."
+        )
     return ulysses
 
 
@@ -55,9 +57,10 @@ def refuse_lone_layer(site: LayerSite) -> None:
     layer = site.layer
     if any(find_split(config, layer.training) is not None for config in site.of(attention_configs)):
         raise UnsupportedModelError(
-            f"{type(layer).__name__} was called while sequences are split over ranks, and not from its model's own forward "
-            "with input_ids or inputs_embeds, so that it cannot tell which tokens the other ranks hold. Call the model, or "
-            "run it unpatched (streambp.unpatch(model))."
+            f"{type(layer).__name__} was called while sequences are split over ranks, and not from "
+            "its model's own forward with input_ids or inputs_embeds, so that it cannot tell which "
+            "tokens the other ranks hold. Call the model, or run it unpatched "
+            "(streambp.unpatch(model))."
         )
 
 
@@ -69,14 +72,18 @@ def refuse_replicas() -> NoReturn:
             weights are on another device.
     """
     raise StreamBPError(
-        "nn.DataParallel would run replicas of a streamed model, which this does not support. HF Trainer uses it where a "
-        "process sees several GPUs: start one process for each with torchrun or accelerate launch, or show one GPU to the "
-        "process (CUDA_VISIBLE_DEVICES=0)."
+        "nn.DataParallel would run replicas of a streamed model, which this does not support. HF "
+        "Trainer uses it where a process sees several GPUs: start one process for each with "
+        "torchrun or accelerate launch, or show one GPU to the process (CUDA_VISIBLE_DEVICES=0)."
     )
 
 
 def shards_of(
-    kwargs: Mapping[str, Any], tokens: Any, config: PreTrainedConfig, training: bool, sites: list[LayerSite]
+    kwargs: Mapping[str, Any],
+    tokens: Any,
+    config: PreTrainedConfig,
+    training: bool,
+    sites: list[LayerSite],
 ) -> Shards | None:
     """Return how the batch of a backbone's call is split over ranks; None if it is not split.
 
@@ -97,4 +104,6 @@ def shards_of(
         return gather_shards(Shards, found.group, tokens, positions, mask, agreed)
     kind = functools.partial(GatheredShards, balanced=found.balanced)
     agreed += MANY * MANY * found.balanced
-    return gather_shards(kind, found.group, tokens, positions, mask, agreed, room_for_keys(tokens.device))
+    return gather_shards(
+        kind, found.group, tokens, positions, mask, agreed, room_for_keys(tokens.device)
+    )

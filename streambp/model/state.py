@@ -140,7 +140,8 @@ class PatchState:
 
     @property
     def root(self) -> nn.Module | None:
-        """What was given to `patch`, if it is still there; else the outermost module that streams; None: there is none."""
+        """What was given to `patch`, if it is still there; else the outermost module that streams;
+        None: there is none."""
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
@@ -162,10 +163,12 @@ class PatchState:
         wanted = wants_cache(config, kwargs)
         if self.shares_through_cache and wanted:
             raise UnsupportedModelError(
-                f"transformers {transformers.__version__} hands keys and values from one layer of this model to another in "
-                "its cache. Streamed calls have none: each layer would use its own, as under gradient checkpointing; "
-                "another model would be trained. Install transformers 5.6 or newer, which shares them without a cache. "
-                "To compute what this version computes without one, pass use_cache=False (or set config.use_cache = False)."
+                f"transformers {transformers.__version__} hands keys and values from one layer of "
+                "this model to another in its cache. Streamed calls have none: each layer would "
+                "use its own, as under gradient checkpointing; another model would be trained. "
+                "Install transformers 5.6 or newer, which shares them without a cache. To compute "
+                "what this version computes without one, pass use_cache=False (or set "
+                "config.use_cache = False)."
             )
         self.running.asked_cache |= wanted
 
@@ -217,20 +220,29 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """
     if not kwargs.get("use_cache"):
         return False
-    return not (model.training and any(getattr(module, CHECKPOINTING[0], False) for module in model.modules()))
+    return not (
+        model.training
+        and any(getattr(module, CHECKPOINTING[0], False) for module in model.modules())
+    )
 
 
 def fills_in_defaults(model: nn.Module) -> bool:
     """True if transformers' decorator around a model's forward adds the config's values for missing
     arguments.
     """
-    codes = (getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward))
+    codes = (
+        getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward)
+    )
     return any(FILLED_IN in getattr(code, "co_varnames", ()) for code in codes)
 
 
 def models_around(part: nn.Module, root: nn.Module) -> list[nn.Module]:
     """Return the transformers models in `root` that contain `part`, without `part` itself."""
-    models = [model for model in root.modules() if isinstance(model, PreTrainedModel) and model is not part]
+    models = [
+        model
+        for model in root.modules()
+        if isinstance(model, PreTrainedModel) and model is not part
+    ]
     return [model for model in models if any(module is part for module in model.modules())]
 
 

@@ -125,7 +125,9 @@ class Steps:
             self.settle()
             self.last, self.unpatched, self.short, self.tell = before
 
-    def forward_done(self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False) -> None:
+    def forward_done(
+        self, backbone: int, given: Tensor | None, shared: Shared | None, unpatched: bool = False
+    ) -> None:
         """Record the end of a backbone's forward with gradients.
 
         Args:
@@ -142,7 +144,10 @@ class Steps:
             if last.unpatched and not last.in_backward:
                 number = last.number  # the unpatched run did not fit, and the batch streams now
             elif not last.over and not last.in_backward and backbone not in last.shapes:
-                number, shapes = last.number, {**last.shapes, **shapes}  # another stack of the same forward
+                number, shapes = (
+                    last.number,
+                    {**last.shapes, **shapes},
+                )  # another stack of the same forward
             else:
                 self.settle()
         reports = [] if unpatched else [site.last for site in self.sites]
@@ -166,7 +171,13 @@ class Steps:
         def begun(grad: Tensor) -> None:
             self.in_backward(grad.device)
 
-        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+        values = (
+            output.values()
+            if isinstance(output, Mapping)
+            else output
+            if isinstance(output, tuple)
+            else (output,)
+        )
         for value in values:
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(begun)
@@ -175,7 +186,9 @@ class Steps:
     def known(self) -> Step | None:
         """Return the last step with its current choice."""
         step = self.last
-        if step is not None and step.unpatched and not step.over:  # forward may end before the choice
+        if (
+            step is not None and step.unpatched and not step.over
+        ):  # forward may end before the choice
             step.choice = self._choice()
         return step
 
@@ -204,15 +217,28 @@ class Steps:
         self.short += step.let_go is not None
         if self.offloader is not None:
             moved = dict(self.offloader.transfers.bytes)
-            step.moved = {way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved.items()}
+            step.moved = {
+                way: max(0.0, size - self._moved.get(way, 0.0)) for way, size in moved.items()
+            }
             self._moved = moved
         if self.tell is None or not logger.isEnabledFor(logging.INFO):
             return
-        chunks = {report.plan.size for report in step.reports if report.plan is not None and len(report.plan) > 1}
+        chunks = {
+            report.plan.size
+            for report in step.reports
+            if report.plan is not None and len(report.plan) > 1
+        }
         saves = getattr(step.choice, "layers", ())
         whole = frozenset(report.because for report in step.reports)
         # Log each way in which steps run once, whatever their size.
-        how = step.unpatched, max(chunks, default=None), frozenset(saves), step.let_go, whole, step.shared is None
+        how = (
+            step.unpatched,
+            max(chunks, default=None),
+            frozenset(saves),
+            step.let_go,
+            whole,
+            step.shared is None,
+        )
         if how in self._said:
             return
         self._said.add(how)
@@ -247,4 +273,7 @@ class _Ending:
             return
         if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):
             plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)
-            warnings.warn(bare_advice(step.tokens, None if plan is None else (sites[0].config, plan)), stacklevel=1)
+            warnings.warn(
+                bare_advice(step.tokens, None if plan is None else (sites[0].config, plan)),
+                stacklevel=1,
+            )

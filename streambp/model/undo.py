@@ -40,7 +40,12 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
     for state in states:
         if state.root is not None:  # a shallow copy of the model shares the patch
             modules.update(dict.fromkeys(state.root.modules()))
-        for changed in (state, state.weights, getattr(state.weights, "ranges", None), *state.wrappers):
+        for changed in (
+            state,
+            state.weights,
+            getattr(state.weights, "ranges", None),
+            *state.wrappers,
+        ):
             if changed is not None:
                 yield vars(changed)
     for module in modules:

@@ -103,7 +103,11 @@ class UnpatchedRuns:
         UnpatchedRuns.__init__(self, *state)
 
     def attempt(
-        self, run: Callable[[], T], kwargs: Mapping[str, Any], config: PreTrainedConfig, packs: Callable[[], bool]
+        self,
+        run: Callable[[], T],
+        kwargs: Mapping[str, Any],
+        config: PreTrainedConfig,
+        packs: Callable[[], bool],
     ) -> T | None:
         """Return the result of `run`; None if the micro-batch is to be streamed.
 
@@ -114,7 +118,11 @@ class UnpatchedRuns:
             packs: returns True if the streamed call is computed as a packed row; called last,
                 because the function reads the batch.
         """
-        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        given = (
+            kwargs.get("input_ids")
+            if kwargs.get("input_ids") is not None
+            else kwargs.get("inputs_embeds")
+        )
         if not isinstance(given, Tensor) or given.dim() < 2:
             return None
         self.chooser.begins(given.device)
@@ -142,7 +150,11 @@ class UnpatchedRuns:
         finally:
             self.within = False
         # Here and not in the except block, because the error's frames reference tensors.
-        after = self.chooser.free(given.device) if result is not None and tells_memory(given.device) else None
+        after = (
+            self.chooser.free(given.device)
+            if result is not None and tells_memory(given.device)
+            else None
+        )
         took = 0.0 if before is None or after is None else before - after
         if before is not None and took > found.bytes + SLACK * before:
             self.factor *= took / found.bytes
@@ -163,10 +175,15 @@ class UnpatchedRuns:
             ComputedAgainError: a checkpoint surrounds the layer, so the second call in backward
                 would be streamed.
         """
-        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if (
+            not torch.is_grad_enabled()
+            or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ):
             raise ComputedAgainError
 
-    def predicted(self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig) -> AsUnpatched | None:
+    def predicted(
+        self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig
+    ) -> AsUnpatched | None:
         """Return the result of `kept_unpatched`; None also if several stacks number their layers
         from 0.
         """
@@ -193,7 +210,11 @@ class UnpatchedRuns:
         for site in self.steps.sites:
             if not any(map(SEEN_WRITING, site.findings.values())) or not is_plain(site):
                 return False
-        size = self.chooser.size(batch_size, length, given.device) if self.chooser.sizes else self.config.chunk_size
+        size = (
+            self.chooser.size(batch_size, length, given.device)
+            if self.chooser.sizes
+            else self.config.chunk_size
+        )
         return len(plan_chunks(length, batch_size, size)) == 1
 
     def _heed_backward(self) -> None:

@@ -58,17 +58,25 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             its parameters and waits for gradients that `warm_up` does not produce.
     """
     wrappers = [f for module in model.modules() for f in forwards(module)]
-    layers = [wrapper for wrapper in wrappers if isinstance(wrapper, LayerForward) and not wrapper.retired]
+    layers = [
+        wrapper for wrapper in wrappers if isinstance(wrapper, LayerForward) and not wrapper.retired
+    ]
     if not layers:
-        raise StreamBPError(f"This {type(model).__name__} is not patched. Call streambp.patch before streambp.warm_up.")
+        raise StreamBPError(
+            f"This {type(model).__name__} is not patched. Call streambp.patch before "
+            "streambp.warm_up."
+        )
     engine = engine_of(model)
     if engine is not None:
         raise StreamBPError(
-            f"{engine} holds the parameters of this {type(model).__name__} and waits for gradients that a warm-up does not "
-            "give. Call streambp.warm_up before the engine gets the model."
+            f"{engine} holds the parameters of this {type(model).__name__} and waits for gradients "
+            "that a warm-up does not give. Call streambp.warm_up before the engine gets the model."
         )
     # Restore torch's generators afterwards, and the notes that `describe` and `last_step` read.
-    before = [RandomState.capture(device) for device in {p.device for p in model.parameters()} or {torch.device("cpu")}]
+    before = [
+        RandomState.capture(device)
+        for device in {p.device for p in model.parameters()} or {torch.device("cpu")}
+    ]
     heads = [w for w in wrappers if isinstance(w, CausalLMForward)]
     told = [(w, {name: getattr(w, name) for name in TOLD}) for w in heads]
     noting = [w.state.steps for w in wrappers if isinstance(w, CausalLMForward | BackboneForward)]
@@ -78,7 +86,11 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             for steps in {id(each): each for each in noting}.values():
                 kept.enter_context(steps.unnoted())
             output = model(**inputs)
-            leaves = [p for p in (*model.parameters(), *inputs.values()) if isinstance(p, Tensor) and p.requires_grad]
+            leaves = [
+                p
+                for p in (*model.parameters(), *inputs.values())
+                if isinstance(p, Tensor) and p.requires_grad
+            ]
             loss = _loss_of(output)
             if torch.is_grad_enabled() and leaves and loss is not None:
                 with Autocast.capture(loss.device).off():
@@ -99,7 +111,11 @@ def _loss_of(output: Any) -> Tensor | None:
     logits [B, T, V].
     """
     fields = output if isinstance(output, Mapping) else {"": output}
-    found = [x for value in fields.values() for x in (value if isinstance(value, tuple | list) else (value,))]
+    found = [
+        x
+        for value in fields.values()
+        for x in (value if isinstance(value, tuple | list) else (value,))
+    ]
     wanted = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
     if isinstance(fields.get("loss"), Tensor):
         wanted = [x for x in wanted if x is fields["loss"]]

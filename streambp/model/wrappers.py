@@ -48,7 +48,13 @@ from streambp.model.absent_cache import with_absent_cache
 from streambp.model.deferring import DeferredForward, can_be_deferred
 from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
-from streambp.model.state import PatchState, fills_in_defaults, models_around, names_cache, wants_cache
+from streambp.model.state import (
+    PatchState,
+    fills_in_defaults,
+    models_around,
+    names_cache,
+    wants_cache,
+)
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes, Unseen
 from streambp.prefixes.late import Again
@@ -65,7 +71,13 @@ class LayerForward(InstanceForward):
             None for other layers.
     """
 
-    def __init__(self, module: nn.Module, state: PatchState, index: int = 0, final_norm: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        state: PatchState,
+        index: int = 0,
+        final_norm: nn.Module | None = None,
+    ) -> None:
         super().__init__(module)
         self.state = state
         self.site = LayerSite(
@@ -97,7 +109,9 @@ class LayerForward(InstanceForward):
         The hook would only slow calls down if DeepSpeed is absent.
         """
         if self.leaf is None and ENGINES[0] in sys.modules:
-            self.leaf = self.module.register_forward_pre_hook(differentiable_input, with_kwargs=True, prepend=True)
+            self.leaf = self.module.register_forward_pre_hook(
+                differentiable_input, with_kwargs=True, prepend=True
+            )
 
     def remove(self) -> None:
         """Remove the forward and the mark of a ZeRO-3 leaf."""
@@ -115,7 +129,9 @@ class LayerForward(InstanceForward):
         own.pop(Z3_LEAF, None)
         if self.leaf is not None:
             for table in (FORWARD_HOOKS[1], WITH_KWARGS):
-                own[table] = type(own[table])((key, hook) for key, hook in own[table].items() if key != self.leaf.id)
+                own[table] = type(own[table])(
+                    (key, hook) for key, hook in own[table].items() if key != self.leaf.id
+                )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, streamed if the call may stream."""
@@ -127,9 +143,15 @@ class LayerForward(InstanceForward):
             unpatched.enter_layer()
             return self.original(*args, **kwargs)
         with self.state.owner.enter():
-            return self._call(args, kwargs) if running.failed is None else self._on_trial(running.failed, args, kwargs)
+            return (
+                self._call(args, kwargs)
+                if running.failed is None
+                else self._on_trial(running.failed, args, kwargs)
+            )
 
-    def _on_trial(self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_trial(
+        self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call the layer in a trial of sharing; append an exception to `failed` instead of raising.
 
         After an exception every layer returns its input. Each rank still enters every layer,
@@ -148,24 +170,41 @@ class LayerForward(InstanceForward):
         if tree is not None:
             tell(tree, self.site, args, kwargs)
         if running.bypass or has_cache(kwargs):
-            with self.site.weights_for_once(args, kwargs, "a cache or attention weights were asked for"):
+            with self.site.weights_for_once(
+                args, kwargs, "a cache or attention weights were asked for"
+            ):
                 return self.original(*args, **kwargs)
-        unmasked = kwargs.get("attention_mask") is None and len(args) < 2 and self.site.kind.attention.reads_a_mask
-        if unmasked and any(config._attn_implementation == EAGER for config in attention_configs(self.module)):
+        unmasked = (
+            kwargs.get("attention_mask") is None
+            and len(args) < 2
+            and self.site.kind.attention.reads_a_mask
+        )
+        if unmasked and any(
+            config._attn_implementation == EAGER for config in attention_configs(self.module)
+        ):
             # A model always passes a mask; a direct call of the layer may not.
-            with self.site.weights_for_once(args, kwargs, "eager attention without a mask reads later keys"):
+            with self.site.weights_for_once(
+                args, kwargs, "eager attention without a mask reads later keys"
+            ):
                 return self.original(*args, **kwargs)
         if running.shards is None:
             if is_initialized():
                 refuse_lone_layer(self.site)
-            output = stream_layer(self.site, args, kwargs, running.packed_rows, forks=tree.forks if tree else ())
+            output = stream_layer(
+                self.site, args, kwargs, running.packed_rows, forks=tree.forks if tree else ()
+            )
         else:
             output = stream_shard(self.site, args, kwargs, running.shards)
         if tree is not None:
             check_streamed(self.site)
         norm = self.final_norm
         request = running.defer_norm
-        if norm is not None and request is not None and any(norm is own for own in request.norms) and can_be_deferred(norm):
+        if (
+            norm is not None
+            and request is not None
+            and any(norm is own for own in request.norms)
+            and can_be_deferred(norm)
+        ):
             # Only after the last layer: some models normalise the embeddings with the same module.
             running.deferring = DeferredForward(norm, request, is_norm=True)
             running.deferring.install()
@@ -178,14 +217,20 @@ class BackboneForward(InstanceForward):
     streamed calls.
     """
 
-    def __init__(self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]) -> None:
+    def __init__(
+        self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]
+    ) -> None:
         super().__init__(module)
         self.state = state
         self.layers = layers
         self.keeps_states = any(states_argument(layer) is not None for layer in layers)
         self.checkpointed: list[nn.Module] = []
-        self.attentions = distinct_attentions(layer for layer in layers if not cache_argument(layer))
-        self.prefixes = None if state.config.rows == "as_given" else SharedPrefixes(module, state.config.rows)
+        self.attentions = distinct_attentions(
+            layer for layer in layers if not cache_argument(layer)
+        )
+        self.prefixes = (
+            None if state.config.rows == "as_given" else SharedPrefixes(module, state.config.rows)
+        )
 
     def install(self) -> None:
         """Install the forward, and refuse the replicas that nn.DataParallel would make."""
@@ -208,7 +253,11 @@ class BackboneForward(InstanceForward):
     def _call(self, kwargs: dict[str, Any]) -> Any:
         state = self.state
         running = self.state.running
-        given = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        given = (
+            kwargs.get("input_ids")
+            if kwargs.get("input_ids") is not None
+            else kwargs.get("inputs_embeds")
+        )
         if state.weights is not None:
             state.weights.begin(given)
         before = running.bypass, running.shards, running.packed_rows
@@ -240,7 +289,9 @@ class BackboneForward(InstanceForward):
                 return with_absent_cache(output) if cacheless else output
             self._meet_engines_on_the_host()
             if is_initialized():
-                running.shards = shards_of(kwargs, given, self.module.config, self.module.training, self._sites)
+                running.shards = shards_of(
+                    kwargs, given, self.module.config, self.module.training, self._sites
+                )
                 state.split = running.shards or state.split
             running.packed_rows = self._packed_rows(kwargs, given) if self.keeps_states else None
             kwargs["use_cache"] = False
@@ -252,10 +303,15 @@ class BackboneForward(InstanceForward):
                 output = self._run(kwargs)
             if torch.is_grad_enabled() and not running.again:
                 shared = getattr(self.prefixes, "last", None)
-                state.steps.forward_done(id(self.module), given, shared if isinstance(shared, Shared) else None)
+                state.steps.forward_done(
+                    id(self.module), given, shared if isinstance(shared, Shared) else None
+                )
                 if self.module.training and not state.warned_of_documents:
-                    asked_cache = running.asked_cache and FLASH not in str(self.module.config._attn_implementation)  # type: ignore[union-attr]
-                    state.warned_of_documents = warn_of_documents(self._sites, asked_cache, running.packed_rows is not None)
+                    implementation = self.module.config._attn_implementation  # type: ignore[union-attr]
+                    asked_cache = running.asked_cache and FLASH not in str(implementation)
+                    state.warned_of_documents = warn_of_documents(
+                        self._sites, asked_cache, running.packed_rows is not None
+                    )
             if not state.warned_of_trials:
                 state.warned_of_trials = warn_of_trials(self._sites)
             return with_absent_cache(output) if cacheless else output
@@ -302,7 +358,9 @@ class BackboneForward(InstanceForward):
         is computed as a packed row.
         """
         labels = self.state.running.labels
-        return self.prefixes is not None and self.prefixes.saves(kwargs, self._sites, labels, padding_unseen)
+        return self.prefixes is not None and self.prefixes.saves(
+            kwargs, self._sites, labels, padding_unseen
+        )
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward with streamed layers, over a packed row if rows share
@@ -311,9 +369,13 @@ class BackboneForward(InstanceForward):
         running = self.state.running
         deferred = running.defer_norm
         if running.tree is not None:
-            raise UnsharedError(f"{type(self.module).__name__} runs inside another model that packs rows")
+            raise UnsharedError(
+                f"{type(self.module).__name__} runs inside another model that packs rows"
+            )
 
-        def over(kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None) -> Any:
+        def over(
+            kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None
+        ) -> Any:
             trial = failed is not None
             packed_rows = running.packed_rows
             running.defer_norm = None if trial else deferred
@@ -336,15 +398,22 @@ class BackboneForward(InstanceForward):
                 rows = functools.partial(self._again, dict(kwargs), deferred)
                 again = Again(rows, deferred.handed_out)
             return self.prefixes.call(
-                kwargs, over, lambda: self._sites, running.labels, documents, running.padding_unseen, again
+                kwargs,
+                over,
+                lambda: self._sites,
+                running.labels,
+                documents,
+                running.padding_unseen,
+                again,
             )
         except (AttributeError, TypeError) as error:
             if LazyMask.__name__ not in str(error):
                 raise
             # A layer that is not streamed used the lazy mask as a tensor.
             raise StreamBPError(
-                f"A layer of {type(self.module).__name__} reads the attention mask of streamed layers, and is none of "
-                f"those that streambp.patch found ({error}). If you have replaced layers since, call streambp.patch again."
+                f"A layer of {type(self.module).__name__} reads the attention mask of streamed "
+                f"layers, and is none of those that streambp.patch found ({error}). If you have "
+                "replaced layers since, call streambp.patch again."
             ) from error
 
     def _again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
@@ -373,7 +442,9 @@ class BackboneForward(InstanceForward):
             self.state.given_cache |= torch.is_grad_enabled() and self.module.training
             return False
         attentions = kwargs.get("output_attentions")
-        if attentions or (attentions is None and getattr(self.module.config, "output_attentions", False)):
+        if attentions or (
+            attentions is None and getattr(self.module.config, "output_attentions", False)
+        ):
             return False
         if torch.is_grad_enabled() and self.module.training:
             named = self._names_cache(kwargs)
@@ -386,7 +457,9 @@ class BackboneForward(InstanceForward):
 
     def _leaves_a_cache_out(self) -> bool:
         """True if the current training call would return a cache unpatched."""
-        if not (self.state.running.asked_cache and self.module.training and torch.is_grad_enabled()):
+        if not (
+            self.state.running.asked_cache and self.module.training and torch.is_grad_enabled()
+        ):
             return False
         return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
 
@@ -427,12 +500,15 @@ class BackboneForward(InstanceForward):
 
     def _check(self, tokens: Any) -> None:
         if tokens is not None and tokens.shape[1] == 0:
-            raise StreamBPError("The sequence has no tokens (T = 0). Pass at least one token per row.")
+            raise StreamBPError(
+                "The sequence has no tokens (T = 0). Pass at least one token per row."
+            )
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith("trl."):
             raise StreamBPError(
-                "TRL's activation_offloading=True moves what autograd saves; streamed layers keep their own, which "
-                "it cannot see. Set activation_offloading=False and use streambp.StreamConfig(offload='cpu') instead."
+                "TRL's activation_offloading=True moves what autograd saves; streamed layers keep "
+                "their own, which it cannot see. Set activation_offloading=False and use "
+                "streambp.StreamConfig(offload='cpu') instead."
             )
 
     def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
@@ -444,7 +520,9 @@ class BackboneForward(InstanceForward):
         positions = self.state.running.position_ids if positions is None else positions
         if self.state.config.documents != "from_positions" or not isinstance(positions, Tensor):
             return None
-        told = any(kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS))
+        told = any(
+            kwargs.get(name) is not None for name in ("attention_mask", DOCUMENT_IDS, DOCUMENT_ENDS)
+        )
         if told or not has_data(positions):
             return None
         if positions.dim() == 3 and positions.shape[0] == 4:  # text, time, height and width
@@ -456,7 +534,11 @@ class BackboneForward(InstanceForward):
     @functools.cached_property
     def _sites(self) -> list[LayerSite]:
         inside = set(map(id, self.layers))
-        return [w.site for w in self.state.wrappers if isinstance(w, LayerForward) and id(w.module) in inside]
+        return [
+            w.site
+            for w in self.state.wrappers
+            if isinstance(w, LayerForward) and id(w.module) in inside
+        ]
 
     def _configs(self) -> list[PreTrainedConfig]:
         # Configs of each layer's last call. A layer that has changed since then routes its own

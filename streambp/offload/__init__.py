@@ -20,10 +20,14 @@ def manager_of(model: nn.Module) -> OffloadManager:
         StreamBPError: no tensor of the model is offloaded.
     """
     for module in model.modules():
-        for state in (vars(module).get(PATCH), *(getattr(forward, "state", None) for forward in forwards(module))):
+        for state in (
+            vars(module).get(PATCH),
+            *(getattr(forward, "state", None) for forward in forwards(module)),
+        ):
             manager = getattr(state, "offloader", None)
             if isinstance(manager, OffloadManager):
                 return manager
     raise StreamBPError(
-        f"Nothing of this {type(model).__name__} is offloaded. Patch it with streambp.StreamConfig(offload='cpu') first."
+        f"Nothing of this {type(model).__name__} is offloaded. Patch it with "
+        "streambp.StreamConfig(offload='cpu') first."
     )

@@ -20,7 +20,9 @@ from streambp.reporting import reason
 
 ALIGNMENT = 64
 NO_LIMIT = 2**62  # bytes, if a machine's memory is unknown
-NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator|(can't|cannot|could not) (allocate|pin|register)|out of memory", re.I)
+NO_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator|(can't|cannot|could not) (allocate|pin|register)|out of memory", re.I
+)
 
 
 def padded(size: int) -> int:
@@ -164,12 +166,21 @@ def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], .
         cgroup: root folder of the groups.
         members: the groups of this process, as in /proc/self/cgroup.
     """
-    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in members.splitlines() if line.count(":") > 1)}
+    own = {
+        kinds: path
+        for _, kinds, path in (
+            line.split(":", 2) for line in members.splitlines() if line.count(":") > 1
+        )
+    }
     first = next((path for kinds, path in own.items() if "memory" in kinds.split(",")), "/")
     found = []
     for root, path, (most, current, cached) in (
         (cgroup, own.get("", "/"), ("memory.max", "memory.current", "inactive_file")),
-        (cgroup / "memory", first, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+        (
+            cgroup / "memory",
+            first,
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
     ):
         deepest = root / path.lstrip("/")
         for group in (deepest, *deepest.parents):
@@ -209,16 +220,23 @@ def host_limit(
             # Cache counts as free, as in MemAvailable: a checkpoint that was just read fills the
             # cache.
             cache = re.search(rf"^{cached} (\d+)", _text(stat), re.MULTILINE)
-            limits.append(int(most) - int(_text(used) or 0) + (0 if cache is None else int(cache[1])))
+            limits.append(
+                int(most) - int(_text(used) or 0) + (0 if cache is None else int(cache[1]))
+            )
     ranks = local_ranks()
     available = min(limits, default=math.inf) / ranks
     if wanted is None:
         return max(0, int(0.9 * available) - set_aside) if available != math.inf else NO_LIMIT
     if wanted + set_aside > available:
         shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
-        beside = f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB" if set_aside else ""
+        beside = (
+            f", and the engine's offloading will take {set_aside / 2**30:.1f} GiB"
+            if set_aside
+            else ""
+        )
         raise StreamBPError(
-            f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of host memory are available"
-            f"{shared}{beside}. Lower host_memory, or free memory; leave it out to use nine tenths of what there is."
+            f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of "
+            f"host memory are available{shared}{beside}. Lower host_memory, or free memory; leave "
+            "it out to use nine tenths of what there is."
         )
     return wanted

@@ -59,7 +59,9 @@ class Cost:
         products = dict(self.products)
         for name, new in other.products.items():
             old = products.get(name)
-            products[name] = new if old is None else Product(old.bytes + new.bytes, old.flops + new.flops)
+            products[name] = (
+                new if old is None else Product(old.bytes + new.bytes, old.flops + new.flops)
+            )
         return Cost(
             self.x + other.x,
             self.attn_out + other.attn_out,
@@ -108,11 +110,17 @@ class LayerCost(NamedTuple):
         if tokens == self.tokens:
             return cost
         scale = tokens / self.tokens
-        products = {name: Product(scale * p.bytes, scale * p.flops) for name, p in cost.products.items()}
-        x, attn_out, kv, flops = (scale * size for size in (cost.x, cost.attn_out, cost.kv, cost.attention_flops))
+        products = {
+            name: Product(scale * p.bytes, scale * p.flops) for name, p in cost.products.items()
+        }
+        x, attn_out, kv, flops = (
+            scale * size for size in (cost.x, cost.attn_out, cost.kv, cost.attention_flops)
+        )
         return Cost(x, attn_out, kv, flops, products, cost.overwritten)
 
-    def candidates(self, index: int, tokens: int, length: int, whole: bool = False) -> Iterator[Candidate]:
+    def candidates(
+        self, index: int, tokens: int, length: int, whole: bool = False
+    ) -> Iterator[Candidate]:
         """Yield the tensors that layer `index` may save in a call of `tokens` tokens in rows of
         `length`.
 
@@ -122,13 +130,20 @@ class LayerCost(NamedTuple):
             whole: True for a call in one chunk, whose backward computes no keys and values ahead.
         """
         cost = self.scaled_to(tokens)
-        worth = {name: product.flops / product.bytes for name, product in cost.products.items() if product.bytes}
+        worth = {
+            name: product.flops / product.bytes
+            for name, product in cost.products.items()
+            if product.bytes
+        }
         sizes: dict[str, float] = {name: cost.products[name].bytes for name in worth}
         if cost.kv and worth and not whole:
             sizes["kv"], worth["kv"] = cost.kv, KV_WORTH * sum(worth.values()) / len(worth)
         if cost.attn_out:
             pace = ATTENTION_PACE * (length / self.length)
-            sizes["attn_out"], worth["attn_out"] = cost.attn_out, pace * cost.attention_flops / cost.attn_out
+            sizes["attn_out"], worth["attn_out"] = (
+                cost.attn_out,
+                pace * cost.attention_flops / cost.attn_out,
+            )
         for name, size in sizes.items():
             yield Candidate(index, name, size, float(f"{worth[name]:.2e}"))
 
@@ -175,13 +190,19 @@ class LayerSeen:
         total = sum(self.costs, Cost())
         products = {name: product for name, product in total.products.items() if name not in unread}
         cost = dataclasses.replace(total, products=products)
-        graph = self.graph + cost.kv if self.graph else 0.0  # 0 if another forward ran before backward
+        graph = (
+            self.graph + cost.kv if self.graph else 0.0
+        )  # 0 if another forward ran before backward
         return LayerCost(self.device, cost, graph, self.tokens, self.length, len(self.unread))
 
     def times(self) -> list[float]:
         """Return the seconds of each chunk; [] without timing."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
-        return [] if self.engine is None else [self.engine.seconds(before, after) for before, after in pairs]
+        return (
+            []
+            if self.engine is None
+            else [self.engine.seconds(before, after) for before, after in pairs]
+        )
 
 
 def attention_rate(layers: Iterable[LayerSeen]) -> float:
@@ -197,7 +218,10 @@ def attention_rate(layers: Iterable[LayerSeen]) -> float:
         chunks = zip(layer.costs, layer.times(), strict=True)
         # Attention FLOPs and seconds for each byte of hidden states, because chunks differ in
         # length.
-        paces = [(cost.attention_flops / (cost.x or 1), seconds / (cost.x or 1)) for cost, seconds in chunks]
+        paces = [
+            (cost.attention_flops / (cost.x or 1), seconds / (cost.x or 1))
+            for cost, seconds in chunks
+        ]
         whole = paces[:-1] or [(0.0, 0.0)]  # the last chunk may be shorter
         mean_work, mean_time = (sum(values) / len(whole) for values in zip(*whole, strict=True))
         above += sum((w - mean_work) ** 2 for w, _ in whole)
@@ -260,7 +284,9 @@ class Chosen:
 
     def __post_init__(self, plan: dict[int, list[Candidate]]) -> None:
         """Sum the plans of all layers by name, most worthwhile first."""
-        for one in sorted((one for found in plan.values() for one in found), key=lambda one: -one.worth):
+        for one in sorted(
+            (one for found in plan.values() for one in found), key=lambda one: -one.worth
+        ):
             self.bytes[one.name] = self.bytes.get(one.name, 0.0) + one.bytes
             self.layers[one.name] = self.layers.get(one.name, 0) + 1
             self.spared += one.bytes * one.worth
@@ -329,7 +355,9 @@ class Figures:
 
     def spared(self, plan: Mapping[int, list[Candidate]]) -> float:
         """Return the seconds that backward is spared by each layer's saves."""
-        return sum(one.bytes * one.worth for found in plan.values() for one in found) / self.products
+        return (
+            sum(one.bytes * one.worth for found in plan.values() for one in found) / self.products
+        )
 
 
 @dataclasses.dataclass

@@ -78,7 +78,10 @@ class DecodedLinear:
         state = getattr(module.weight, QUANT_STATE, None)
         plain = bias is None or (bias.dtype == dtype and not bias.requires_grad)
         decodes = (
-            module.compute_type_is_set and state is not None and dtype == state.dtype and x.shape[-1] == state.shape[1]
+            module.compute_type_is_set
+            and state is not None
+            and dtype == state.dtype
+            and x.shape[-1] == state.shape[1]
         )
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype
         return plain and decodes and not cast and bool(x.numel())
@@ -115,4 +118,6 @@ def packed_linears(layer: nn.Module) -> list[nn.Module]:
     """Return the Linears inside a layer with 4-bit weights, without Linears whose forward was
     replaced.
     """
-    return [module for module in layer.modules() if is_packed(module) and FORWARD not in vars(module)]
+    return [
+        module for module in layer.modules() if is_packed(module) and FORWARD not in vars(module)
+    ]

@@ -16,8 +16,8 @@ follow from other waits. No step that ends can lose data for lack of the implied
 
     3  a tensor is copied back after its source was freed, for which compute has waited for the copy
        out (6); back waits for compute (2)
-    5  a tensor to send was computed after waiting for the copy back (4), and out waits for compute (1)
-    6  a borrowed tensor is sent again in the same queue, over the first copy's torn data
+    5 a tensor to send was computed after waiting for the copy back (4), and out waits for compute
+    (1) 6 a borrowed tensor is sent again in the same queue, over the first copy's torn data
 
 The redundant waits remain for micro-batches that end early and for host memory shared by devices;
 only `TraceEngine` detects their removal.
@@ -182,7 +182,11 @@ class AcceleratorEngine(Engine):
         self._running: collections.deque[tuple[str, torch.Event, torch.Event]] = collections.deque()
 
     def _stream(self, queue: str) -> torch.Stream:
-        return self._streams[queue] if queue in self._streams else torch.accelerator.current_stream(self.device)
+        return (
+            self._streams[queue]
+            if queue in self._streams
+            else torch.accelerator.current_stream(self.device)
+        )
 
     def beside(self, device: torch.device) -> Engine:
         """Return an engine with streams of its own and the same host memory."""
@@ -206,14 +210,16 @@ class AcceleratorEngine(Engine):
             code = int(runtime.cudaHostRegister(buffer.data_ptr(), size, PORTABLE))
             error = f"CUDA error {code}" if code else ""
             if not code:  # unpin when the storage is freed
-                weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr())
+                weakref.finalize(
+                    buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr()
+                )
         if error:
             host.pinned = False
             forget_error(self.device)
             warnings.warn(
                 "Raise the limit on locked memory (ulimit -l) or lower host_memory: "
-                f"{size / 2**30:.1f} GiB of host memory could not be pinned ({error}), so that copies are "
-                "synchronous, and slow, from now on.",
+                f"{size / 2**30:.1f} GiB of host memory could not be pinned ({error}), so that "
+                "copies are synchronous, and slow, from now on.",
                 stacklevel=2,
             )
         return buffer

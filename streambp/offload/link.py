@@ -75,10 +75,18 @@ class LinkBudget:
         tokens = seen[0].tokens
         length = seen[0].length
         host_room = math.inf if arena is None else arena.limit
-        self.measured[length.bit_length()] = Measured(tokens, length, seconds, link, rate, host_room)
+        self.measured[length.bit_length()] = Measured(
+            tokens, length, seconds, link, rate, host_room
+        )
         # Memory that was added since the start is the optimizer's states, allocated after the peak.
         pairs = [(before, engine.memory()) for engine, before in self._memory.items()]
-        free = [now.limit - now.peak - max(0, now.allocated - one.allocated) for one, now in pairs if now is not None]
+        free = [
+            now.limit - now.peak - max(0, now.allocated - one.allocated)
+            for one, now in pairs
+            if now is not None
+        ]
         if self.on_device and free and self.manager.prefix_memory is not None:
-            left = min(self.manager.workspace, self.manager.prefix_memory) + max(0, int(FREE_SHARE * min(free)))
+            left = min(self.manager.workspace, self.manager.prefix_memory) + max(
+                0, int(FREE_SHARE * min(free))
+            )
             self.manager.gpu_memory = self.manager.prefix_memory = left

@@ -81,7 +81,12 @@ class OffloadManager:
 
     def __reduce__(self) -> Any:
         """Return an empty manager for a copied or pickled model."""
-        return OffloadManager, (self.host_memory, self.on_host_full, self.layers, self._given_gpu_memory)
+        return OffloadManager, (
+            self.host_memory,
+            self.on_host_full,
+            self.layers,
+            self._given_gpu_memory,
+        )
 
     def start(self, device: torch.device) -> tuple[Arena, Engine]:
         """Return the host memory and the engine of a device, created at the first call."""
@@ -91,8 +96,14 @@ class OffloadManager:
         elif device not in engines:
             engines[device] = next(iter(engines.values())).beside(device)
         if self.arena is None:
-            wanted = None if self.host_memory is None else max(1, self.host_memory - self.held - self.to_come)
-            limit = host_limit(wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0))
+            wanted = (
+                None
+                if self.host_memory is None
+                else max(1, self.host_memory - self.held - self.to_come)
+            )
+            limit = host_limit(
+                wanted, set_aside=self.set_aside + (self.to_come if wanted is None else 0)
+            )
             self.arena = Arena(limit, engines[device].host_buffer, self.transfers.settle)
         return self.arena, engines[device]
 
@@ -134,7 +145,12 @@ class OffloadManager:
         return self.gpu_memory is not None and self.workspace + self.kept + size <= self.gpu_memory
 
     def place(
-        self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
+        self,
+        holding: Holding,
+        engine: Engine,
+        tensor: Tensor,
+        optional: bool,
+        foreign: bool = False,
     ) -> Entry | None:
         """Start the copy of a tensor [...] to the host.
 
@@ -160,26 +176,38 @@ class OffloadManager:
                 done = len(holding.stores) - 1
                 staying = 0
                 if self.gpu_memory is not None:
-                    staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(1, holding.layer_bytes)
+                    staying = max(0, self.gpu_memory - self.workspace - self.kept) // max(
+                        1, holding.layer_bytes
+                    )
                 wanted = max(wanted, stack.used // done * max(0, self.layers - done - staying))
             if arena.grow(stack, wanted) or arena.grow(stack, padded(size)):
                 host = stack.push(size)
         if host is not None:
             view = (
-                host.view(tensor.dtype).view(tensor.shape) if size else tensor.new_empty(tensor.shape, device=host.device)
+                host.view(tensor.dtype).view(tensor.shape)
+                if size
+                else tensor.new_empty(tensor.shape, device=host.device)
             )
             entry = Entry(engine, host=view)
             self.transfers.send(holding, entry, tensor, holding.free_after, foreign)
             return entry
         if self.on_host_full == "raise":
-            found = f"{arena.allocated / 2**30:.2f} GiB allocated, {size / 2**20:.1f} MiB more wanted"
+            found = (
+                f"{arena.allocated / 2**30:.2f} GiB allocated, {size / 2**20:.1f} MiB more wanted"
+            )
             if arena.refused is None:
-                advice = f"The host budget of {arena.limit / 2**30:.2f} GiB is used up ({found}). Raise host_memory"
+                advice = (
+                    f"The host budget of {arena.limit / 2**30:.2f} GiB is used up ({found}). Raise "
+                    "host_memory"
+                )
             else:
-                advice = f"The host has no memory left within the budget ({found}; {arena.refused}). Free memory"
+                advice = (
+                    f"The host has no memory left within the budget ({found}; {arena.refused}). "
+                    "Free memory"
+                )
             raise HostMemoryError(
-                f"{advice}, save less (saves=()), shorten the sequence, or set on_host_full='keep' to leave the rest on "
-                "the device."
+                f"{advice}, save less (saves=()), shorten the sequence, or set on_host_full='keep' "
+                "to leave the rest on the device."
             )
         self.left += 1
         return None if optional and self.on_host_full == "recompute" else Entry(engine, tensor)
@@ -243,7 +271,9 @@ class HostTensors:
 
     copies = True  # the tensors put in may be changed or freed afterwards
 
-    def __init__(self, manager: OffloadManager, holding: Holding, engine: Engine, stays: bool = False) -> None:
+    def __init__(
+        self, manager: OffloadManager, holding: Holding, engine: Engine, stays: bool = False
+    ) -> None:
         self._manager = manager
         self._transfers = manager.transfers
         self._holding = holding
@@ -281,8 +311,12 @@ class HostTensors:
                 self.kept += tensor.nbytes
                 entry = Entry(self._engine, tensor, budgeted=True)
             else:
-                optional = self._holding.stack.kind == MICRO_BATCH and name.split(".")[0] not in ESSENTIAL
-                entry = self._manager.place(self._holding, self._engine, tensor, optional, foreign=name == "x")
+                optional = (
+                    self._holding.stack.kind == MICRO_BATCH and name.split(".")[0] not in ESSENTIAL
+                )
+                entry = self._manager.place(
+                    self._holding, self._engine, tensor, optional, foreign=name == "x"
+                )
             if entry is not None:
                 if entry.host is None and name == "x":  # the tensor belongs to the caller
                     entry.version = tensor._version
@@ -394,8 +428,8 @@ class HostTensors:
     def _check_not_retired(self) -> None:
         if not self._holding.retire.alive:
             raise BackwardError(
-                "The saved tensors of this forward were given up (OffloadManager.abort or close was called since). "
-                "Compute the loss again."
+                "The saved tensors of this forward were given up (OffloadManager.abort or close "
+                "was called since). Compute the loss again."
             )
 
     def _entry(self, name: str, chunk: int) -> Entry:
@@ -403,7 +437,8 @@ class HostTensors:
         if entry is None:
             self._check_not_retired()
             raise BackwardError(
-                f"{name} of chunk {chunk} was asked for a second time, or never saved; offloaded tensors are brought back "
-                "once. Compute the loss again, or add losses up and call backward once."
+                f"{name} of chunk {chunk} was asked for a second time, or never saved; offloaded "
+                "tensors are brought back once. Compute the loss again, or add losses up and call "
+                "backward once."
             )
         return entry

@@ -50,7 +50,16 @@ import torch
 
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.offload.arena import host_limit
-from streambp.offload.costs import GRAPH, Candidate, Choice, Chosen, Figures, LayerCost, LayerSeen, Shortage
+from streambp.offload.costs import (
+    GRAPH,
+    Candidate,
+    Choice,
+    Chosen,
+    Figures,
+    LayerCost,
+    LayerSeen,
+    Shortage,
+)
 from streambp.offload.link import LinkBudget
 
 SLACK = 0.01  # fraction of the initial free memory; smaller deviations are ignored
@@ -110,7 +119,9 @@ class SavesPolicy:
         self._at_work = -math.inf  # bytes that a chunk needs free; -inf if nothing was saved
         self._shortage: Shortage | None = None
         self._retries = 0
-        self.margins: dict[tuple[int, int], Shortage] = {}  # key: tokens of a step, tokens of a chunk
+        self.margins: dict[
+            tuple[int, int], Shortage
+        ] = {}  # key: tokens of a step, tokens of a chunk
 
     def __reduce__(self) -> Any:
         """Return a new policy for a copied or pickled model, without measurements."""
@@ -120,7 +131,10 @@ class SavesPolicy:
         if self.known.seconds is None:
             return f"{AUTO_RULE} ({self.known.why})" if self.known.why else AUTO_RULE
         sizes = ", ".join(f"{size:,}" for size in CHUNK_TOKENS)
-        return f"auto: the fastest of {sizes} tokens over all rows of the batch that fits into the device's free memory"
+        return (
+            f"auto: the fastest of {sizes} tokens over all rows of the batch that fits into the "
+            "device's free memory"
+        )
 
     def begins(self, device: torch.device, with_layers: bool = False) -> None:
         """Record the beginning of a model's forward, and query the device and the model once for
@@ -195,7 +209,10 @@ class SavesPolicy:
         assert self.known.need is not None
         lack = self.margins.get((tokens, chunk))
         free -= 0.0 if lack is None else lack.margin
-        return [[upto, free - size] for upto, size in self.known.need.by_layer(tokens, chunk, self.present)]
+        return [
+            [upto, free - size]
+            for upto, size in self.known.need.by_layer(tokens, chunk, self.present)
+        ]
 
     def saves(
         self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]
@@ -231,7 +248,9 @@ class SavesPolicy:
                     self._drop(None, "less memory was free than planned")
                 elif planned:
                     rooms = [[math.inf, planned - short]]
-                    self._plan |= self._fill(rooms, later, self._device, tokens, length, len(kept.plan) == 1)
+                    self._plan |= self._fill(
+                        rooms, later, self._device, tokens, length, len(kept.plan) == 1
+                    )
         self._last = index
         watch = None
         cost = self.known.costs.get(index)
@@ -240,9 +259,15 @@ class SavesPolicy:
             if self.latest is None:
                 watch = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
                 self._seen[index] = self.link.watch(watch)
-            return tuple(candidate.name for candidate in chosen) if self.keeps else None, False, watch
+            return (
+                tuple(candidate.name for candidate in chosen) if self.keeps else None,
+                False,
+                watch,
+            )
         if cost is None or cost.situations != len(unread) or cost.device != kept.device:
-            watch = self._seen[index] = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
+            watch = self._seen[index] = LayerSeen(
+                kept.device, tokens, length, len(kept.plan), unread
+            )
         if kept.device != self._device:
             return (), False, watch
         graph = GRAPH in [candidate.name for candidate in chosen]
@@ -309,17 +334,30 @@ class SavesPolicy:
         costs = self.known.costs
         if measured is None:
             return
-        whole = functools.reduce(operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values()))
+        whole = functools.reduce(
+            operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values())
+        )
         attends = whole.attention_flops / measured.attention <= whole.attn_out / measured.link
-        why = {"attn_out": "attending again is faster than copying"} if attends and whole.attn_out else {}
+        why = (
+            {"attn_out": "attending again is faster than copying"}
+            if attends and whole.attn_out
+            else {}
+        )
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         room = min(hidden, measured.host) - whole.x
-        self._plan = self._fill([[math.inf, room]], costs, None, measured.tokens, measured.length, False, why)
-        self.latest = Chosen(measured.tokens, measured.length, chunk, room, self._plan, measured, whole.x, why)
+        self._plan = self._fill(
+            [[math.inf, room]], costs, None, measured.tokens, measured.length, False, why
+        )
+        self.latest = Chosen(
+            measured.tokens, measured.length, chunk, room, self._plan, measured, whole.x, why
+        )
         for name in sorted(whole.overwritten):
             why.setdefault(name, "layers that overwrite it compute it again")
         full = f"the {'host' if measured.host < hidden else 'link'} has no room"
-        for name in (*(name for name in ("attn_out", "kv") if getattr(whole, name)), *whole.products):
+        for name in (
+            *(name for name in ("attn_out", "kv") if getattr(whole, name)),
+            *whole.products,
+        ):
             if self.latest.layers.get(name, 0) < len(costs):
                 why.setdefault(name, full)
 
@@ -334,7 +372,9 @@ class SavesPolicy:
             return 0.0
         if GRAPH in chosen.layers or chosen.layers.get("attn_out", 0) == len(costs):
             return 0.0
-        room = min(FORWARD * known.seconds(chosen.tokens, chosen.chunk) * known.link, host_limit(None))
+        room = min(
+            FORWARD * known.seconds(chosen.tokens, chosen.chunk) * known.link, host_limit(None)
+        )
         room -= sum(cost.scaled_to(chosen.tokens).x for cost in costs.values())
         plan = self._fill([[math.inf, room]], costs, None, chosen.tokens, chosen.length, False)
         return max(0.0, known.spared(plan) - chosen.spared / known.products)
@@ -364,20 +404,30 @@ class SavesPolicy:
         for index in plan:
             cost = self.known.costs.get(index)
             if cost is not None and device in (None, cost.device):
-                named = [one for one in cost.candidates(index, tokens, length, whole) if one.name not in without]
+                named = [
+                    one
+                    for one in cost.candidates(index, tokens, length, whole)
+                    if one.name not in without
+                ]
                 found += named
                 if whole and cost.graph and GRAPH not in without and index not in self._by_name:
                     size = cost.graph * tokens / cost.tokens
-                    graphs[index] = Candidate(index, GRAPH, size, sum(one.bytes * one.worth for one in named) / size)
+                    graphs[index] = Candidate(
+                        index, GRAPH, size, sum(one.bytes * one.worth for one in named) / size
+                    )
         ordered = sorted(found, key=lambda one: (-one.worth, -one.index))
         for candidate in (*ordered, *sorted(graphs.values(), key=lambda one: -one.index)):
             index = candidate.index
             size = candidate.bytes
             graph = graphs.get(candidate.index)
-            if graph is not None and graph.bytes <= taken[index] + size:  # all named saves are in the graph
+            if (
+                graph is not None and graph.bytes <= taken[index] + size
+            ):  # all named saves are in the graph
                 candidate = graph
                 size = graph.bytes - taken[index]
-            if graph not in plan[index] and all(size <= room for upto, room in rooms if index <= upto):
+            if graph not in plan[index] and all(
+                size <= room for upto, room in rooms if index <= upto
+            ):
                 for entry in rooms:
                     entry[1] -= size if index <= entry[0] else 0.0
                 plan[index] = [candidate] if candidate is graph else [*plan[index], candidate]
@@ -393,7 +443,11 @@ class SavesPolicy:
         if free is None:
             return
         if not self._others_are_seen:
-            gone = sum(lack.wished.get(other.site.index, 0.0) for other in self._waiting) if lack.gone else 0.0
+            gone = (
+                sum(lack.wished.get(other.site.index, 0.0) for other in self._waiting)
+                if lack.gone
+                else 0.0
+            )
             lack.missing = max(lack.missing, self._at_work + gone - free)
         if free < self._at_work and not lack.gone:
             self._drop(kept, "less memory was free than a chunk takes")
@@ -457,7 +511,11 @@ class SavesPolicy:
         existed.
         """
         device = self._device if kept is None else kept.device
-        there = [other for other in self._waiting if other.device == device and (other.saves or other.keeps_graph)]
+        there = [
+            other
+            for other in self._waiting
+            if other.device == device and (other.saves or other.keeps_graph)
+        ]
         for other in there:
             other.give_up(at_work=other is kept)
         self._plan = {}

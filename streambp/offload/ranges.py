@@ -59,7 +59,11 @@ class Piece:
         [...].
         """
         home = self.home
-        return memory[self.offset : self.offset + home.nbytes].view(home.dtype).as_strided(home.shape, home.stride())
+        return (
+            memory[self.offset : self.offset + home.nbytes]
+            .view(home.dtype)
+            .as_strided(home.shape, home.stride())
+        )
 
 
 @dataclasses.dataclass
@@ -133,7 +137,9 @@ class HostRanges:
             site.layer.__dict__[MOVES] = functools.partial(move_others, self, site.index)
         for module in self.root.modules():
             places = module.__dict__.get(MAP)
-            if places and {str(place) for place in places.values()} == {"cpu"}:  # accelerate would use the CPU alone
+            if places and {str(place) for place in places.values()} == {
+                "cpu"
+            }:  # accelerate would use the CPU alone
                 self._maps.append((module, module.__dict__.pop(MAP)))
 
     def remove(self) -> None:
@@ -168,7 +174,9 @@ class HostRanges:
         """Return the host bytes of a layer's frozen weights, or with `trained` those of a layer
         that trains entirely.
         """
-        found = [tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained]
+        found = [
+            tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained
+        ]
         return _laid_out(found)[1] if found else 0
 
     def streamed(self, index: int) -> dict[int, Tensor]:
@@ -187,8 +195,14 @@ class HostRanges:
         known = self.layers.get(index)
         stay = set[int]()
         if known is not None:  # adapters that are disabled temporarily
-            stay = set(map(id, known.tensors)).difference(id(piece.tensor) for piece in known.pieces)
-        own = {key: tensor for key, tensor in tensors.items() if self._holders[key][1] == {index} and key not in stay}
+            stay = set(map(id, known.tensors)).difference(
+                id(piece.tensor) for piece in known.pieces
+            )
+        own = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if self._holders[key][1] == {index} and key not in stay
+        }
         return {key: tensor for key, tensor in own.items() if not tensor.requires_grad} or own
 
     def put_all(self, engine: Engine, device: torch.device) -> None:
@@ -236,16 +250,25 @@ class HostRanges:
             if id(tensor) in streamed:
                 if hasattr(tensor, PARTITIONED) or hasattr(tensor, GRADIENT_HOOKED):
                     raise UnsupportedModelError(
-                        "DeepSpeed keeps the weights of this model in memory of its own, and weights='cpu' would move them "
-                        "out of it. Use DeepSpeed's offload_param in place of weights='cpu', or train without DeepSpeed."
+                        "DeepSpeed keeps the weights of this model in memory of its own, and "
+                        "weights='cpu' would move them out of it. Use DeepSpeed's offload_param in "
+                        "place of weights='cpu', or train without DeepSpeed."
                     )
-                if type(tensor.data) is not Tensor or tensor.is_meta or hasattr(tensor, STATISTICS_8BIT):
-                    name = next((n for n, p in self.sites[index].layer.named_parameters() if p is tensor), "a tensor")
+                if (
+                    type(tensor.data) is not Tensor
+                    or tensor.is_meta
+                    or hasattr(tensor, STATISTICS_8BIT)
+                ):
+                    name = next(
+                        (n for n, p in self.sites[index].layer.named_parameters() if p is tensor),
+                        "a tensor",
+                    )
                     kind = type(tensor if type(tensor.data) is Tensor else tensor.data).__name__
                     raise UnsupportedModelError(
-                        f"{name} of layer {index} is a {kind} on {tensor.device}, which weights='cpu' cannot keep on the "
-                        "host: it holds plain tensors and bitsandbytes' 4-bit weights. Load the model so, on the CPU, or "
-                        "leave weights out."
+                        f"{name} of layer {index} is a {kind} on {tensor.device}, which "
+                        "weights='cpu' cannot keep on the host: it holds plain tensors and "
+                        "bitsandbytes' 4-bit weights. Load the model so, on the CPU, or leave "
+                        "weights out."
                     )
                 tensor.data = tensor.data if _dense(tensor) else tensor.data.contiguous()
             elif not tensor.is_meta and tensor.device != device:
@@ -254,11 +277,15 @@ class HostRanges:
         memory, before = (None, 0) if known is None else (known.memory, known.memory.numel())
         if memory is not None:  # reused if its tensors have their new offsets already
             offsets = ((tensor.data_ptr() - memory.data_ptr(), offset) for tensor, offset in places)
-            stays = before == size and all(not 0 <= at < size or at == offset for at, offset in offsets)
+            stays = before == size and all(
+                not 0 <= at < size or at == offset for at, offset in offsets
+            )
             memory = memory if stays else None
         if memory is None:
             memory = self.more(size, engine, f"The weights of layer {index}", before)
-        pieces = [Piece(tensor, offset, view_of(memory, offset, tensor)) for tensor, offset in places]
+        pieces = [
+            Piece(tensor, offset, view_of(memory, offset, tensor)) for tensor, offset in places
+        ]
         for piece in pieces:
             if piece.home.data_ptr() != piece.tensor.data_ptr():
                 piece.home.copy_(piece.tensor.data)
@@ -287,10 +314,15 @@ class HostRanges:
         stack = BufferStack("weights")
         available = host_limit(None) if self.host_memory is None else NO_LIMIT
         if size > available or not self._arena.grow(stack, size):
-            found = f"{available / 2**30:.2f} GiB are available" if size > available else self._arena.refused
+            found = (
+                f"{available / 2**30:.2f} GiB are available"
+                if size > available
+                else self._arena.refused
+            )
             raise HostMemoryError(
-                f"{who} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB of other weights and "
-                f"gradients, and {found or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, "
+                f"{who} want {size / 2**30:.2f} GiB of host memory beside {others / 2**30:.2f} GiB "
+                "of other weights and gradients, and "
+                f"{found or f'host_memory is {self._arena.limit / 2**30:.2f} GiB'}. Free memory, "
                 "raise host_memory, load the model in 4 bits, or leave weights='cpu' out."
             )
         return stack.segments[0]
@@ -306,7 +338,9 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
         yield parameter
         waiting = [value for value in vars(parameter).values() if hasattr(value, "__dict__")]
         for value in waiting:  # the loop appends to this list
-            for inner in vars(value).values() if not isinstance(value, Tensor | nn.Module | type) else ():
+            for inner in (
+                vars(value).values() if not isinstance(value, Tensor | nn.Module | type) else ()
+            ):
                 if isinstance(inner, Tensor):
                     yield inner
                 elif type(inner) is type(value):  # statistics of statistics
@@ -329,7 +363,9 @@ def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]
     return places, size
 
 
-def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def bytes_on_host(
+    root: nn.Module, layers: Sequence[nn.Module]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the host bytes of each layer's frozen weights, and of the weights of layers that train
     entirely.
 
@@ -338,7 +374,9 @@ def bytes_on_host(root: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[i
     ranges = HostRanges(root, None)
     sites = {index: OneLayer(layer) for index, layer in enumerate(layers)}
     ranges.sites.update(sites)
-    frozen, trained = (tuple(ranges.bytes_of(index, trains) for index in ranges.sites) for trains in (False, True))
+    frozen, trained = (
+        tuple(ranges.bytes_of(index, trains) for index in ranges.sites) for trains in (False, True)
+    )
     return frozen, trained
 
 
@@ -357,14 +395,18 @@ def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
 def _dense(tensor: Tensor) -> bool:
     """True if the elements [...] of a tensor fill a range of memory, each once, in any order."""
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+    for stride, size in sorted(
+        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
+    ):
         if stride != expected:
             return False
         expected *= size
     return True
 
 
-def move_others(ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def move_others(
+    ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """Replace a layer's `nn.Module._apply`, which moves and casts modules; weights [...] on the
     host are cast there.
 
@@ -372,12 +414,16 @@ def move_others(ranges: HostRanges, index: int, fn: Callable[[Tensor], Tensor], 
     """
     layer = ranges.sites[index].layer
     held = {} if index in ranges.staying else ranges.streamed(index)
-    held |= {id(tensor.grad): tensor.grad for tensor in list(held.values()) if tensor.grad is not None}
+    held |= {
+        id(tensor.grad): tensor.grad for tensor in list(held.values()) if tensor.grad is not None
+    }
 
     def apply(tensor: Tensor) -> Tensor:
         if id(tensor) not in held or tensor.is_meta:
             return fn(tensor)
-        asked = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # reveals device and dtype
+        asked = fn(
+            torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        )  # reveals device and dtype
         if asked.device.type in ("cpu", "meta"):
             return fn(tensor)
         there = tensor.device.type == "cpu" and tensor.dtype == asked.dtype

@@ -92,7 +92,9 @@ def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor
     stack.
     """
     for entry, (_, event) in arriving.items():
-        entry.engine.wait(COMPUTE, event)  # [Note: offload order], 4: the tensors' memory goes back to compute
+        entry.engine.wait(
+            COMPUTE, event
+        )  # [Note: offload order], 4: the tensors' memory goes back to compute
     arriving.clear()
     arena.give_back(stack)
 
@@ -133,7 +135,12 @@ class Transfers:
         self.let_go(upto=self._group - GROUPS_IN_FLIGHT)
 
     def send(
-        self, holding: Holding, entry: Entry, tensor: Tensor, host_is_free: Iterable[Any], foreign: bool = False
+        self,
+        holding: Holding,
+        entry: Entry,
+        tensor: Tensor,
+        host_is_free: Iterable[Any],
+        foreign: bool = False,
     ) -> None:
         """Start the copy of a tensor [...] to `entry.host`, after the events `host_is_free`.
 
@@ -142,8 +149,14 @@ class Transfers:
                 source waits here.
         """
         assert entry.host is not None
-        part = tensor.untyped_storage().nbytes() > tensor.nbytes  # a view would keep its storage alive
-        tensor = tensor.clone(memory_format=torch.contiguous_format) if part or foreign else tensor.contiguous()
+        part = (
+            tensor.untyped_storage().nbytes() > tensor.nbytes
+        )  # a view would keep its storage alive
+        tensor = (
+            tensor.clone(memory_format=torch.contiguous_format)
+            if part or foreign
+            else tensor.contiguous()
+        )
         engine = entry.engine
         engine.access(COMPUTE, tensor, write=True)
         engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1
@@ -159,7 +172,9 @@ class Transfers:
         """Free the sources of an entry, or of all groups up to `upto`, after compute waits for
         their copies.
         """
-        for departure in [d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)]:
+        for departure in [
+            d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)
+        ]:
             self._in_flight.remove(departure)
             departure.entry.engine.wait(COMPUTE, departure.event)  # 6
             if departure.entry.source is departure.tensor:

@@ -96,7 +96,9 @@ class HostWeights:
             step, including weights on the device; None: no layer stays on the device.
     """
 
-    def __init__(self, root: nn.Module | Home, host_memory: int | None = None, engine: Engine | None = None) -> None:
+    def __init__(
+        self, root: nn.Module | Home, host_memory: int | None = None, engine: Engine | None = None
+    ) -> None:
         self.ranges = HostRanges(root, host_memory)
         self.loads: dict[Access, int] = {}
         self.room: Callable[[torch.device, int, int], float] | None = None
@@ -104,7 +106,9 @@ class HostWeights:
         self._given_engine = engine
         self._engine: Engine | None = None
         self._buffers: list[Buffer] = []
-        self._leaving: tuple[Engine, Any, list[Tensor]] | None = None  # gradients [...] on their way to the host
+        self._leaving: tuple[Engine, Any, list[Tensor]] | None = (
+            None  # gradients [...] on their way to the host
+        )
         self.close()
 
     def close(self) -> None:
@@ -154,8 +158,9 @@ class HostWeights:
         """
         if several_ranks():
             raise UnsupportedModelError(
-                "weights='cpu' works in one process, and this one belongs to a process group of several: each rank would "
-                "pin a copy of all weights. Start a single process, or leave weights out."
+                "weights='cpu' works in one process, and this one belongs to a process group of "
+                "several: each rank would pin a copy of all weights. Start a single process, or "
+                "leave weights out."
             )
         device = getattr(given, "device", given) or CPU
         shape = tuple(getattr(given, "shape", ())[:2])
@@ -171,7 +176,9 @@ class HostWeights:
             self._start(device)
 
     @contextlib.contextmanager
-    def here(self, index: int, direction: str, device: torch.device, decodes: bool = False) -> Iterator[None]:
+    def here(
+        self, index: int, direction: str, device: torch.device, decodes: bool = False
+    ) -> Iterator[None]:
         """Context manager in which the weights of layer `index` are on the device.
 
         The copy of the next layer's weights starts meanwhile.
@@ -244,14 +251,19 @@ class HostWeights:
         if slot.memory.numel() < size:  # the layer has grown
             self._engine.settle()
             with torch.inference_mode(False):
-                slot.memory, slot.left = self._engine.like(weights.memory), self._engine.record(COMPUTE)
+                slot.memory, slot.left = (
+                    self._engine.like(weights.memory),
+                    self._engine.record(COMPUTE),
+                )
         self._engine.wait(BACK, slot.left)  # 7
         self._engine.copy(BACK, slot.memory[:size], weights.memory)
         slot.index, slot.filled = index, self._engine.record(BACK)
         self.loads[direction, index] = self.loads.get((direction, index), 0) + 1
         return slot
 
-    def arriving(self, index: int, weights: list[Tensor], device: torch.device) -> tuple[Leave | None, list[Tensor]]:
+    def arriving(
+        self, index: int, weights: list[Tensor], device: torch.device
+    ) -> tuple[Leave | None, list[Tensor]]:
         """Return the function that sends gradients to the host, and the trained weights [...] for
         the layer's Function.
 
@@ -268,10 +280,16 @@ class HostWeights:
         arrival: Arrival = []
         on_host = [weight for weight in weights if id(weight) in held]
         found = dict(zip(map(id, on_host), Arriving.apply(arrival, *on_host), strict=True))  # type: ignore[no-untyped-call]
-        return functools.partial(self.leave, index, arrival), [found.get(id(weight), weight) for weight in weights]
+        return functools.partial(self.leave, index, arrival), [
+            found.get(id(weight), weight) for weight in weights
+        ]
 
     def leave(
-        self, index: int, arrival: Arrival, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+        self,
+        index: int,
+        arrival: Arrival,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """Put copies of a layer's gradients [...] to the host into their queue.
 
@@ -299,7 +317,9 @@ class HostWeights:
         # Reuse a free buffer of equal size, or allocate a new one outside of inference mode.
         size = layer.memory.numel()
         fitting = (buffer for buffer in self._buffers if buffer.memory.numel() == size)
-        buffer = next((one for one in fitting if all(storage() is None for storage in one.given)), None)
+        buffer = next(
+            (one for one in fitting if all(storage() is None for storage in one.given)), None
+        )
         if buffer is None:
             with torch.inference_mode(False):
                 buffer = Buffer(ranges.more(size, engine, "The gradients of a layer"))
@@ -326,7 +346,9 @@ class HostWeights:
             engine, event, gradients = self._leaving
             engine.wait(COMPUTE, event)  # 11
             for gradient in gradients:
-                engine.access(COMPUTE, gradient, write=True)  # the next owner of the memory may write
+                engine.access(
+                    COMPUTE, gradient, write=True
+                )  # the next owner of the memory may write
             self._leaving = None
 
     @torch.inference_mode(False)  # tensors created here also serve training
@@ -336,8 +358,8 @@ class HostWeights:
             return
         if self._device is not None:
             raise UnsupportedModelError(
-                f"Layers are on {self._device} and on {device}; weights='cpu' brings them to one device. Move the model to "
-                "one, or leave weights out."
+                f"Layers are on {self._device} and on {device}; weights='cpu' brings them to one "
+                "device. Move the model to one, or leave weights out."
             )
         if device != self._engines_device:
             self.close()
@@ -345,8 +367,9 @@ class HostWeights:
             self._engines_device = device
             if device.type == "cpu":
                 warnings.warn(
-                    "Move the model to an accelerator, or leave weights='cpu' out: the layers are computed on the host, "
-                    "where it frees nothing and costs a copy of two layers' weights.",
+                    "Move the model to an accelerator, or leave weights='cpu' out: the layers are "
+                    "computed on the host, where it frees nothing and costs a copy of two layers' "
+                    "weights.",
                     stacklevel=2,
                 )
         assert self._engine is not None
@@ -355,7 +378,9 @@ class HostWeights:
             slot.index = -1
         if not self._slots and self.ranges.layers:
             largest = max((one.memory for one in self.ranges.layers.values()), key=Tensor.numel)
-            self._slots = [Slot(self._engine.like(largest), self._engine.record(COMPUTE)) for _ in range(SLOTS)]
+            self._slots = [
+                Slot(self._engine.like(largest), self._engine.record(COMPUTE)) for _ in range(SLOTS)
+            ]
         self._device = device
 
     @torch.inference_mode(False)

@@ -21,7 +21,13 @@ import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.alive import Home
 from streambp.config import LAST, StreamConfig
-from streambp.device import allocator_count, autocast_dtype, counted_bytes, memory_limit, tells_memory
+from streambp.device import (
+    allocator_count,
+    autocast_dtype,
+    counted_bytes,
+    memory_limit,
+    tells_memory,
+)
 from streambp.distributed.engines import contents_of
 from streambp.distributed.zero import is_partitioned
 from streambp.known_names import SHARD_HERE
@@ -102,15 +108,24 @@ class StepNeed(Need):
                 largest[-1][upto] = max(largest[-1].get(upto, 0.0), size)
         first, again = largest
         if again:
-            first = {upto: (1 - present) * size + present * again.get(upto, size) for upto, size in first.items()}
+            first = {
+                upto: (1 - present) * size + present * again.get(upto, size)
+                for upto, size in first.items()
+            }
         if len(self._asked) == REMEMBERED:
             self._asked.clear()
-        found = self._asked[key] = tuple((upto, self.factor * size + self.casts) for upto, size in first.items())
+        found = self._asked[key] = tuple(
+            (upto, self.factor * size + self.casts) for upto, size in first.items()
+        )
         return found
 
     def at_work(self, chunk: int) -> float:
         """Return the bytes of computing a chunk of `chunk` tokens."""
-        return self.factor * max(1, chunk // self.rows) * max(phase.law.chunk for phase in self.method.first)
+        return (
+            self.factor
+            * max(1, chunk // self.rows)
+            * max(phase.law.chunk for phase in self.method.first)
+        )
 
 
 def waiting(phase: str) -> float:
@@ -139,7 +154,10 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
     inputs = sum(max((p.shape[-1] * p.itemsize for p in found), default=0) for found in weights)
-    work = WORK * max((sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights), default=0)
+    work = WORK * max(
+        (sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights),
+        default=0,
+    )
     parts = [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers]
     gradients = sum(getattr(p, SHARD_HERE, p).nbytes for p in trained)
     once = min(gradients, max((*parts, *(p.nbytes for p in trained)), default=0))
@@ -153,7 +171,11 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     state.steps.name, state.steps.tell = type(model).__name__, functools.partial(record_of, state)
     sizes, saves = state.config.chunk_size == "auto", state.config.saves == "auto"
     on_device = state.config.offload == "auto" and state.config.gpu_memory is None
-    link = LinkBudget(state.offloader, on_device) if state.offloader is not None and (saves or on_device) else None
+    link = (
+        LinkBudget(state.offloader, on_device)
+        if state.offloader is not None and (saves or on_device)
+        else None
+    )
     states = ModelStates(state.home, state.config)
     if state.weights is not None and state.config.weights == "auto":
         state.weights.room = states.room_for_weights
@@ -166,7 +188,11 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         site.chooser = policy if saves or link is not None else None
     if saves and state.offloader is None:
         state.pending.let_go = policy.let_go
-        if state.config.unpatched_runs and state.config.rows != "packed" and state.config.weights != "cpu":
+        if (
+            state.config.unpatched_runs
+            and state.config.rows != "packed"
+            and state.config.weights != "cpu"
+        ):
             state.unpatched = UnpatchedRuns(state.config, policy, state.steps)
     return model
 
@@ -241,7 +267,9 @@ class ModelStates:
         installed = self.installed
         sites = list(installed.steps.sites)
         most = bound(self.model, [site.layer for site in sites])
-        if free_memory(device) is None or (self.config.chunk_size != "auto" and self.config.offload != "none"):
+        if free_memory(device) is None or (
+            self.config.chunk_size != "auto" and self.config.offload != "none"
+        ):
             return Figures(most)
         cast = autocast_dtype(device.type)
         wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
@@ -250,7 +278,10 @@ class ModelStates:
             return Figures(most, why=law)
         moved = installed.weights is not None
         first = {site.index: next(site.layer.parameters(), None) for site in sites}
-        places = {index: device if moved else getattr(p, "device", torch.device("cpu")) for index, p in first.items()}
+        places = {
+            index: device if moved else getattr(p, "device", torch.device("cpu"))
+            for index, p in first.items()
+        }
         costs = in_a_thread(lambda: _costs(self.model, self.config, places, cast if wide else None))
         rates = rates_here(device)
         if not law.method.work:
@@ -276,10 +307,16 @@ class ModelStates:
             return 0.0
         layers = {id(p) for site in self.installed.steps.sites for p in site.layer.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
-        there = sum(p.nbytes for p in model.parameters() if p.device == device and id(p) in layers and not p.requires_grad)
+        there = sum(
+            p.nbytes
+            for p in model.parameters()
+            if p.device == device and id(p) in layers and not p.requires_grad
+        )
         coming = sum(p.nbytes for p in trained if p.device != device)
         states = 0 if present else sum(OPTIMIZER * p.numel() for p in trained)
-        chunk = min(rows * length, BESIDE if config.chunk_size == "auto" else rows * int(config.chunk_size))
+        chunk = min(
+            rows * length, BESIDE if config.chunk_size == "auto" else rows * int(config.chunk_size)
+        )
         return free + there - coming - states - known.need(rows * length, chunk, present)
 
 
@@ -312,7 +349,11 @@ def in_a_thread(work: Callable[[], T]) -> T:
 
 def rates_here(device: torch.device) -> Rates:
     """Return the rates of a device by its name; the default rates for an unknown device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda" and torch.cuda.is_available()
+        else ""
+    )
     found = [known for known in DEVICES if known.replace("RTX", "RTX ") in name or known in name]
     return DEVICES[max(found, key=len, default=DEFAULT)]
 
@@ -337,7 +378,9 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
     offload: Literal["none", "cpu"] = "none" if config.offload == "none" else "cpu"
     # counted as if all layers saved them: an upper bound
     saves = tuple(dict.fromkeys(name.partition(LAST)[0] for name in config.named_saves))
-    fixed = dataclasses.replace(config, saves=saves, offload=offload, host_memory=None, weights="device")
+    fixed = dataclasses.replace(
+        config, saves=saves, offload=offload, host_memory=None, weights="device"
+    )
     recipe = SurveyRecipe("streambp", fixed)
     try:
         method = survey(_skeleton(model, cast), [recipe], tree=False).methods[0]
@@ -346,13 +389,18 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
     if cast is None:
         return StepNeed(method)
     found = find_stacks(model).stacks
-    largest = max(sum(p.numel() for p in layer.parameters()) for stack in found for layer in stack.layers)
+    largest = max(
+        sum(p.numel() for p in layer.parameters()) for stack in found for layer in stack.layers
+    )
     head = max(p.numel() for p in model.parameters())
     return StepNeed(method, WIDE, cast.itemsize * (largest + head))
 
 
 def _costs(
-    model: nn.Module, config: StreamConfig, devices: Mapping[int, torch.device], cast: torch.dtype | None
+    model: nn.Module,
+    config: StreamConfig,
+    devices: Mapping[int, torch.device],
+    cast: torch.dtype | None,
 ) -> dict[int, LayerCost]:
     """Return each layer's costs of saving, by index; {} if a model without data does not show them.
 
@@ -368,7 +416,9 @@ def _costs(
         return {}
     if cast is not None:
         for index, one in found.items():
-            found[index] = one._replace(cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0)
+            found[index] = one._replace(
+                cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0
+            )
     return {index: one._replace(device=devices[index]) for index, one in found.items()}
 
 
@@ -428,7 +478,11 @@ class FreeMemory:
 
     def retries(self, device: torch.device) -> int:
         """Return how often the allocator has freed its cache because an allocation failed."""
-        return allocator_count(device, "num_alloc_retries") if self._limits.get(device) is not None else 0
+        return (
+            allocator_count(device, "num_alloc_retries")
+            if self._limits.get(device) is not None
+            else 0
+        )
 
 
 def _allocated(device: torch.device) -> int:

@@ -53,7 +53,8 @@ class Batch:
         check_fields(self, prompt=0)
         if not self.lengths or min(self.lengths) <= self.prompt:
             raise ConfigError(
-                f"lengths is {self.lengths} and prompt {self.prompt}; a batch has rows, each longer than the prompt."
+                f"lengths is {self.lengths} and prompt {self.prompt}; a batch has rows, each "
+                "longer than the prompt."
             )
 
     @classmethod
@@ -127,7 +128,11 @@ class Way:
 
 
 def both_ways(
-    profile: Profile, batch: Batch, memory: Memory, setting: Setting, rates: Rates = DEVICES[DEFAULT]
+    profile: Profile,
+    batch: Batch,
+    memory: Memory,
+    setting: Setting,
+    rates: Rates = DEVICES[DEFAULT],
 ) -> tuple[Way, Way]:
     """Return the best way for a batch as padded rows, and as one packed row.
 
@@ -143,8 +148,8 @@ def both_ways(
     """
     if profile.batch_size != 1 or setting.ranks != 1:
         raise ConfigError(
-            f"batch_size is {profile.batch_size}, and {setting.ranks} ranks share a sequence; a batch of rows is "
-            "planned from one row on one rank. Leave both at 1."
+            f"batch_size is {profile.batch_size}, and {setting.ranks} ranks share a sequence; a "
+            "batch of rows is planned from one row on one rank. Leave both at 1."
         )
     methods = [method for method in profile.methods if method.chunked]
     plain = min(methods, key=lambda method: (method.offload != "none", len(method.saves)))
@@ -158,7 +163,20 @@ def both_ways(
                 flops = sum(part.products + part.forward + part.backward for part in parts.values())
                 spent = seconds_of(parts, rates).total
                 kept = peak(profile, plain, tokens, rows * size, setting).total
-                found.append(Way(batch, packed, tokens, fits(at, memory), method.name, size, at, kept, flops, spent))
+                found.append(
+                    Way(
+                        batch,
+                        packed,
+                        tokens,
+                        fits(at, memory),
+                        method.name,
+                        size,
+                        at,
+                        kept,
+                        flops,
+                        spent,
+                    )
+                )
         fitting = [way for way in found if way.fits]
         fastest = min((way.seconds for way in fitting), default=0.0)
         near = [way for way in fitting if way.seconds <= NEAR * fastest]
@@ -176,7 +194,11 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
         packed: True for one packed row.
         chunk_size: positions of a chunk in each row.
     """
-    rows, tokens, reach = 1 if packed else len(batch.lengths), batch.tokens(packed), batch.reach(packed)
+    rows, tokens, reach = (
+        1 if packed else len(batch.lengths),
+        batch.tokens(packed),
+        batch.reach(packed),
+    )
     length = tokens / rows
     found = {}
     for part in method.work:
@@ -199,17 +221,33 @@ def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
         plan: the model's plan.
         found: both ways of each batch; the batches differ in row length.
     """
-    rows: list[tuple[str, ...]] = [("rows of", "tokens", "GiB", "no host", "PFLOP", "seconds", "chunk")]
+    rows: list[tuple[str, ...]] = [
+        ("rows of", "tokens", "GiB", "no host", "PFLOP", "seconds", "chunk")
+    ]
     methods = ["by"]
     for plain, packed in found:
         own = plain.batch.row - plain.batch.prompt
         for label, way in ((f"{own:,}: as given", plain), ("rows='packed'", packed)):
             memory = (f"{size / GIB:.1f}" for size in (way.peak.total, way.resident))
             spent = duration(way.seconds).removesuffix(" s")
-            rows.append((label, f"{way.tokens:,}", *memory, f"{way.flops / 1e15:.2f}", spent, f"{way.chunk_size:,}"))
+            rows.append(
+                (
+                    label,
+                    f"{way.tokens:,}",
+                    *memory,
+                    f"{way.flops / 1e15:.2f}",
+                    spent,
+                    f"{way.chunk_size:,}",
+                )
+            )
             methods.append(f"{way.method}{'' if way.fits else ', does not fit'}")
-        ratios = [getattr(plain, name) / getattr(packed, name) for name in ("tokens", "resident", "flops", "seconds")]
-        rows.append(("ratio", f"{ratios[0]:.2f}", "", *(f"{ratio:.2f}" for ratio in ratios[1:]), ""))
+        ratios = [
+            getattr(plain, name) / getattr(packed, name)
+            for name in ("tokens", "resident", "flops", "seconds")
+        ]
+        rows.append(
+            ("ratio", f"{ratios[0]:.2f}", "", *(f"{ratio:.2f}" for ratio in ratios[1:]), "")
+        )
         methods.append("")
     table = [f"{line}  {by}".rstrip() for line, by in zip(columns(rows), methods, strict=True)]
     return "\n".join([headline(plan.profile, plan.setting), str(found[0][0].batch), "", *table])

@@ -39,7 +39,9 @@ class Counted:
     per_key: float = 0.0
 
 
-def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
+def unroll(
+    spans: Sequence[Span], reduced: Reduced
+) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
     """Return the phases of a step of all layers, from a step of the counted layers.
 
     Returns:
@@ -54,9 +56,13 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], floa
         if span.layer is None:
             order.append((span.name, span))
         elif span.layer == 0 and span.name == "forward":
-            order += [(f"forward {index}", forward[reduced.stand_in(index)]) for index in range(depth)]
+            order += [
+                (f"forward {index}", forward[reduced.stand_in(index)]) for index in range(depth)
+            ]
         elif span.layer == len(reduced.kept) - 1 and span.name == "backward":
-            down = [index for index in reversed(range(depth)) if reduced.stand_in(index) in backward]
+            down = [
+                index for index in reversed(range(depth)) if reduced.stand_in(index) in backward
+            ]
             order += [(f"backward {index}", backward[reduced.stand_in(index)]) for index in down]
     before = {id(span): (last.gradients, last.host) for last, span in itertools.pairwise(spans)}
     live = gradients = host = 0.0
@@ -76,7 +82,9 @@ def unroll(spans: Sequence[Span], reduced: Reduced) -> tuple[list[Counted], floa
     return counted, host, work, links
 
 
-def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced) -> tuple[Phase, ...]:
+def fit(
+    points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced
+) -> tuple[Phase, ...]:
     """Fit lines through phases counted at several points; for each kind of layer, the first and
     last.
 
@@ -96,4 +104,6 @@ def fit(points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: R
     for index, kind in enumerate(reduced.kinds):
         ends[kind] = (ends.get(kind, (index, index))[0], index)
     shown = {index for pair in ends.values() for index in pair} | {0, len(reduced.kinds) - 1}
-    return tuple(p for p in fitted if not p.name.split()[-1].isdigit() or int(p.name.split()[-1]) in shown)
+    return tuple(
+        p for p in fitted if not p.name.split()[-1].isdigit() or int(p.name.split()[-1]) in shown
+    )

@@ -36,7 +36,9 @@ def needs_trust(error: BaseException) -> bool:
     return "trust_remote_code" in str(error)
 
 
-def read_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
+def read_config(
+    source: str | Path | PreTrainedConfig, trust_remote_code: bool = False
+) -> PreTrainedConfig:
     """Read the configuration from an id, a folder or a config.json.
 
     Args:
@@ -53,7 +55,11 @@ def read_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     name, fields = shown(str(source)), None
     try:
         path = Path(source)
-        fields = json.loads(path.read_text("utf-8")) if path.is_file() else PreTrainedConfig.get_config_dict(source)[0]
+        fields = (
+            json.loads(path.read_text("utf-8"))
+            if path.is_file()
+            else PreTrainedConfig.get_config_dict(source)[0]
+        )
         if not isinstance(fields, dict):
             raise TypeError(f"it is a {type(fields).__name__} instead of an object with fields")
         _check_numbers(fields, name)
@@ -65,11 +71,16 @@ def read_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     except StreamBPError:
         raise
     except Exception as error:  # transformers' code, with values from anywhere
-        named = _fields_of(error, fields, lambda some: AutoConfig.for_model(**some)) if isinstance(fields, dict) else ""
+        named = (
+            _fields_of(error, fields, lambda some: AutoConfig.for_model(**some))
+            if isinstance(fields, dict)
+            else ""
+        )
         advice = f"{TRUST} " if needs_trust(error) else ""
         raise StreamBPError(
-            f"No model configuration could be read from {name} ({named}{reason(error)}). {advice}Pass a config.json, the "
-            "folder that save_pretrained wrote, or an id on the Hub that this machine can reach."
+            f"No model configuration could be read from {name} ({named}{reason(error)}). "
+            f"{advice}Pass a config.json, the folder that save_pretrained wrote, or an id on the "
+            "Hub that this machine can reach."
         ) from error
     return config
 
@@ -84,11 +95,15 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
         return make(config)
     except Exception as error:  # transformers' code, with values from anywhere
         kind = type(config)
-        given = {k: v for k, v in config.to_diff_dict().items() if k not in ("model_type", "transformers_version")}
+        given = {
+            k: v
+            for k, v in config.to_diff_dict().items()
+            if k not in ("model_type", "transformers_version")
+        }
         named = _fields_of(error, given, lambda fields: make(kind(**fields)))
         raise StreamBPError(
-            f"No causal language model for {kind.__name__} ({named}{reason(error)}). Pass the configuration of one, or the "
-            "model itself."
+            f"No causal language model for {kind.__name__} ({named}{reason(error)}). Pass the "
+            "configuration of one, or the model itself."
         ) from error
 
 
@@ -102,8 +117,8 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
         most = MOST_LAYERS if "layer" in last else MOST_PARTS if COUNTS.match(last) else MOST
         if abs(value) > most:
             raise StreamBPError(
-                f"{field} of {name} is {shown(value)}; the planner takes numbers up to {most:,} there. Pass the "
-                "configuration of a model that can be built."
+                f"{field} of {name} is {shown(value)}; the planner takes numbers up to {most:,} "
+                "there. Pass the configuration of a model that can be built."
             )
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -113,7 +128,9 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
             _check_numbers(part, name, field)
 
 
-def _fields_of(error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> str:
+def _fields_of(
+    error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]
+) -> str:
     """Return the fields that cause an error, as text for a message; "" for none or too many.
 
     [Note: fields of an error]

@@ -67,7 +67,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        fresh = [s for s in (x.untyped_storage() for x in tensors(result)) if s._cdata not in self._alive]
+        fresh = [
+            s for s in (x.untyped_storage() for x in tensors(result)) if s._cdata not in self._alive
+        ]
         if fresh:
             before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
             for storage in fresh:
@@ -82,7 +84,11 @@ class LiveBytes(TorchDispatchMode):
     def _track(self, storage: torch.UntypedStorage) -> None:
         """Count a new storage until it is freed."""
         key, size = storage._cdata, storage.nbytes()
-        self._alive[key] = (self.tracked, size, weakref.ref(storage, functools.partial(self._gone, key)))
+        self._alive[key] = (
+            self.tracked,
+            size,
+            weakref.ref(storage, functools.partial(self._gone, key)),
+        )
         self.tracked += 1
         self.live += size
         if self.live > self.peak:
@@ -95,8 +101,12 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self._alive.pop(key)[1]
 
 
-CHANGED_IN_PLACE = frozenset(getattr(aten, name).default for name in ("copy_", "zero_", "neg_", "index_put_")) | frozenset(
-    getattr(getattr(aten, name), kind) for name in ("add_", "mul_", "div_", "sub_") for kind in ("Tensor", "Scalar")
+CHANGED_IN_PLACE = frozenset(
+    getattr(aten, name).default for name in ("copy_", "zero_", "neg_", "index_put_")
+) | frozenset(
+    getattr(getattr(aten, name), kind)
+    for name in ("add_", "mul_", "div_", "sub_")
+    for kind in ("Tensor", "Scalar")
 )
 CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that return nothing
 
@@ -199,7 +209,11 @@ class Shapes:
                 raise TypeError(f"{type(value).__name__} on {value.device}")
             return value.shape, value.stride(), value.dtype
         if isinstance(value, list | tuple):
-            return tuple(map(self._part, value)) if any(isinstance(one, Tensor) for one in value) else tuple(value)
+            return (
+                tuple(map(self._part, value))
+                if any(isinstance(one, Tensor) for one in value)
+                else tuple(value)
+            )
         # nan never equals itself, so its key would never match
         return type(value), "nan" if value != value else value
 
@@ -211,7 +225,9 @@ class Shapes:
         written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         if view and not written:
             # By its schema, `_unsafe_view` returns no view.
-            if func is aten._unsafe_view.default or all(out.alias_info is not None for out in schema.returns):
+            if func is aten._unsafe_view.default or all(
+                out.alias_info is not None for out in schema.returns
+            ):
                 self.views.add(id(func))
             return VIEW.work
         work = work_of(func, args, kwargs, result)
@@ -228,9 +244,13 @@ class Shapes:
                 self._known[key] = Known([None], False, work)
         elif any(out.alias_info is not None for out in schema.returns):
             pass  # some outputs are views
-        elif all(type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs):
+        elif all(
+            type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs
+        ):
             made = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in outputs]
-            self._known[key] = Known(made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0)
+            self._known[key] = Known(
+                made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
+            )
         return work
 
 
@@ -317,7 +337,11 @@ class StepCount(LiveBytes):
 
     def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """Run an uncached operation."""
-        device = kwargs.get("device") if func is aten._to_copy.default and args[0].device.type == "meta" else None
+        device = (
+            kwargs.get("device")
+            if func is aten._to_copy.default and args[0].device.type == "meta"
+            else None
+        )
         # True for a copy of values that do not exist
         to_data = device is not None and torch.device(device).type != "meta"
         is_read = func is aten._local_scalar_dense.default and not has_data(args[0])
@@ -325,11 +349,21 @@ class StepCount(LiveBytes):
             # Conditions are true. In models' forwards, such conditions test that a mask keeps every
             # token, that a batch is not packed, or that an index is in range.
             kind = kwargs.get("dtype") or args[0].dtype
-            value = True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            value = (
+                True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            )
             return value if is_read else torch.tensor(value, dtype=kind, device=device)
-        if func in LOOKED_AT and not has_data(args[0]) and (to_data or func is not aten._to_copy.default):
+        if (
+            func in LOOKED_AT
+            and not has_data(args[0])
+            and (to_data or func is not aten._to_copy.default)
+        ):
             # one flag for each expert
-            if args[0].dtype == torch.bool and args[0].dim() == 1 and func is not aten._to_copy.default:
+            if (
+                args[0].dtype == torch.bool
+                and args[0].dim() == 1
+                and func is not aten._to_copy.default
+            ):
                 self.experts = args[0].shape[0]
             found = answer(func, args[0], self.routed, self.experts)
             if isinstance(found, Tensor):
@@ -402,7 +436,9 @@ class Replayed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+    def forward(
+        ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any
+    ) -> Any:
         """Return `forward(ctx, *args)`; args include tensors [...]."""
         ctx.replay = backward
         return forward(ctx, *args)

@@ -65,12 +65,16 @@ class Asked:
         Raises:
             StreamBPError: the source is unknown, or an option does not apply to it.
         """
-        found = Skeleton(self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.kernels)
+        found = Skeleton(
+            self.source, self.dtype, self.lora, self.bits, self.device, self.mixers, self.kernels
+        )
         found.own_adapters = self.kernels != "auto"
         return found
 
 
-def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, said: Said | None = None) -> Profile:
+def counted(
+    asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, said: Said | None = None
+) -> Profile:
     """Return the profile of a model under the recipes.
 
     Args:
@@ -85,8 +89,14 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
     file = None
     if cache and not isinstance(asked.source, nn.Module):
         config = read_config(asked.source)
-        fields = {name: value for name, value in config.to_dict().items() if name not in NO_PART_OF_A_STEP}
-        options = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name != "source"}
+        fields = {
+            name: value for name, value in config.to_dict().items() if name not in NO_PART_OF_A_STEP
+        }
+        options = {
+            field.name: getattr(asked, field.name)
+            for field in dataclasses.fields(asked)
+            if field.name != "source"
+        }
         packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
         versions = dict.fromkeys(VERSIONS, "")
         for package in VERSIONS:
@@ -96,18 +106,24 @@ def counted(asked: Asked, recipes: Sequence[SurveyRecipe], cache: bool = False, 
             type(config).__name__, fields, options, [repr(recipe) for recipe in recipes],
             list(versions.values()), [name for name in packages if is_installed(name)], _source(),
         ]  # fmt: skip
-        digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        digest = hashlib.sha256(
+            json.dumps(parts, sort_keys=True, default=str).encode()
+        ).hexdigest()[:32]
         file = folder() / f"{digest}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return from_json(json.loads(file.read_text("utf-8")))
     profile = survey(asked.skeleton(), recipes, asked.batch_size, None, asked.attention, said=said)
     if asked.device != "cpu" and any(recipe.name == STREAMED[0].name for recipe in recipes):
-        profile = dataclasses.replace(profile, saves=counted_saves(asked.skeleton(), profile.layers))
+        profile = dataclasses.replace(
+            profile, saves=counted_saves(asked.skeleton(), profile.layers)
+        )
     if file is not None:
         with contextlib.suppress(OSError):  # the file is optional
             file.parent.mkdir(parents=True, exist_ok=True)
             # Written atomically, because several plans may write at once.
-            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=file.parent, delete=False, encoding="utf-8"
+            ) as made:
                 made.write(json.dumps(to_json(profile)))
             Path(made.name).replace(file)
     return profile

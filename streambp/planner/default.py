@@ -41,7 +41,9 @@ class ByDefault:
     seconds: float
 
 
-def by_default(profile: Profile, seq_len: int, usable: float, setting: Setting, rates: Rates) -> ByDefault | None:
+def by_default(
+    profile: Profile, seq_len: int, usable: float, setting: Setting, rates: Rates
+) -> ByDefault | None:
     """Return the choice of saves="auto" for the profile's rows of `seq_len` positions.
 
     Args:
@@ -58,20 +60,39 @@ def by_default(profile: Profile, seq_len: int, usable: float, setting: Setting, 
     if profile.saves is None or setting.split or setting.zero >= 3:
         return None
     setting = dataclasses.replace(setting, on_host=None)  # by default weights stay on the device
-    method, rows, kept = profile.method(METHODS[0].name), profile.batch_size, static(profile, setting)
+    method, rows, kept = (
+        profile.method(METHODS[0].name),
+        profile.batch_size,
+        static(profile, setting),
+    )
     present = 1.0 if setting.accumulate else 0.0
     free = usable - kept.weights - kept.optimizer - present * kept.gradients
     spent_by = seconds_of(method, rates, rows)
-    known = Figures(StepNeed(method, rows=rows), costs_from_json(profile.saves), spent_by, rates.products, rates.link)
+    known = Figures(
+        StepNeed(method, rows=rows),
+        costs_from_json(profile.saves),
+        spent_by,
+        rates.products,
+        rates.link,
+    )
     policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (known, present), True, True)
     policy.begins(HERE)
     tokens, size = rows * seq_len, policy.size(rows, seq_len, HERE)
     if size >= seq_len and profile.saves["plain"]:  # [Note: micro-batches as unpatched]
         heads = [0] * profile.layers  # fused attention kernels save no scores
-        kept_plain = unpatched.kept_unpatched(policy, tokens, seq_len, HERE, heads, profile.saves["vocabulary"])
+        kept_plain = unpatched.kept_unpatched(
+            policy, tokens, seq_len, HERE, heads, profile.saves["vocabulary"]
+        )
         plain = next((method for method in profile.methods if method.name == PLAIN.name), None)
-        if kept_plain is not None and kept_plain.bytes <= unpatched.SHARE * kept_plain.room and plain is not None:
-            took, most = seconds(plain, seq_len, seq_len, rates), peak(profile, plain, seq_len, seq_len, setting)
+        if (
+            kept_plain is not None
+            and kept_plain.bytes <= unpatched.SHARE * kept_plain.room
+            and plain is not None
+        ):
+            took, most = (
+                seconds(plain, seq_len, seq_len, rates),
+                peak(profile, plain, seq_len, seq_len, setting),
+            )
             return ByDefault(UNPATCHED, size, True, (), most.total, took.total)
     fits, plan, spent = policy.predicted(free, tokens, rows * size, HERE, seq_len)
     chosen = Chosen(tokens, seq_len, size, free, plan)
@@ -79,7 +100,8 @@ def by_default(profile: Profile, seq_len: int, usable: float, setting: Setting, 
     way = KEPT_GRAPH if chosen.layers.get(GRAPH) == profile.layers else STREAMED
     phases = peak(profile, method, seq_len, size, setting).phases
     most_saved = max(
-        total + sum(one.bytes for index, found in plan.items() if index <= waiting(name) for one in found)
+        total
+        + sum(one.bytes for index, found in plan.items() if index <= waiting(name) for one in found)
         for name, total in phases.items()
     )
     return ByDefault(way, size, fits, saved, most_saved, spent)

@@ -47,7 +47,14 @@ causal_conv = functools.partial(Replayed.apply, _causal_conv, _causal_conv_backw
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, returns_end: bool, normalises: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    start: Tensor | None,
+    returns_end: bool,
+    normalises: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output [B, T, H_v, V] and the end state, or None instead of an unrequested end
     state.
@@ -95,7 +102,14 @@ class Blocks:
 
 
 def _chunk_delta_rule(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Tensor | None, normalises: bool
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    start: Tensor | None,
+    normalises: bool,
 ) -> tuple[Tensor, Tensor]:
     """Make the allocations of forward and return the output [B, T, H_v, V] and end state.
 
@@ -107,13 +121,16 @@ def _chunk_delta_rule(
     q, k, q_length, k_length = q_in, k_in, None, None
     if normalises:
         (q, q_length), (k, k_length) = (  # one number for each row is saved for backward
-            (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE)) for x in (q_in, k_in)
+            (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE))
+            for x in (q_in, k_in)
         )
     sizes, by_channel = Blocks(k, v), g.dim() == 4
     decay = torch.empty_like(g, dtype=WIDE)
     scores = sizes.per_token(BLOCK) if by_channel else None
     solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
-    diagonal = sizes.per_token(SOLVED_BLOCK, WIDE) if by_channel else None  # [B, T, H_v, SOLVED_BLOCK]
+    diagonal = (
+        sizes.per_token(SOLVED_BLOCK, WIDE) if by_channel else None
+    )  # [B, T, H_v, SOLVED_BLOCK]
     work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values)]
     work += [sizes.per_token(sizes.keys)] if by_channel else []
     del diagonal
@@ -122,7 +139,9 @@ def _chunk_delta_rule(
     out = torch.empty_like(v)
     del work
     ctx.normalises = normalises
-    ctx.save_for_backward(q, q_length, k, k_length, v, decay, g if by_channel else None, beta, scores, solved, start)
+    ctx.save_for_backward(
+        q, q_length, k, k_length, v, decay, g if by_channel else None, beta, scores, solved, start
+    )
     sizes.flops(between=4, within=5)
     return out, end
 
@@ -137,7 +156,10 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
     sizes = Blocks(k, v)
     d_out = d_out.contiguous()
     keys, values = sizes.keys, sizes.values
-    again = [sizes.per_token(width) for width in ((keys, values) if g is None else (keys, values, keys, keys))]
+    again = [
+        sizes.per_token(width)
+        for width in ((keys, values) if g is None else (keys, values, keys, keys))
+    ]
     again += [sizes.states(), sizes.per_token(values)]
     d_scores = None if g is None else sizes.per_token(BLOCK, WIDE)
     dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
@@ -151,13 +173,21 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
         dq = sizes.over_heads(dq)
         dk = sizes.over_heads(dk)
         dk_within = sizes.per_token(keys)
-        dv, d_decay_within, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta)
+        dv, d_decay_within, d_beta = (
+            torch.empty_like(v),
+            torch.empty_like(decay),
+            torch.empty_like(beta),
+        )
         dk_within = sizes.over_heads(dk_within)
         d_decay = torch.empty_like(decay)
         del dv_new, dw, dk_within, d_decay_within
     else:
         dq, dk = sizes.per_token(keys, WIDE), sizes.per_token(keys, WIDE)
-        dv, d_decay, d_beta = torch.empty_like(v), torch.empty_like(decay), torch.empty_like(beta, dtype=WIDE)
+        dv, d_decay, d_beta = (
+            torch.empty_like(v),
+            torch.empty_like(decay),
+            torch.empty_like(beta, dtype=WIDE),
+        )
         d_solved = sizes.per_token(BLOCK, WIDE)
         del dv_new
         dq_sum, dk_sum = torch.empty_like(dq), torch.empty_like(dk)

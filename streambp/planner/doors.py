@@ -10,7 +10,10 @@ from streambp.planner.plan import Choice
 from streambp.planner.profile import Setting
 
 ALONE = "not with weights on the host, which take one process"
-IN_BACKWARD = "; streambp.integrations.optimizer_in_backward(model, make, on_host=True) keeps the optimizer there"
+IN_BACKWARD = (
+    "; streambp.integrations.optimizer_in_backward(model, make, on_host=True) keeps the optimizer "
+    "there"
+)
 UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
@@ -31,12 +34,23 @@ def python(choice: Choice) -> str:
 def doors(choice: Choice, setting: Setting) -> dict[str, str]:
     """Return one line for each other entry point, by name."""
     fields = fields_of(choice)
-    flags = [f"--{name.replace('_', '-')}={','.join(v) if isinstance(v, list) else v}" for name, v in fields.items()]
-    trl = ", ".join(f"stream_{name}={quoted(str(v) if name == 'chunk_size' else v)}" for name, v in fields.items())
+    flags = [
+        f"--{name.replace('_', '-')}={','.join(v) if isinstance(v, list) else v}"
+        for name, v in fields.items()
+    ]
+    trl = ", ".join(
+        f"stream_{name}={quoted(str(v) if name == 'chunk_size' else v)}"
+        for name, v in fields.items()
+    )
     section = ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
     engine: dict[str, Any] = {"zero_optimization": {"stage": setting.zero}} if setting.zero else {}
     if setting.optimizer_on_host:
-        engine = {"zero_optimization": {"stage": max(2, setting.zero), "offload_optimizer": {"device": "cpu"}}}
+        engine = {
+            "zero_optimization": {
+                "stage": max(2, setting.zero),
+                "offload_optimizer": {"device": "cpu"},
+            }
+        }
     section_of_engine = json.dumps({**engine, "streambp": fields})
     if choice.on_host is not None:
         section_of_engine = ALONE + (IN_BACKWARD if setting.optimizer_on_host else "")

@@ -118,7 +118,9 @@ def estimate(
         StreamBPError: the model is unknown, or has no layers that stream.
     """
     check_length("seq_len", seq_len)
-    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention)
+    asked = Asked(
+        model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention
+    )
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
     setting, known = setting or Setting(), rates_of(rates)
     skeleton = asked.skeleton()

@@ -26,7 +26,12 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
     ranks = setting.ranks
     if split.by == ULYSSES:
         tokens, repeats = seq_len / ranks, split.repeats(ranks)
-        return (split.traded + split.traded_keys * repeats) * tokens, 0.0, 1, split.moved * repeats * tokens
+        return (
+            (split.traded + split.traded_keys * repeats) * tokens,
+            0.0,
+            1,
+            split.moved * repeats * tokens,
+        )
     groups = 1
     for heads in split.heads:
         at_once = max(1, min(heads.keys, math.floor(setting.room / (heads.size * seq_len))))
@@ -45,7 +50,9 @@ def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
     return (waited + gathered) * (setting.ranks - 1) / setting.ranks
 
 
-def exchange_seconds(method: Method, seq_len: int, setting: Setting | None, rates: Rates, attention: float) -> float:
+def exchange_seconds(
+    method: Method, seq_len: int, setting: Setting | None, rates: Rates, attention: float
+) -> float:
     """Return the seconds that exchanges add to a step.
 
     Args:

@@ -41,7 +41,9 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
     if kernels == "auto":
         return "liger" if device != "cpu" and is_installed(LIGER) else None
     if kernels not in ("own", "liger", "compiled"):
-        raise ConfigError(f"kernels is {shown(kernels)}; it must be one of 'auto', 'own', 'liger', 'compiled'.")
+        raise ConfigError(
+            f"kernels is {shown(kernels)}; it must be one of 'auto', 'own', 'liger', 'compiled'."
+        )
     return None if kernels == "own" else kernels
 
 
@@ -93,7 +95,11 @@ def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, 
     """Return q [B, H, T, D] and k [B, H_kv, T, D] after rotation, and save nothing."""
     ctx.moved, ctx.by = 2 * (q.nbytes + k.nbytes), by
     with one_kernel(ctx.moved):
-        return (q.view_as(q), k.view_as(k)) if by == "liger" else (torch.empty_like(q), torch.empty_like(k))
+        return (
+            (q.view_as(q), k.view_as(k))
+            if by == "liger"
+            else (torch.empty_like(q), torch.empty_like(k))
+        )
 
 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -101,7 +107,11 @@ def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, T
     place.
     """
     with one_kernel(ctx.moved):
-        return (dq, dk, None) if ctx.by == "liger" else (torch.empty_like(dq), torch.empty_like(dk), None)
+        return (
+            (dq, dk, None)
+            if ctx.by == "liger"
+            else (torch.empty_like(dq), torch.empty_like(dk), None)
+        )
 
 
 # q [B, H, T, D], k [B, H_kv, T, D] -> both, rotated; Liger's in place.

@@ -24,7 +24,10 @@ class UncountedHost(Engine):
 
     def host_buffer(self, size: int) -> Tensor:
         """Return a buffer [size], uint8, allocated while the counting modes are off."""
-        with _disable_current_modes(), self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext():
+        with (
+            _disable_current_modes(),
+            self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext(),
+        ):
             return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
@@ -40,7 +43,9 @@ class CountingManager(OffloadManager):
     Counted are tensors that wait for backward, and the maximum over layers of keys and values.
     """
 
-    def __init__(self, layers: int = 0, gpu_memory: int | None = None, engine: UncountedHost | None = None) -> None:
+    def __init__(
+        self, layers: int = 0, gpu_memory: int | None = None, engine: UncountedHost | None = None
+    ) -> None:
         super().__init__(None, "raise", layers, gpu_memory, engine=engine)
         self.begin()
 
@@ -53,7 +58,12 @@ class CountingManager(OffloadManager):
         return self._waiting + self._prefix
 
     def place(
-        self, holding: Holding, engine: Engine, tensor: Tensor, optional: bool, foreign: bool = False
+        self,
+        holding: Holding,
+        engine: Engine,
+        tensor: Tensor,
+        optional: bool,
+        foreign: bool = False,
     ) -> Entry | None:
         """Place a tensor [...] as in `OffloadManager.place`, and count its bytes.
 

@@ -79,7 +79,9 @@ def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) 
 def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
     """Return the first `layers` layers in host memory, for layer weights of these sizes [bytes]."""
     found = sizes[:layers]
-    return OnHost(layers, len(sizes), sum(found), sum(found[-SLOTS:]), max(found, default=0), decoded)
+    return OnHost(
+        layers, len(sizes), sum(found), sum(found[-SLOTS:]), max(found, default=0), decoded
+    )
 
 
 def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
@@ -87,7 +89,10 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
     does.
     """
     tried = (first(sizes, number, decoded) for number in range(1, len(sizes)))
-    return next((on_host for on_host in tried if on_host.freed >= lacking), first(sizes, len(sizes), decoded))
+    return next(
+        (on_host for on_host in tried if on_host.freed >= lacking),
+        first(sizes, len(sizes), decoded),
+    )
 
 
 def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:
@@ -98,7 +103,10 @@ def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, W
     found = dict(step)
     if on_host is None:
         return found
-    copies = ("forward", on_host.bytes, 0), ("backward", on_host.bytes - on_host.last, on_host.trained)
+    copies = (
+        ("forward", on_host.bytes, 0),
+        ("backward", on_host.bytes - on_host.last, on_host.trained),
+    )
     for name, back, out in copies:
         part = on_host.layers / on_host.of
         found[name] = Work().plus(step[name], 1 - part)

@@ -27,7 +27,9 @@ def launched_kernels() -> Iterator[None]:
     [Note: one kernel]
     """
 
-    def launch(kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any) -> Any:
+    def launch(
+        kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call a kernel's function and count its bytes."""
         with one_kernel(moved(*args)):
             return kernel(*args, **kwargs)
@@ -35,7 +37,12 @@ def launched_kernels() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, kernel, moved in (
             (blocks, "fold_rows", triton_fold.fold_rows, lambda product, *_: product.nbytes),
-            (blocks, "write_gradient", triton_gradient.write_gradient, lambda product, *_: 2 * product.nbytes),
+            (
+                blocks,
+                "write_gradient",
+                triton_gradient.write_gradient,
+                lambda product, *_: 2 * product.nbytes,
+            ),
             (
                 merge,
                 "merge_in_torch",
@@ -43,7 +50,9 @@ def launched_kernels() -> Iterator[None]:
                 lambda o, _, p, __, out, *___: o.nbytes + p.nbytes + out.nbytes,
             ),
         ):
-            stack.enter_context(mock.patch.object(module, name, functools.partial(launch, kernel, moved)))
+            stack.enter_context(
+                mock.patch.object(module, name, functools.partial(launch, kernel, moved))
+            )
         yield
 
 
@@ -64,7 +73,10 @@ def no_launches() -> Iterator[None]:
         """Launch a kernel unless a tensor has no data."""
         if any(isinstance(x, Tensor) and not has_data(x) for x in (*args, *kwargs.values())):
             name = getattr(kernel, "__name__", "a Triton kernel")
-            raise StreamBPError(f"{name} cannot be launched on tensors without data, so a step with it cannot be counted.")
+            raise StreamBPError(
+                f"{name} cannot be launched on tensors without data, so a step with it cannot be "
+                "counted."
+            )
         return launch(kernel, *args, **kwargs)
 
     with mock.patch.object(triton.JITFunction, "run", run):

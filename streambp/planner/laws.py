@@ -105,7 +105,9 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
     blocks = 0.0
     for index in range(min(chunks, LOOKED_AT) if k_block else 0):
         start, stop = index * chunk, min(tokens, (index + 1) * chunk)
-        blocks += math.ceil(start / k_block) if stop - start >= k_block else math.ceil(stop / k_block) - 1
+        blocks += (
+            math.ceil(start / k_block) if stop - start >= k_block else math.ceil(stop / k_block) - 1
+        )
     if chunks > LOOKED_AT and k_block:
         blocks = (chunks - 1) * (chunks * chunk / k_block / 2)
     products = (tokens * chunks, tokens * chunk, tokens * tokens)
@@ -124,7 +126,9 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
     return [Law(*(round(value, 6) + 0.0 for value in line)) for line in found]
 
 
-def fit_work(name: str, points: Sequence[Point], found: Sequence[Work], k_block: int, own: int | None = None) -> Part:
+def fit_work(
+    name: str, points: Sequence[Point], found: Sequence[Work], k_block: int, own: int | None = None
+) -> Part:
     """Fit laws through the work counted at several points, with at most one feature for each point.
 
     Args:
@@ -145,13 +149,27 @@ def fit_work(name: str, points: Sequence[Point], found: Sequence[Work], k_block:
         chosen = list(used[field][:number])
         law = Law()
         if chosen and any(values):
-            table = torch.tensor([[getattr(step, one) for one in chosen] for step in steps], dtype=torch.float64)
-            while number < len(points) and torch.linalg.matrix_rank(table[:number, : len(chosen)]) < len(chosen):
+            table = torch.tensor(
+                [[getattr(step, one) for one in chosen] for step in steps], dtype=torch.float64
+            )
+            while number < len(points) and torch.linalg.matrix_rank(
+                table[:number, : len(chosen)]
+            ) < len(chosen):
                 chosen.pop()  # points with equal numbers of chunks do not determine this feature
             rows = table[:number, : len(chosen)]
             scale = rows.abs().amax(0).clamp_min(1e-9)
             wanted = torch.tensor(values[:number], dtype=torch.float64)[:, None]
-            solution = torch.linalg.lstsq(rows / scale, wanted, driver="gelsd", rcond=1e-9).solution.flatten() / scale
-            law = Law(**{one: float(f"{value:.12g}") for one, value in zip(chosen, solution.tolist(), strict=True)})
+            solution = (
+                torch.linalg.lstsq(
+                    rows / scale, wanted, driver="gelsd", rcond=1e-9
+                ).solution.flatten()
+                / scale
+            )
+            law = Law(
+                **{
+                    one: float(f"{value:.12g}")
+                    for one, value in zip(chosen, solution.tolist(), strict=True)
+                }
+            )
         laws.append(law)
     return Part(name, tuple(laws), k_block)

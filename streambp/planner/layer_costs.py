@@ -22,7 +22,9 @@ SEEN = 1024  # tokens of a chunk in the observed step
 HERE = torch.device("cuda", 0)  # the device of all layers in a plan
 
 
-def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) -> tuple[dict[int, LayerCost], bool]:
+def seen_costs(
+    skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]
+) -> tuple[dict[int, LayerCost], bool]:
     """Return costs of these layers by index, and True if all layers can run unpatched (`is_plain`).
 
     The costs come from a step of two chunks, and are {} for a model with several stacks of layers.
@@ -32,7 +34,10 @@ def seen_costs(skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]) 
         return {}, False
     reduced = skeleton.reduce()
     skeleton.model.eval()  # without dropout, because tensors without data have no random numbers
-    patching.patch(skeleton.model, dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"))
+    patching.patch(
+        skeleton.model,
+        dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"),
+    )
     sees = SavesPolicy(len(reduced.kept), lambda _: None, lambda _: (known, 0.0), False, True)
     known = Figures()
     installed: PatchState = skeleton.model._streambp  # type: ignore[assignment]

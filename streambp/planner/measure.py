@@ -46,7 +46,11 @@ class Compared:
 
 
 def compare_step(
-    model: nn.Module, ids: Tensor, config: StreamConfig, chunk_size: int, snapshot: Path | None = None
+    model: nn.Module,
+    ids: Tensor,
+    config: StreamConfig,
+    chunk_size: int,
+    snapshot: Path | None = None,
 ) -> list[Compared]:
     """Run one streamed step of a model whose gradients are None, and predict its bytes.
 
@@ -64,14 +68,24 @@ def compare_step(
     """
     device = ids.device
     if snapshot is not None and device.type != "cuda":
-        raise StreamBPError("A memory snapshot needs a CUDA device; torch records only what CUDA allocates.")
+        raise StreamBPError(
+            "A memory snapshot needs a CUDA device; torch records only what CUDA allocates."
+        )
     recipe = SurveyRecipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
     # CUDA's counts apply to other accelerators
     target: Device = "cuda" if tells_memory(device) else "cpu"
     skeleton = Skeleton(
-        model, torch.float32, None, 16, target, mixers="installed" if target == "cuda" else "torch", fewer=True
+        model,
+        torch.float32,
+        None,
+        16,
+        target,
+        mixers="installed" if target == "cuda" else "torch",
+        fewer=True,
     )
-    counter = Counter(skeleton, skeleton.reduce(), ids.shape[0], "cudnn" if target == "cuda" else None)
+    counter = Counter(
+        skeleton, skeleton.reduce(), ids.shape[0], "cudnn" if target == "cuda" else None
+    )
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
     predicted, *_ = unroll(steps, counter.reduced)
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
@@ -95,7 +109,11 @@ def compare_step(
         unpatch(model)
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
     known = {phase.name: phase.peak for phase in predicted}
-    return [Compared(name, known[name], span.peak) for name, span in zip(names, spans, strict=True) if name in known]
+    return [
+        Compared(name, known[name], span.peak)
+        for name, span in zip(names, spans, strict=True)
+        if name in known
+    ]
 
 
 def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault | None] | None:
@@ -158,6 +176,8 @@ def uncount_host(model: nn.Module) -> None:
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:
         budget = None if sites[0].config.gpu_memory is None else int(sites[0].config.gpu_memory)
-        manager = OffloadManager(None, "raise", len(sites), budget, engine=UncountedHost(torch.device("cpu")))
+        manager = OffloadManager(
+            None, "raise", len(sites), budget, engine=UncountedHost(torch.device("cpu"))
+        )
         for site in sites:
             site.offloader = manager

@@ -103,22 +103,37 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         # bytes as the planner counts them. [Note: bytes moved]
         bandwidth = count.work.moved / clock(lambda: _norm(x, weight))
         # Copies in both directions at the same time.
-        there, back = (torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2))
+        there, back = (
+            torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2)
+        )
         host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=gpu) for _ in range(2)]
         streams = [torch.Stream(device) if gpu else contextlib.nullcontext() for _ in range(2)]
 
         def copies() -> None:
             """Start both copies."""
-            for stream, target, source in zip(streams, (host[0], back), (there, host[1]), strict=True):
+            for stream, target, source in zip(
+                streams, (host[0], back), (there, host[1]), strict=True
+            ):
                 with stream:
                     target.copy_(source, non_blocking=True)
 
         link = sizes.copied / clock(copies)
     factor = SUSTAINED if gpu else dict.fromkeys(SUSTAINED, 1.0)
-    name = torch.get_device_module(device).get_device_name(device) if gpu else f"this {kind.upper()}"
+    name = (
+        torch.get_device_module(device).get_device_name(device) if gpu else f"this {kind.upper()}"
+    )
     source = f"measured with torch {torch.__version__}"
     forward, backward = forward * factor["attention"], backward * factor["attention"]
-    return Rates(name, products * factor["products"], forward, backward, bandwidth, link, DISPATCH, source=source)
+    return Rates(
+        name,
+        products * factor["products"],
+        forward,
+        backward,
+        bandwidth,
+        link,
+        DISPATCH,
+        source=source,
+    )
 
 
 def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) -> float:
@@ -155,7 +170,9 @@ def _attention(
     """
     shape = (sizes.length, sizes.head_size)
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
-    k, v = (torch.randn(1, sizes.kv_heads, *shape, device=device, dtype=dtype) for _ in range(2))  # [B, H_kv, T, D]
+    k, v = (
+        torch.randn(1, sizes.kv_heads, *shape, device=device, dtype=dtype) for _ in range(2)
+    )  # [B, H_kv, T, D]
     block = Block(Kind.CAUSAL, 0, 1, 0, sizes.length, 0, sizes.length)
     kernel: Kernel = choose_backend("auto", q, v, 0.0).kernel(block)
     task = Task(block, sizes.head_size**-0.5)

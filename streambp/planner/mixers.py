@@ -92,7 +92,9 @@ KERNELS = (
 )  # fmt: skip
 
 
-def stand_in(function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> Any:
+def stand_in(
+    function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any
+) -> Any:
     """Make the kernel's allocations if the first argument has no data; otherwise call the function.
 
     A model that trains at the same time is therefore not affected.
@@ -125,7 +127,14 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
                 parameters = set(inspect.signature(_plain(value)).parameters)
             except (TypeError, ValueError):
                 continue
-            kernel = next((one for one in KERNELS if one.parameters <= parameters and not one.absent & parameters), None)
+            kernel = next(
+                (
+                    one
+                    for one in KERNELS
+                    if one.parameters <= parameters and not one.absent & parameters
+                ),
+                None,
+            )
             if kernel is not None:
                 found.append((space, name, kernel))
     return found
@@ -144,7 +153,12 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 def out_of_reach(model: nn.Module) -> list[str]:
     """Return packages whose kernels the model calls and for which there is no replacement."""
     known = {kernel.package for _, _, kernel in mixers_of(model)}
-    imported = {package for space in globals_of(model) for name, package in KERNEL_IMPORTS.items() if name in space}
+    imported = {
+        package
+        for space in globals_of(model)
+        for name, package in KERNEL_IMPORTS.items()
+        if name in space
+    }
     return sorted(imported - known)
 
 
@@ -192,5 +206,7 @@ def assumed(model: nn.Module, mixers: Mixers) -> str:
     stand = [package for package in packages if is_counted(package, mixers)]
     plain = [*(package for package in packages if package not in stand), *out_of_reach(model)]
     parts = [f"kernels of {', '.join(stand)}"] if stand else []
-    parts += [f"transformers' plain torch where {', '.join(plain)} would have kernels"] if plain else []
+    parts += (
+        [f"transformers' plain torch where {', '.join(plain)} would have kernels"] if plain else []
+    )
     return " and ".join(parts)

@@ -21,7 +21,15 @@ START = 65_536  # tokens at the start, if nothing fits and no length was request
 PLACES = {
     "/*STYLE*/": ("page.css",),
     "/*PLAN*/": ("host_weights.js", "plan.js"),
-    "/*PAGE*/": ("elements.js", "controls.js", "doors.js", "results.js", "chart.js", "frontier.js", "page.js"),
+    "/*PAGE*/": (
+        "elements.js",
+        "controls.js",
+        "doors.js",
+        "results.js",
+        "chart.js",
+        "frontier.js",
+        "page.js",
+    ),
 }
 DATA = "/*DATA*/"
 # comments and empty lines, which browsers ignore
@@ -48,12 +56,17 @@ def page(
     memory, setting = plan.memory, plan.setting
     profiles = {training: plan.profile, **(others or {})}
     embedded, without = (  # the page's own planner does not read `saves`
-        {label: to_json(dataclasses.replace(profile, saves=None)) for label, profile in some.items()}
+        {
+            label: to_json(dataclasses.replace(profile, saves=None))
+            for label, profile in some.items()
+        }
         for some in (profiles, unfused or {})
     )
     data = {
         "name": name,
-        "profiles": [{"training": label, "profile": profile} for label, profile in embedded.items()],
+        "profiles": [
+            {"training": label, "profile": profile} for label, profile in embedded.items()
+        ],
         "unfused": [without[label] for label in profiles] if unfused else [],
         "setting": dataclasses.asdict(dataclasses.replace(setting, on_host=None)),
         "memory": {
@@ -63,7 +76,10 @@ def page(
         },
         "seq_len": plan.seq_len or START,
         "chunk_tokens": CHUNK_TOKENS,
-        "devices": [dataclasses.asdict(rates) for rates in ({plan.rates.name: plan.rates} | dict(DEVICES)).values()],
+        "devices": [
+            dataclasses.asdict(rates)
+            for rates in ({plan.rates.name: plan.rates} | dict(DEVICES)).values()
+        ],
         "longest": LONGEST,
         "slower": SLOWER,
         "usual": USUAL,
@@ -74,4 +90,6 @@ def page(
         parts = "\n".join((folder / file).read_text("utf-8") for file in files)
         text = text.replace(place, FOR_READERS.sub("", parts))
     # "<" could end the script element or open a comment in it.
-    return text.replace(DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+    return text.replace(
+        DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    )

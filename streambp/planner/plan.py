@@ -26,7 +26,17 @@ from streambp.planner.fused_layers import Kernels
 from streambp.planner.host_weights import OnHost, fewest, first
 from streambp.planner.mixers import Mixers
 from streambp.planner.points import CHUNKS
-from streambp.planner.profile import FIELDS, Method, Peak, Profile, Setting, available, flops, peak, static
+from streambp.planner.profile import (
+    FIELDS,
+    Method,
+    Peak,
+    Profile,
+    Setting,
+    available,
+    flops,
+    peak,
+    static,
+)
 from streambp.planner.seconds import Seconds, hides_from, seconds, throughput
 from streambp.planner.skeleton import Device, Source
 from streambp.planner.survey import SPLIT, STREAMED
@@ -99,7 +109,13 @@ class Choice:
     @property
     def config(self) -> StreamConfig:
         """Return the config for `streambp.patch`."""
-        weights = "device" if self.on_host is None else "cpu" if self.on_host.layers == self.on_host.of else "auto"
+        weights = (
+            "device"
+            if self.on_host is None
+            else "cpu"
+            if self.on_host.layers == self.on_host.of
+            else "auto"
+        )
         where = {"offload": self.offload, "gpu_memory": self.gpu_memory, "weights": weights}
         return StreamConfig(self.chunk_size, self.saves, **where)  # type: ignore[arg-type]
 
@@ -190,7 +206,9 @@ class Plan:
         """Return the two fastest streamed methods behind the choice, of those that fit."""
         chosen = None if self.choice is None else self.choice.method
         others = [
-            one for one in self.times if one.fits and one.method != chosen and self.profile.method(one.method).chunked
+            one
+            for one in self.times
+            if one.fits and one.method != chosen and self.profile.method(one.method).chunked
         ]
         return tuple(sorted(others, key=lambda one: one.seconds)[:2])
 
@@ -240,13 +258,15 @@ def plan(
             this number of ranks, or an argument is out of range.
     """
     known, setting = rates_of(rates), setting or Setting()
-    asked = Asked(model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention)
+    asked = Asked(
+        model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention
+    )
     if seq_len != "max":
         check_length("seq_len", seq_len)
         if seq_len % setting.ranks:
             raise ConfigError(
-                f"seq_len is {seq_len}, and {setting.ranks} ranks share a sequence. Shards must have the same shape: the "
-                "number of ranks must divide the number of tokens."
+                f"seq_len is {seq_len}, and {setting.ranks} ranks share a sequence. Shards must "
+                "have the same shape: the number of ranks must divide the number of tokens."
             )
     host = None if host_memory is None else parse_bytes("host_memory", host_memory) // setting.gpus
     memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
@@ -258,7 +278,11 @@ def plan(
 
 
 def plan_profile(
-    profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates = DEVICES[DEFAULT]
+    profile: Profile,
+    seq_len: int | Literal["max"],
+    memory: Memory,
+    setting: Setting,
+    rates: Rates = DEVICES[DEFAULT],
 ) -> Plan:
     """Plan for a counted model.
 
@@ -294,14 +318,20 @@ def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
         return None
     born = sum(group.trainable_bytes for group in profile.groups)
     on_host = dataclasses.replace(first(sizes, len(sizes), profile.decoded), trained=trained)
-    return dataclasses.replace(setting, on_host=dataclasses.replace(on_host, part=min(1.0, trained / max(1, born))))
+    return dataclasses.replace(
+        setting, on_host=dataclasses.replace(on_host, part=min(1.0, trained / max(1, born)))
+    )
 
 
-def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates) -> Plan:
+def _plan_profile(
+    profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates
+) -> Plan:
     """Plan for a counted model with a fixed place of its weights."""
     methods = available(profile, setting)
     table = tuple(longest(profile, method, memory, setting) for method in methods)
-    best = max((row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len)
+    best = max(
+        (row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len
+    )
     length = best.seq_len if seq_len == "max" else seq_len
     chunked = [m for m in methods if m.chunked]
     every = options(profile, chunked, length, memory, setting, rates) if length else ()
@@ -315,11 +345,24 @@ def _plan_profile(profile: Profile, seq_len: int | Literal["max"], memory: Memor
     times, within = [], with_room(profile, memory, setting)
     for method in methods if length else ():
         one = choose(profile, [method], length, memory, within, rates)
-        size = one.chunk_size if one is not None else min(chunk_sizes(profile.batch_size)[-1], length)
+        size = (
+            one.chunk_size if one is not None else min(chunk_sizes(profile.batch_size)[-1], length)
+        )
         spent = one.seconds if one is not None else seconds(method, length, size, rates, within)
-        total = one.peak.total if one is not None else peak(profile, method, length, size, within).total
+        total = (
+            one.peak.total if one is not None else peak(profile, method, length, size, within).total
+        )
         speed = throughput(spent, length, profile.batch_size, within)
-        times.append(Timed(method.name, size if method.chunked else length, one is not None, total, spent.total, speed))
+        times.append(
+            Timed(
+                method.name,
+                size if method.chunked else length,
+                one is not None,
+                total,
+                spent.total,
+                speed,
+            )
+        )
     usable = min(memory.usable, memory.gpu - LEFT)
     default = by_default(profile, length, usable, setting, rates) if length else None
     found = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
@@ -339,24 +382,43 @@ def choose(
     Of choices within half a percent, it is the one that moves the least to the host, with the
     largest chunk.
     """
-    return _fastest([one for one in options(profile, methods, seq_len, memory, setting, rates) if fits(one.peak, memory)])
+    return _fastest(
+        [
+            one
+            for one in options(profile, methods, seq_len, memory, setting, rates)
+            if fits(one.peak, memory)
+        ]
+    )
 
 
 def _fastest(found: Sequence[Choice]) -> Choice | None:
     """Return the fastest choice; ties go to fewer host bytes, then to larger chunks."""
     # a synthetic step may take no time
     fastest = min((c.seconds.total for c in found), default=0.0) or math.inf
-    return min(found, key=lambda c: (round(c.seconds.total / fastest, 2), c.peak.host, -c.chunk_size), default=None)
+    return min(
+        found,
+        key=lambda c: (round(c.seconds.total / fastest, 2), c.peak.host, -c.chunk_size),
+        default=None,
+    )
 
 
 def _safest(found: Sequence[Choice]) -> Choice | None:
     """Return the choice with the lowest peak among those nearly as fast as the fastest."""
     bar = (1 + SLOWER) * min((c.seconds.total for c in found), default=0.0)
-    return min((c for c in found if c.seconds.total <= bar), key=lambda c: (c.peak.total, c.seconds.total), default=None)
+    return min(
+        (c for c in found if c.seconds.total <= bar),
+        key=lambda c: (c.peak.total, c.seconds.total),
+        default=None,
+    )
 
 
 def options(
-    profile: Profile, methods: Sequence[Method], seq_len: int, memory: Memory, setting: Setting, rates: Rates
+    profile: Profile,
+    methods: Sequence[Method],
+    seq_len: int,
+    memory: Memory,
+    setting: Setting,
+    rates: Rates,
 ) -> Iterator[Choice]:
     """Generate every method with every chunk size, with or without enough memory.
 
@@ -370,13 +432,17 @@ def options(
             used = setting if method.chunked else dataclasses.replace(setting, on_host=None)
             if used.on_host is not None and setting.weights == "auto":
                 lacking = at.total + used.on_host.freed - memory.usable
-                used = dataclasses.replace(setting, on_host=fewest(profile.frozen, lacking, profile.decoded))
+                used = dataclasses.replace(
+                    setting, on_host=fewest(profile.frozen, lacking, profile.decoded)
+                )
                 at = peak(profile, method, seq_len, size, used)
             how = (method.name, method.saves, method.offload, size, seq_len)
             left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None
             spent = seconds(method, seq_len, size, rates, used)
             sent = link_bytes(method, seq_len, setting)
-            yield Choice(*how, at, flops(method, seq_len, size, setting), spent, left, sent, used.on_host)
+            yield Choice(
+                *how, at, flops(method, seq_len, size, setting), spent, left, sent, used.on_host
+            )
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
@@ -384,7 +450,12 @@ def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     start.
     """
     kept = static(profile, setting)
-    free = memory.usable - kept.weights - kept.optimizer - (kept.gradients if setting.accumulate else 0.0)
+    free = (
+        memory.usable
+        - kept.weights
+        - kept.optimizer
+        - (kept.gradients if setting.accumulate else 0.0)
+    )
     return dataclasses.replace(setting, room=max(0.0, free) / SHARE)
 
 
@@ -393,7 +464,11 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
 
     Methods with bytes for each chunk are tried with every chunk size.
     """
-    setting, ranks, sizes = with_room(profile, memory, setting), setting.ranks, chunk_sizes(profile.batch_size)
+    setting, ranks, sizes = (
+        with_room(profile, memory, setting),
+        setting.ranks,
+        chunk_sizes(profile.batch_size),
+    )
     found = []
     for size in sizes if method.counts_chunks else sizes[-1:]:
         low, high = 0, LONGEST // ranks
@@ -414,21 +489,33 @@ def fits(at: Peak, memory: Memory) -> bool:
 
 def chunk_sizes(batch_size: int) -> tuple[int, ...]:
     """Return candidate chunk sizes in positions of each row, the largest first."""
-    return tuple(dict.fromkeys(in_one_pass(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS))
+    return tuple(
+        dict.fromkeys(in_one_pass(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS)
+    )
 
 
 def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
     """Generate changes outside of streambp's own settings, each with its longest sequence."""
     options: list[tuple[str, Setting, Memory]] = []
     if setting.optimizer and not setting.optimizer_on_host:
-        options.append(("optimizer state on the host", dataclasses.replace(setting, optimizer_on_host=True), memory))
+        options.append(
+            (
+                "optimizer state on the host",
+                dataclasses.replace(setting, optimizer_on_host=True),
+                memory,
+            )
+        )
     moved = with_weights_on_host(profile, setting)
     if moved is not None and setting.on_host is None and setting.weights != "cpu":
         options.append(("frozen weights on the host (weights='cpu')", moved, memory))
     if memory.host is not None:
-        options.append(("twice the host memory", setting, dataclasses.replace(memory, host=2 * memory.host)))
+        options.append(
+            ("twice the host memory", setting, dataclasses.replace(memory, host=2 * memory.host))
+        )
     if setting.gpus > 1 and setting.zero < 3:
-        options.append((f"ZeRO-3 over the {setting.gpus} GPUs", dataclasses.replace(setting, zero=3), memory))
+        options.append(
+            (f"ZeRO-3 over the {setting.gpus} GPUs", dataclasses.replace(setting, zero=3), memory)
+        )
     more = dataclasses.replace(setting, gpus=2 * setting.gpus, zero=3, on_host=None)
     # the GPUs share the machine
     halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)
@@ -439,7 +526,9 @@ def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Ite
             available(profile, wider)
             options.append((f"sequences over {wider.ranks} ranks", wider, halved))
     options.append((f"{more.gpus} GPUs with ZeRO-3", more, halved))
-    options.append(("GPUs with twice the memory", setting, dataclasses.replace(memory, gpu=2 * memory.gpu)))
+    options.append(
+        ("GPUs with twice the memory", setting, dataclasses.replace(memory, gpu=2 * memory.gpu))
+    )
     for change, other, budget in options:
         methods = available(profile, other)
         reached = max(longest(profile, m, budget, other).seq_len for m in methods if m.chunked)

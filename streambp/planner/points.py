@@ -10,7 +10,9 @@ CHUNKS = (4096, 8192)  # chunk sizes for streamed steps, whose lines hold for an
 TILED_CHUNKS = (1024, 2048)
 
 
-def points_for(at: Point | None, chunked: bool, fused: bool, states: bool, tiles: bool) -> tuple[Point, ...]:
+def points_for(
+    at: Point | None, chunked: bool, fused: bool, states: bool, tiles: bool
+) -> tuple[Point, ...]:
     """Return the points to count: lengths beyond the attention kernels' block, or at most `at`.
 
     The number of chunks is the smallest that determines the lines: a first, some inner and a last
@@ -31,9 +33,20 @@ def points_for(at: Point | None, chunked: bool, fused: bool, states: bool, tiles
     if at is not None and (fused or at[1] < large):
         small, large = max(1, at[1] // 2), at[1]
     few = fused and not tiles and (at is None or at[0] >= large + k_block)
-    if few and states and chunked and large % 4 == 0 and (at is None or at[0] >= 6 * large >= large + k_block):
+    if (
+        few
+        and states
+        and chunked
+        and large % 4 == 0
+        and (at is None or at[0] >= 6 * large >= large + k_block)
+    ):
         length = 6 * large
-        return (length, large), (length, large * 3 // 2), (length, large * 3 // 4), (length + large, large)
+        return (
+            (length, large),
+            (length, large * 3 // 2),
+            (length, large * 3 // 4),
+            (length + large, large),
+        )
     few = few and not states
     small = small if few or at is not None or not fused else large // 4
     short = few and at is None
@@ -42,4 +55,8 @@ def points_for(at: Point | None, chunked: bool, fused: bool, states: bool, tiles
     if not chunked:
         return (length, 0), (length + large, 0)
     points = (length, large), (3 * small if short else length, small), (length + large, large)
-    return (*points, (length, 2 * small if 2 * small < large else max(1, small // 2))) if states else points
+    return (
+        (*points, (length, 2 * small if 2 * small < large else max(1, small // 2)))
+        if states
+        else points
+    )

@@ -127,7 +127,10 @@ class Method:
     @property
     def counts_chunks(self) -> bool:
         """True if fewer and larger chunks can take less memory."""
-        return any(law.chunks > 0 for law in (self.host, *(phase.law for phase in (*self.first, *self.accumulating))))
+        return any(
+            law.chunks > 0
+            for law in (self.host, *(phase.law for phase in (*self.first, *self.accumulating)))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,14 +274,20 @@ class Setting:
         ranks = dict.fromkeys(("gpus", "ulysses", "context_parallel", "expert_parallel"), 1)
         check_fields(self, **ranks, zero=0, optimizer=0, gradient_bytes=0, room=0)
         if self.ulysses > 1 and self.context_parallel > 1:
-            raise ConfigError(f"{BOTH} Choose one: ulysses is {self.ulysses}, context_parallel {self.context_parallel}.")
+            raise ConfigError(
+                f"{BOTH} Choose one: ulysses is {self.ulysses}, context_parallel "
+                f"{self.context_parallel}."
+            )
         if self.gpus % self.ranks:
             raise ConfigError(
-                f"gpus is {self.gpus}, and {self.ranks} ranks share a sequence; gpus counts all of them and must be a "
-                "multiple of that."
+                f"gpus is {self.gpus}, and {self.ranks} ranks share a sequence; gpus counts all of "
+                "them and must be a multiple of that."
             )
         if self.gpus % self.expert_parallel:
-            raise ConfigError(f"expert_parallel is {self.expert_parallel}; it must divide gpus, which is {self.gpus}.")
+            raise ConfigError(
+                f"expert_parallel is {self.expert_parallel}; it must divide gpus, which is "
+                f"{self.gpus}."
+            )
 
     @property
     def ranks(self) -> int:
@@ -288,7 +297,9 @@ class Setting:
     @property
     def split(self) -> str:
         """Return the kind of sequence sharding; "" for one rank."""
-        return ULYSSES if self.ulysses > 1 else CONTEXT_PARALLEL if self.context_parallel > 1 else ""
+        return (
+            ULYSSES if self.ulysses > 1 else CONTEXT_PARALLEL if self.context_parallel > 1 else ""
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,9 +338,15 @@ def static(profile: Profile, setting: Setting) -> Peak:
         expert = setting.expert_parallel if group.name == "expert" else 1
         replicas = setting.gpus / expert
         weights += group.bytes / expert / (replicas if setting.zero >= 3 else 1)
-        size = group.trainable_bytes if setting.gradient_bytes is None else group.trainable * setting.gradient_bytes
+        size = (
+            group.trainable_bytes
+            if setting.gradient_bytes is None
+            else group.trainable * setting.gradient_bytes
+        )
         gradients += size / expert / (replicas if setting.zero >= 2 else 1)
-        optimizer += setting.optimizer * group.trainable / expert / (replicas if setting.zero >= 1 else 1)
+        optimizer += (
+            setting.optimizer * group.trainable / expert / (replicas if setting.zero >= 1 else 1)
+        )
     if setting.zero >= 3:
         weights = min(weights + profile.unsharded, sum(group.bytes for group in profile.groups))
     host = optimizer if setting.optimizer_on_host else 0.0
@@ -337,7 +354,11 @@ def static(profile: Profile, setting: Setting) -> Peak:
     if setting.on_host is not None:
         weights, host = weights - setting.on_host.freed, host + setting.on_host.bytes
         part = setting.on_host.part
-        host, gradients, here = host + part * (gradients + here), (1 - part) * gradients, (1 - part) * here
+        host, gradients, here = (
+            host + part * (gradients + here),
+            (1 - part) * gradients,
+            (1 - part) * here,
+        )
     return Peak(weights + gradients + here, "", weights, here, gradients, 0.0, host, {})
 
 
@@ -371,10 +392,14 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     base = kept.weights + kept.optimizer
     host = method.host.at(step, kept.host)
     totals = {name: base + sum(found) for name, found in parts.items()}
-    return Peak(totals[worst], worst, kept.weights, kept.optimizer, gradients, activations, host, totals)
+    return Peak(
+        totals[worst], worst, kept.weights, kept.optimizer, gradients, activations, host, totals
+    )
 
 
-def work(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> dict[str, Work]:
+def work(
+    method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None
+) -> dict[str, Work]:
     """Return the work of a step by kind of phase, over all ranks that share the sequence.
 
     `dispatches` are those of one rank.
@@ -423,7 +448,11 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
         UnsupportedModelError: the ranks cannot share the heads.
     """
     ranks, repeated = setting.ranks, False
-    found = [method for method in profile.methods if (method.split.by if method.split else "") == setting.split]
+    found = [
+        method
+        for method in profile.methods
+        if (method.split.by if method.split else "") == setting.split
+    ]
     for split in (method.split for method in found):
         for heads in split.heads if split is not None and split.by == ULYSSES else ():
             for number in (heads.queries, heads.keys):
@@ -435,7 +464,9 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
     if not any(method.chunked for method in found):
         how = setting.split or "whole sequences on each rank"
         why = f" ({'; '.join(profile.left_out)})" if profile.left_out else ""
-        raise ConfigError(f"No streamed step was counted with {how}{why}. Plan the model anew with this setting.")
+        raise ConfigError(
+            f"No streamed step was counted with {how}{why}. Plan the model anew with this setting."
+        )
     return tuple(method for method in profile.methods if method in found or not method.chunked)
 
 
@@ -462,14 +493,28 @@ def from_json(data: Mapping[str, Any]) -> Profile:
     methods = []
     for value in data["methods"]:
         phases = {
-            name: tuple(Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name])
+            name: tuple(
+                Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name]
+            )
             for name in ("first", "accumulating")
         }
-        parts = tuple(Part(one["name"], tuple(Law(*law) for law in one["laws"]), one["k_block"]) for one in value["work"])
+        parts = tuple(
+            Part(one["name"], tuple(Law(*law) for law in one["laws"]), one["k_block"])
+            for one in value["work"]
+        )
         split = value.get("split")
-        split = split and Split(**{**split, "heads": tuple(Heads(*heads) for heads in split["heads"])})
-        given = {"saves": tuple(value["saves"]), "host": Law(*value["host"]), "work": parts, "split": split}
+        split = split and Split(
+            **{**split, "heads": tuple(Heads(*heads) for heads in split["heads"])}
+        )
+        given = {
+            "saves": tuple(value["saves"]),
+            "host": Law(*value["host"]),
+            "work": parts,
+            "split": split,
+        }
         methods.append(Method(**{**value, **phases, **given}))
     groups = tuple(Group(**group) for group in data["groups"])
     lists = {name: tuple(data[name]) for name in ("left_out", "frozen", "trained")}
-    return Profile(**{**data, **lists, "groups": groups, "methods": tuple(methods), "tree": node(data["tree"])})
+    return Profile(
+        **{**data, **lists, "groups": groups, "methods": tuple(methods), "tree": node(data["tree"])}
+    )

@@ -29,7 +29,9 @@ class Training(NamedTuple):
     def __str__(self) -> str:
         if self.lora is None:
             return "full training"
-        return f"LoRA of rank {self.lora}" + (f" on {self.bits}-bit weights" if self.bits < 16 else "")
+        return f"LoRA of rank {self.lora}" + (
+            f" on {self.bits}-bit weights" if self.bits < 16 else ""
+        )
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -62,7 +64,10 @@ class Remedy:
 
 
 def remedies(
-    found: Plan, seq_len: int | Literal["max"], training: Training, count: Callable[[Training], Profile]
+    found: Plan,
+    seq_len: int | Literal["max"],
+    training: Training,
+    count: Callable[[Training], Profile],
 ) -> Iterator[Remedy]:
     """Generate changes that make a plan fit: on the same GPUs, on more GPUs, or with fewer tokens.
 
@@ -75,7 +80,11 @@ def remedies(
         training: the requested training.
         count: returns the model's profile for a training; called only if necessary.
     """
-    same, wider, given = list[tuple[Training, Setting]](), list[tuple[Setting, Memory]](), found.setting
+    same, wider, given = (
+        list[tuple[Training, Setting]](),
+        list[tuple[Setting, Memory]](),
+        found.setting,
+    )
     for how in (training, *training.smaller()):  # the smallest change of the training first
         if how != training:
             same.append((how, given))
@@ -97,19 +106,37 @@ def remedies(
         if plan.choice is not None and (on_device or plan.choice.on_host is None):
             on_device = plan.choice.on_host is None
             on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
-            parts = ([str(how)] if how != training else []) + (["the optimizer state on the host"] if on_host else [])
-            parts += ["the layers' frozen weights on the host"] if plan.choice.on_host is not None else []
+            parts = ([str(how)] if how != training else []) + (
+                ["the optimizer state on the host"] if on_host else []
+            )
+            parts += (
+                ["the layers' frozen weights on the host"]
+                if plan.choice.on_host is not None
+                else []
+            )
             moved = ("--weights", "auto") if setting.weights != found.setting.weights else ()
             there = ("--optimizer-on-host",) if on_host else ()
-            yield Remedy(" and ".join(parts), (*(how.options if how != training else ()), *there, *moved), plan)
+            yield Remedy(
+                " and ".join(parts),
+                (*(how.options if how != training else ()), *there, *moved),
+                plan,
+            )
             if on_device:
                 break
     for setting, memory in wider:
         plan = plan_profile(found.profile, seq_len, memory, setting, found.rates)
         if plan.choice is not None:
             on_host = setting.optimizer_on_host and not found.setting.optimizer_on_host
-            change = f"{setting.gpus} GPUs with ZeRO-3" + (" and the optimizer state on the host" if on_host else "")
-            options = ("--gpus", str(setting.gpus), "--zero", "3", *(("--optimizer-on-host",) if on_host else ()))
+            change = f"{setting.gpus} GPUs with ZeRO-3" + (
+                " and the optimizer state on the host" if on_host else ""
+            )
+            options = (
+                "--gpus",
+                str(setting.gpus),
+                "--zero",
+                "3",
+                *(("--optimizer-on-host",) if on_host else ()),
+            )
             yield Remedy(change, options, plan)
             break
     longest = max(row.seq_len for row in found.longest if found.profile.method(row.method).chunked)
@@ -123,11 +150,18 @@ def too_large(plan: Plan) -> str | None:
     else None.
     """
     kept = static(plan.profile, plan.setting)
-    shares = {"weights": kept.weights, "gradients": kept.gradients, "optimizer state": kept.optimizer}
+    shares = {
+        "weights": kept.weights,
+        "gradients": kept.gradients,
+        "optimizer state": kept.optimizer,
+    }
     if kept.total <= plan.memory.usable:
         return None
     parts = " + ".join(f"{name} {size / 2**30:.1f}" for name, size in shares.items() if size)
-    return f"{parts} = {kept.total / 2**30:.1f} GiB, and {plan.memory.usable / 2**30:.1f} GiB of each GPU are usable"
+    return (
+        f"{parts} = {kept.total / 2**30:.1f} GiB, and {plan.memory.usable / 2**30:.1f} GiB of each "
+        "GPU are usable"
+    )
 
 
 def with_options(given: Sequence[str], options: Sequence[str]) -> list[str]:

@@ -32,8 +32,9 @@ NARROW = 60  # minimal number of columns; narrower terminals get lines of this w
 PANES = (5, 4, 3, 2)
 # Explanation of the methods' names.
 NAMES = (
-    "plain: unpatched. checkpointing: gradient checkpointing. saves: tensors that backward need not recompute. offload: "
-    "layer inputs and saves wait in host memory. keys on the host: keys and values too."
+    "plain: unpatched. checkpointing: gradient checkpointing. saves: tensors that backward need "
+    "not recompute. offload: layer inputs and saves wait in host memory. keys on the host: keys "
+    "and values too."
 )
 
 
@@ -50,7 +51,11 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
     host = "no limit" if plan.memory.host is None else f"{plan.memory.host / GIB:.1f} GiB"
     gpu = f"{plan.memory.gpu / GIB:.1f} GiB, {plan.memory.usable / GIB:.1f} GiB of it usable"
     lines = [headline(plan.profile, plan.setting), f"Each GPU: {gpu}; host memory for each: {host}"]
-    lines += [f"Recurrent and convolutional layers: assuming {plan.profile.mixers}"] if plan.profile.mixers else []
+    lines += (
+        [f"Recurrent and convolutional layers: assuming {plan.profile.mixers}"]
+        if plan.profile.mixers
+        else []
+    )
     lines.append("")
     lines = folded([*lines, *_choice(plan)], width)
     if not any(row.seq_len for row in plan.longest):
@@ -74,7 +79,10 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
     table += [f"not counted: {reason}" for reason in plan.profile.left_out]
     lines += ["", *table, *folded([NAMES], width or LONG)]
     if plan.choice is not None:
-        title = f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB on each GPU:"
+        title = (
+            f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB "
+            "on each GPU:"
+        )
         lines += ["", *folded([title], width)]
         peak, long = plan.choice.peak, BAR if width is None else min(BAR, width - 40)
         wide = max(len(phase_text(name)) for name in peak.phases)
@@ -82,9 +90,15 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
         for name, total in peak.phases.items():
             length = min(round(long * total / plan.memory.usable), 2 * long)
             bar = "█" * min(length, long)
-            lines.append(f"{phase_text(name):<{wide}}  {total / GIB:>8.1f}  {bar:<{long}}│{'▒' * (length - long)}")
+            lines.append(
+                f"{phase_text(name):<{wide}}  {total / GIB:>8.1f}  "
+                f"{bar:<{long}}│{'▒' * (length - long)}"
+            )
     if modules:
-        lines += ["", "Modules: parameters, and bytes a token that an unpatched forward keeps for backward:"]
+        lines += [
+            "",
+            "Modules: parameters, and bytes a token that an unpatched forward keeps for backward:",
+        ]
         lines += tree_lines(plan.profile.tree)
     return "\n".join(lines)
 
@@ -101,7 +115,9 @@ def headline(profile: Profile, setting: Setting) -> str:
     where = " on the host" if setting.optimizer_on_host else ""
     parts += [f"{setting.optimizer:g} optimizer bytes a parameter{where}"]
     parts += [f"ZeRO-{setting.zero} over {setting.gpus} GPUs"] if setting.zero else []
-    parts += [f"each sequence over {setting.ranks} ranks by {setting.split}"] if setting.split else []
+    parts += (
+        [f"each sequence over {setting.ranks} ranks by {setting.split}"] if setting.split else []
+    )
     return "; ".join(parts)
 
 
@@ -119,11 +135,19 @@ def _choice(plan: Plan) -> list[str]:
         found = plan.by_default
         how = f"  {BY_DEFAULT}: chunks of {found.chunk_size:,}"
         if found.fits:
-            kept = [f"{one.name} of {one.layers} layers" for one in found.saved if one.name in AT_ONCE]
+            kept = [
+                f"{one.name} of {one.layers} layers" for one in found.saved if one.name in AT_ONCE
+            ]
             linears = [one.layers for one in found.saved if one.name not in AT_ONCE]
             kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
-            how += ", runs unpatched" if found.way == UNPATCHED else f", saves {', '.join(kept) or 'nothing'}"
-            lines.append(f"{how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step")
+            how += (
+                ", runs unpatched"
+                if found.way == UNPATCHED
+                else f", saves {', '.join(kept) or 'nothing'}"
+            )
+            lines.append(
+                f"{how}; peak {found.peak / GIB:.1f} GiB, {duration(found.seconds)} a step"
+            )
         else:
             lines.append(f"{how}, {found.peak / GIB:.1f} GiB: does not fit")
     where = plan.binds if plan.binds == "host memory" else f"GPU memory in {phase_text(plan.binds)}"
@@ -136,31 +160,50 @@ def _choice(plan: Plan) -> list[str]:
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
     """Return a table of `streambp.patch(model)` alone, predicted and measured."""
     both = (predicted,) if measured is None else (predicted, measured)
-    cells: list[tuple[str, ...]] = [("", "predicted", "measured"), ("step", *(one.way for one in both))]
+    cells: list[tuple[str, ...]] = [
+        ("", "predicted", "measured"),
+        ("step", *(one.way for one in both)),
+    ]
     cells.append(("chunk_size", *(f"{one.chunk_size:,}" for one in both)))
     for name in dict.fromkeys(saved.name for one in both for saved in one.saved):
         found = [next((saved for saved in one.saved if saved.name == name), None) for one in both]
-        told = ("-" if one is None else f"{one.layers} layers, {(one.bytes or 0.0) / 2**20:.2f}" for one in found)
+        told = (
+            "-" if one is None else f"{one.layers} layers, {(one.bytes or 0.0) / 2**20:.2f}"
+            for one in found
+        )
         cells.append((name, *told))
     cells.append(("peak with weights", *(f"{one.peak / 2**20:.2f}" for one in both)))
     cells.append(("seconds", *(f"{one.seconds:.3g}" for one in both)))
     missing = ("out of memory",) if measured is None else ()
-    return "\n".join([f"{BY_DEFAULT}, MiB", "", *columns([(*cells[0],), *((*row, *missing) for row in cells[1:])])])
+    return "\n".join(
+        [
+            f"{BY_DEFAULT}, MiB",
+            "",
+            *columns([(*cells[0],), *((*row, *missing) for row in cells[1:])]),
+        ]
+    )
 
 
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
     """Return lines with other plans that fit, each with the command that prints the plan."""
-    lines = [] if not others else ["", "Commands that fit:" if plan.choice is None else "Beside it:"]
+    lines = (
+        [] if not others else ["", "Commands that fit:" if plan.choice is None else "Beside it:"]
+    )
     for other, command in zip(others, commands, strict=True):
         choice = other.plan.choice
         assert choice is not None
         lines += [
-            f"  {other.change}: {choice.seq_len:,} tokens, {choice.peak.total / GIB:.1f} GiB of each GPU, "
-            f"{choice.peak.host / GIB:.1f} GiB of host memory, {duration(choice.seconds.total)} a step",
+            f"  {other.change}: {choice.seq_len:,} tokens, {choice.peak.total / GIB:.1f} GiB of "
+            f"each GPU, {choice.peak.host / GIB:.1f} GiB of host memory, "
+            f"{duration(choice.seconds.total)} a step",
             f"    {command}",
         ]
     if plan.choice is None and not others:
-        lines += ["", "Nothing that was tried fits: LoRA on 4-bit weights, the optimizer state on the host, 1,024 GPUs."]
+        lines += [
+            "",
+            "Nothing that was tried fits: LoRA on 4-bit weights, the optimizer state on the host, "
+            "1,024 GPUs.",
+        ]
     return lines
 
 
@@ -169,11 +212,15 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
     peak, spent, on_host, safest = choice.peak, choice.seconds, choice.on_host, plan.safest
     lines = [
         f"{choice.seq_len:,} tokens: {python(choice)}",
-        f"  peak {peak.total / GIB:.1f} GiB in {phase_text(peak.phase)}, {peak.host / GIB:.1f} GiB of host memory, "
-        f"{choice.flops / 1e15:.1f} PFLOP",
+        f"  peak {peak.total / GIB:.1f} GiB in {phase_text(peak.phase)}, {peak.host / GIB:.1f} "
+        f"GiB of host memory, {choice.flops / 1e15:.1f} PFLOP",
     ]
     speed = throughput(spent, choice.seq_len, plan.profile.batch_size, plan.setting)
-    parts = {"matrix products": spent.products, "attention": spent.attention, "other kernels": spent.elementwise}
+    parts = {
+        "matrix products": spent.products,
+        "attention": spent.attention,
+        "other kernels": spent.elementwise,
+    }
     for name, value in (("waiting", spent.waiting), ("exchanges", spent.exchange)):
         parts |= {name: value} if value >= 0.005 * spent.total else {}
     guess = ", some of its rates guessed" if plan.rates.guess else ""
@@ -185,11 +232,14 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
         hidden = "their copies take longer than the layers at any length"
         if choice.hidden_from is not None:
             hidden = f"their copies hide behind the layers from {choice.hidden_from:,} tokens a row"
-        gradients = f"; gradients of {on_host.trained / GIB:.1f} GiB leave for the host, with their optimizer"
+        gradients = (
+            f"; gradients of {on_host.trained / GIB:.1f} GiB leave for the host, with their "
+            "optimizer"
+        )
         lines.append(
-            f"  weights of the first {on_host.layers} of {on_host.of} layers on the host: {on_host.bytes / GIB:.1f} GiB "
-            f"there, {SLOTS * on_host.largest / GIB:.1f} GiB for two layers on the GPU; {hidden}"
-            + (gradients if on_host.trained else "")
+            f"  weights of the first {on_host.layers} of {on_host.of} layers on the host: "
+            f"{on_host.bytes / GIB:.1f} GiB there, {SLOTS * on_host.largest / GIB:.1f} GiB for two "
+            f"layers on the GPU; {hidden}" + (gradients if on_host.trained else "")
         )
     if plan.setting.split:
         ranks = plan.setting.ranks
@@ -198,7 +248,10 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
             f"chunk_size, the peak, and {choice.link / GIB:.1f} GiB to the others in a step; "
             f"{duration(spent.exchange)} of exchanges are not hidden (rates of links guessed)"
         )
-    following = [f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)" for one in plan.next_fastest]
+    following = [
+        f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)"
+        for one in plan.next_fastest
+    ]
     lines += [f"  next in speed: {', '.join(following)}"] if following else []
     # less memory costs almost no time
     if safest is not None and safest.peak.total <= 0.95 * peak.total:
@@ -209,7 +262,13 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Return seconds as text, with three digits below a hundred."""
-    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+    return (
+        f"{seconds:,.0f} s"
+        if seconds >= 100
+        else f"{seconds:.1f} s"
+        if seconds >= 10
+        else f"{seconds:.2f} s"
+    )
 
 
 def phase_text(name: str) -> str:
@@ -226,7 +285,9 @@ def folded(lines: Sequence[str], width: int | None) -> list[str]:
             found.append(line)
         else:
             under = " " * (len(line) - len(line.lstrip()) + 2)
-            found += textwrap.wrap(line, width, subsequent_indent=under, break_long_words=False, break_on_hyphens=False)
+            found += textwrap.wrap(
+                line, width, subsequent_indent=under, break_long_words=False, break_on_hyphens=False
+            )
     return found
 
 
@@ -246,7 +307,12 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Align rows of cells in columns; the first column is flush left."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
         for row in rows
     ]
 
@@ -262,7 +328,9 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
         """Draw the bar with a text."""
         if stream.isatty():
             full = round(BAR * done)
-            stream.write(f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % {doing} {what}")
+            stream.write(
+                f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * done:3.0f} % {doing} {what}"
+            )
             stream.flush()
 
     try:
@@ -275,12 +343,18 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
 
 def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) -> str:
     """Return a table of predicted and measured bytes, phase by phase, and their peaks."""
-    lines = [f"One step of {seq_len:,} tokens in chunks of {chunk_size:,}; MiB beyond what was there before it", ""]
+    lines = [
+        f"One step of {seq_len:,} tokens in chunks of {chunk_size:,}; MiB beyond what was there "
+        "before it",
+        "",
+    ]
     predicted, measured = max(row.predicted for row in rows), max(row.measured for row in rows)
     cells = [("phase", "predicted", "measured", "difference")]
     for row in (*rows, Compared("peak", predicted, measured)):
         difference = f"{100 * (row.predicted / row.measured - 1):+.2f} %" if row.measured else "-"
-        cells.append((row.phase, f"{row.predicted / 2**20:.2f}", f"{row.measured / 2**20:.2f}", difference))
+        cells.append(
+            (row.phase, f"{row.predicted / 2**20:.2f}", f"{row.measured / 2**20:.2f}", difference)
+        )
     return "\n".join([*lines, *columns(cells)])
 
 

@@ -25,7 +25,9 @@ TOP_K = aten.topk.default
 LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
 
 
-def answer(func: Any, asked: Tensor, rows: int, experts: int) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
+def answer(
+    func: Any, asked: Tensor, rows: int, experts: int
+) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
     """Return the result of an operation on a tensor [...] without data; None if it reads no
     routing.
 

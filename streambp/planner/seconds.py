@@ -44,7 +44,9 @@ class Seconds:
     exchange: float = 0.0
 
 
-def seconds(method: Method, seq_len: int, chunk_size: int, rates: Rates, setting: Setting | None = None) -> Seconds:
+def seconds(
+    method: Method, seq_len: int, chunk_size: int, rates: Rates, setting: Setting | None = None
+) -> Seconds:
     """Return the seconds of a step.
 
     Args:
@@ -56,7 +58,9 @@ def seconds(method: Method, seq_len: int, chunk_size: int, rates: Rates, setting
     """
     ranks = 1 if setting is None else setting.ranks
     on_host = setting.on_host if setting is not None and method.chunked else None
-    found = seconds_of(with_copies(work(method, seq_len, chunk_size, setting), on_host), rates, ranks)
+    found = seconds_of(
+        with_copies(work(method, seq_len, chunk_size, setting), on_host), rates, ranks
+    )
     exchange = exchange_seconds(method, seq_len, setting, rates, found.attention)
     return dataclasses.replace(found, total=found.total + exchange, exchange=exchange)
 
@@ -96,10 +100,14 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
 
     def is_hidden(seq_len: int) -> bool:
         """True if copies take no extra time at this length."""
-        step = with_copies(work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host)
+        step = with_copies(
+            work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host
+        )
         parts = [part for name, part in step.items() if name.endswith(MOVED)]
         return all(
-            part.back / rates.link <= max(sum(kernels(part, rates)), part.dispatches * rates.dispatch) for part in parts
+            part.back / rates.link
+            <= max(sum(kernels(part, rates)), part.dispatches * rates.dispatch)
+            for part in parts
         )
 
     if not is_hidden(MOST_TOKENS):

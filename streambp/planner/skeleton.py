@@ -84,16 +84,23 @@ class Skeleton:
         self.device, self.bits = device, bits
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
         self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
-        self.own_adapters = False  # streamed layers leave adapters to peft, whatever a recipe's config says
+        self.own_adapters = (
+            False  # streamed layers leave adapters to peft, whatever a recipe's config says
+        )
         self._reduced: Reduced | None = None
         with self.active():
             if isinstance(source, nn.Module):
                 self.model = self._copy(source, fewer)
             else:
                 config = read_config(source)
-                trusted = type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+                trusted = (
+                    type(config).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+                )
                 options = {"dtype": dtype, "trust_remote_code": trusted}
-                self.model = build(config, lambda one: AutoModelForCausalLM.from_config(copy.deepcopy(one), **options))
+                self.model = build(
+                    config,
+                    lambda one: AutoModelForCausalLM.from_config(copy.deepcopy(one), **options),
+                )
             if lora is not None:
                 self.model = _with_adapters(self.model, lora)
             if bits != 16:
@@ -112,7 +119,11 @@ class Skeleton:
         count as alive.
         """
         if self.mode is None:
-            with torch.device("meta"), mock.patch.object(torch, "autocast", _autocast), no_launches():
+            with (
+                torch.device("meta"),
+                mock.patch.object(torch, "autocast", _autocast),
+                no_launches(),
+            ):
                 yield
         else:
             log = logging.getLogger(fake_tensor.__name__)
@@ -129,7 +140,8 @@ class Skeleton:
     def running(self) -> Iterator[None]:
         """Context manager like `active`, in which mixers also make their kernels' allocations.
 
-        Values that modules keep are restored: classes and closures are shared with the copied model.
+        Values that modules keep are restored: classes and closures are shared with the copied
+        model.
         """
         with (
             self.active(),
@@ -150,8 +162,8 @@ class Skeleton:
             if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
                 return module
         raise StreamBPError(
-            f"{type(self.model).__name__} has no language-model head; the planner estimates steps of causal language "
-            "models. Pass a model with one, such as AutoModelForCausalLM gives."
+            f"{type(self.model).__name__} has no language-model head; the planner estimates steps "
+            "of causal language models. Pass a model with one, such as AutoModelForCausalLM gives."
         )
 
     def on_host(self) -> dict[str, Any]:
@@ -165,9 +177,17 @@ class Skeleton:
         # two bytes for each weight except the largest, which its product decodes itself
         decoded = []
         for layer in layers:
-            sizes = [2 * parameters_of(part.weight) for part in layer.modules() if isinstance(part, QuantisedLinear)]
+            sizes = [
+                2 * parameters_of(part.weight)
+                for part in layer.modules()
+                if isinstance(part, QuantisedLinear)
+            ]
             decoded.append(sum(sizes) - max(sizes, default=0))
-        return {} if self.bits == 8 else {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
+        return (
+            {}
+            if self.bits == 8
+            else {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
+        )
 
     def reduce(self) -> Reduced:
         """Remove layers that are equal to others, unless already removed."""
@@ -184,24 +204,42 @@ class Skeleton:
             memo |= {id(layer): nn.Identity() for layer in self._reduced.left_out(model)}
         device = torch.device("cpu" if self.mode is not None else "meta")
         for module in model.modules():
-            for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            for tensor in (
+                *module._parameters.values(),
+                *module._buffers.values(),
+                *vars(module).values(),
+            ):
                 if not isinstance(tensor, Tensor) or id(tensor) in memo:
                     continue
                 if is_partitioned(tensor):
                     empty = torch.empty(full_shape(tensor), dtype=tensor.dtype, device=device)
                 else:
-                    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                    empty = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                    )
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
         for table in (getattr(module, name) for module in model.modules() for name in MODULE_HOOKS):
             # share hooks instead of copying their contents
             memo.update({id(hook): hook for hook in table.values()})
         copied = unpatch(copy.deepcopy(model, memo))
-        for wrapper in [f for module in copied.modules() for f in forwards(module) if isinstance(f, InstanceForward)]:
+        for wrapper in [
+            f
+            for module in copied.modules()
+            for f in forwards(module)
+            if isinstance(f, InstanceForward)
+        ]:
             wrapper.remove()  # wrappers of a forward in progress
         # A program's hooks must not receive tensors without data, but their existence matters.
-        for table in (getattr(module, name) for module in copied.modules() for name in MODULE_HOOKS):
-            table.update({key: hook if drops_masks(hook) else lambda *_, **__: None for key, hook in table.items()})
+        for table in (
+            getattr(module, name) for module in copied.modules() for name in MODULE_HOOKS
+        ):
+            table.update(
+                {
+                    key: hook if drops_masks(hook) else lambda *_, **__: None
+                    for key, hook in table.items()
+                }
+            )
         if self._reduced is not None:
             self._reduced.apply(copied)
         return copied
@@ -215,6 +253,11 @@ def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **k
     return _autocast("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
+def _constant(value: Any, _: Any) -> Any:
+    """Return `value`, as the getter of a property."""
+    return value
+
+
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     """Return the model with LoRA adapters of this rank."""
     with required("peft"):
@@ -222,7 +265,9 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
         # warnings about peft's own calls are useless for a plan
         warnings.simplefilter("ignore", FutureWarning)
-        return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
+        return get_peft_model(
+            model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        )  # type: ignore[arg-type]
 
 
 def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -233,8 +278,12 @@ def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
     for each in module.modules() if recurse else (module,):
         for name, parameter in each._parameters.items():
             if parameter is not None:
-                each._parameters[name] = nn.Parameter(fn(parameter.detach()), parameter.requires_grad)
-        each._buffers.update({name: fn(buffer) for name, buffer in each._buffers.items() if buffer is not None})
+                each._parameters[name] = nn.Parameter(
+                    fn(parameter.detach()), parameter.requires_grad
+                )
+        each._buffers.update(
+            {name: fn(buffer) for name, buffer in each._buffers.items() if buffer is not None}
+        )
     return module
 
 
@@ -253,7 +302,9 @@ class QuantisedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         size = int(linear.weight.numel() * bytes_per_parameter)
         device = linear.weight.device
-        self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False
+        )
         self.weight.stands_for = linear.weight.numel()  # type: ignore[attr-defined]
         self.bias = linear.bias
 
@@ -293,13 +344,17 @@ def _quantise(model: nn.Module, bits: int) -> None:
         for layer in stack.layers:
             for module in list(layer.modules()):
                 for name, child in list(module.named_children()):
-                    if type(child) is nn.Linear and not child.weight.requires_grad and "lora" not in name:
+                    if (
+                        type(child) is nn.Linear
+                        and not child.weight.requires_grad
+                        and "lora" not in name
+                    ):
                         setattr(module, name, QuantisedLinear(child, sizes[bits]))
                         quantised += 1
     if not quantised:
         raise ConfigError(
-            f"bits is {bits}, but no Linear of the layers is frozen, and trained weights are not stored in few bits. Give "
-            "a LoRA rank too, or leave bits out."
+            f"bits is {bits}, but no Linear of the layers is frozen, and trained weights are not "
+            "stored in few bits. Give a LoRA rank too, or leave bits out."
         )
 
 
@@ -326,7 +381,9 @@ class Reduced:
         if index in self.kept:
             return self.kept.index(index)
         inner = [place for place, kept in enumerate(self.kept) if 0 < kept < len(self.kinds) - 1]
-        return next(place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index])
+        return next(
+            place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index]
+        )
 
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
         """Return the layers of the full model that are not representatives.
@@ -349,8 +406,13 @@ class Reduced:
             for field, values in found.items():
                 setattr(holder, field, type(values)(values[index] for index in self.kept))
         if computed:
-            answers = {field: type(values)(values[index] for index in self.kept) for field, values in computed.items()}
-            constant = {field: property(lambda _, value=value: value) for field, value in answers.items()}  # type: ignore[misc]
+            answers = {
+                field: type(values)(values[index] for index in self.kept)
+                for field, values in computed.items()
+            }
+            constant = {}
+            for field, answer in answers.items():
+                constant[field] = property(functools.partial(_constant, answer))
             config.__class__ = type(type(config).__name__, (type(config),), constant)
         config.num_hidden_layers = len(self.kept)
 
@@ -377,7 +439,8 @@ def reduced_layers(model: nn.Module) -> Reduced:
             (name, value)
             for module in layer.modules()
             for name, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | None) and name not in ("layer_idx", "layer_id", "training")
+            if isinstance(value, bool | int | float | str | None)
+            and name not in ("layer_idx", "layer_id", "training")
         ]
         signatures.append(str(parts))
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
@@ -390,7 +453,9 @@ def reduced_layers(model: nn.Module) -> Reduced:
     return Reduced(kept, kinds, path, lists[0] if lists else "")
 
 
-def values_by_layer(backbone: Any, depth: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def values_by_layer(
+    backbone: Any, depth: int
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return lists with one value a layer: of the config, of the backbone, and of the config's
     properties.
 
@@ -400,9 +465,17 @@ def values_by_layer(backbone: Any, depth: int) -> tuple[dict[str, Any], dict[str
     config = backbone.config
     kind = type(config)
     names = [name for name in dir(kind) if name not in vars(PreTrainedConfig)]
-    properties = {name: getattr(config, name, None) for name in names if isinstance(getattr(kind, name, None), property)}
+    properties = {
+        name: getattr(config, name, None)
+        for name in names
+        if isinstance(getattr(kind, name, None), property)
+    }
     fields, own, computed = (
-        {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == depth}
+        {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, list | tuple) and len(value) == depth
+        }
         for values in (vars(config), vars(backbone), properties)
     )
     return fields, own, computed

@@ -114,7 +114,9 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
     """Return a replacement of a gather, or of a sum over ranks."""
 
-    def run(received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False) -> SimpleNamespace:
+    def run(
+        received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False
+    ) -> SimpleNamespace:
         """Count the bytes of the collective."""
         storage = received.untyped_storage()
         for count in running_counts(SplitCount):
@@ -132,7 +134,9 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
 
 
 @contextlib.contextmanager
-def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None) -> Iterator[None]:
+def split_over(
+    by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None
+) -> Iterator[None]:
     """Context manager in which streamed models treat their batch as the first rank's shard.
 
     Keys are gathered one kv head at a time.
@@ -185,7 +189,12 @@ def split_over(by: str, ranks: int, rows: int, length: int, seen: set[Heads] | N
 
 
 def split_of(
-    by: str, heads: Sequence[Heads], links: Sequence[float], ranks: int, tokens: int, saves: Sequence[str]
+    by: str,
+    heads: Sequence[Heads],
+    links: Sequence[float],
+    ranks: int,
+    tokens: int,
+    saves: Sequence[str],
 ) -> Split:
     """Return the `Split` from the bytes of a step's exchanges.
 
@@ -219,15 +228,25 @@ def lines_of_keys(
         ranks: number of ranks in the count.
     """
     setting = Setting(gpus=ranks, ulysses=ranks if split.by == ULYSSES else 1)
-    setting = setting if split.by == ULYSSES else dataclasses.replace(setting, context_parallel=ranks)
+    setting = (
+        setting if split.by == ULYSSES else dataclasses.replace(setting, context_parallel=ranks)
+    )
     held = [keys_held(split, tokens, setting) for tokens in lengths]
     found: list[list[Counted]] = [[] for _ in phases]
     for counted in zip(*phases, strict=True):
-        amounts = [{size / scale: most for size, most in c.most.items()} for c, scale in zip(counted, held, strict=True)]
+        amounts = [
+            {size / scale: most for size, most in c.most.items()}
+            for c, scale in zip(counted, held, strict=True)
+        ]
         before: list[float] = []
         for amount in sorted({size for one in amounts for size in one}, reverse=True):
-            values = [max((most for size, most in one.items() if size >= amount), default=0.0) for one in amounts]
-            if not before or any(value > least for value, least in zip(values, before, strict=True)):
+            values = [
+                max((most for size, most in one.items() if size >= amount), default=0.0)
+                for one in amounts
+            ]
+            if not before or any(
+                value > least for value, least in zip(values, before, strict=True)
+            ):
                 for rows, one, value in zip(found, counted, values, strict=True):
                     rows.append(dataclasses.replace(one, peak=value, per_key=amount))
                 before = values

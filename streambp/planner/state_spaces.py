@@ -48,7 +48,9 @@ def _selective_scan(
     z = None if z is None else _rows(z)
     gated = None if z is None else torch.empty_like(z)
     out = torch.empty_like(dt)
-    states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)  # [B, D, blocks, 2 N]
+    states = u.new_empty(
+        *u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE
+    )  # [B, D, blocks, 2 N]
     ctx.save_for_backward(u, dt, a, b, c, d, z, bias, states, None if z is None else out)
     return out if gated is None else gated, states[:, :, -1, 1::2]
 
@@ -89,7 +91,9 @@ def _fused_mamba(
     size = a.shape[-1]
     b, c = (small.new_empty(xz.shape[0], 1, size, xz.shape[2]) for _ in range(2))
     gated, out = torch.empty_like(x), torch.empty_like(x)  # [B, D, T]
-    states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)  # [B, D, blocks, 2 N]
+    states = x.new_empty(
+        *x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE
+    )  # [B, D, blocks, 2 N]
     del dt, convolved
     ctx.has_norm = norm is not None
     weights = (conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias)
@@ -110,7 +114,9 @@ def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
 
 def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
-    conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = ctx.saved_tensors
+    conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = (
+        ctx.saved_tensors
+    )
     grad = _rows(grad)
     x = xz[:, : xz.shape[1] // 2]
     convolved = torch.empty_like(x)
@@ -118,7 +124,12 @@ def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     d_xz = torch.empty_like(xz)
     flat = grad.flatten(0, 1).mT  # [h, B T]
     d_y = out_proj.mT @ flat  # [D, B T]
-    gated, d_convolved, d_dt, d_a = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dt), torch.empty_like(a)
+    gated, d_convolved, d_dt, d_a = (
+        torch.empty_like(x),
+        torch.empty_like(x),
+        torch.empty_like(dt),
+        torch.empty_like(a),
+    )
     d_b, d_c = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
     d_out = flat @ gated.mT.flatten(0, 1)  # [h, D]
     d_small = torch.empty_like(small)
@@ -129,7 +140,19 @@ def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     del d_y, d_b, d_c, d_convolved, gated
     d_conv = torch.empty_like(conv, dtype=WIDE)
     biases = (_like(conv_bias), _like(out_bias), _like(dt_bias))
-    return d_xz, d_conv, biases[0], d_x_proj, d_dt_proj, d_out, biases[1], d_a, _like(d), biases[2], None
+    return (
+        d_xz,
+        d_conv,
+        biases[0],
+        d_x_proj,
+        d_dt_proj,
+        d_out,
+        biases[1],
+        d_a,
+        _like(d),
+        biases[2],
+        None,
+    )
 
 
 # mamba_ssm's mamba_inner_fn: xz [B, 2 D, T] -> [B, T, h]; B and C depend on the input. Copies of
@@ -169,19 +192,27 @@ class Sizes:
 
     def states(self, dtype: torch.dtype) -> Tensor:
         """Return an empty tensor [B, NB, H, P, N]."""
-        return self.like.new_empty(self.rows, self.blocks, self.heads, self.width, self.size, dtype=dtype)
+        return self.like.new_empty(
+            self.rows, self.blocks, self.heads, self.width, self.size, dtype=dtype
+        )
 
     def steps(self, parts: int = 1) -> Tensor:
         """Return an empty tensor [B, H, NB, parts, Q] in float32."""
-        return self.like.new_empty(self.rows, self.heads, self.blocks, parts, self.block, dtype=WIDE)
+        return self.like.new_empty(
+            self.rows, self.heads, self.blocks, parts, self.block, dtype=WIDE
+        )
 
     def scores(self, splits: int = 1) -> Tensor:
         """Return an empty tensor [B, NB, splits, G, Q, Q] in float32."""
-        return self.like.new_empty(self.rows, self.blocks, splits, self.groups, self.block, self.block, dtype=WIDE)
+        return self.like.new_empty(
+            self.rows, self.blocks, splits, self.groups, self.block, self.block, dtype=WIDE
+        )
 
     def inputs(self, splits: int = 1) -> Tensor:
         """Return an empty tensor [B, T, splits, G, N] in float32, of the size of B or C."""
-        return self.like.new_empty(self.rows, self.tokens, splits, self.groups, self.size, dtype=WIDE)
+        return self.like.new_empty(
+            self.rows, self.tokens, splits, self.groups, self.size, dtype=WIDE
+        )
 
     def flops(self, times: int) -> None:
         """Add `times` times the products of forward: scores, states of blocks, and output from
@@ -208,7 +239,9 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out, end, decay
 
 
-def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tuple[Tensor | None, ...]:
+def _scan_backward(
+    sizes: Sizes, dt: Tensor, has_start: bool, given: bool
+) -> tuple[Tensor | None, ...]:
     """Return gradients of x, dt, B, C and the start state.
 
     Args:
@@ -220,7 +253,10 @@ def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tu
     like, ratio = sizes.like, sizes.heads // sizes.groups
     per_program = max(min(-(-sizes.rows * sizes.blocks * sizes.heads // PROCESSORS), ratio), 1)
     splits = -(-ratio // per_program)  # number of programs for the heads of a group
-    db, dc = (None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.groups, sizes.size) for _ in range(2))
+    db, dc = (
+        None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.groups, sizes.size)
+        for _ in range(2)
+    )
     d_dt = None if given else torch.empty_like(dt)
     # another dt, decay, steps, scores
     alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]
@@ -229,11 +265,15 @@ def _scan_backward(sizes: Sizes, dt: Tensor, has_start: bool, given: bool) -> tu
     del own
     d_starts = sizes.states(WIDE)
     halves = [sizes.states(like.dtype), sizes.states(like.dtype)]
-    d_start = like.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size) if has_start else None
+    d_start = (
+        like.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size) if has_start else None
+    )
     tiles = -(-sizes.width * sizes.size // STATE_TILE)
     decays = like.new_empty(sizes.rows, sizes.heads, sizes.blocks, tiles, dtype=WIDE)
     del starts, d_starts, decays
-    d_skip = like.new_empty(-(-sizes.block // ROWS), sizes.rows, sizes.blocks, sizes.heads, dtype=WIDE)
+    d_skip = like.new_empty(
+        -(-sizes.block // ROWS), sizes.rows, sizes.blocks, sizes.heads, dtype=WIDE
+    )
     dx = None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)
     alive.append(sizes.steps())  # the gradient of the steps
     del d_skip
@@ -304,11 +344,15 @@ def _fused_mamba2(
         lengths = out.new_empty(groups * sizes.rows * sizes.tokens, dtype=WIDE)  # [G B T]
     projected = F.linear((out if normed is None else normed).flatten(2), proj, proj_bias)
     del convolved, end, decay
-    ctx.save_for_backward(zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, lengths, proj, proj_bias)
+    ctx.save_for_backward(
+        zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, lengths, proj, proj_bias
+    )
     return projected
 
 
-def _mamba2_sizes(zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int) -> Sizes:
+def _mamba2_sizes(
+    zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int
+) -> Sizes:
     """Return the sizes of a fused call."""
     heads = d.shape[0]
     rows, tokens = zxbcdt.shape[:2]
@@ -320,7 +364,10 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
-    again, convolved = torch.empty_like(out), zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
+    again, convolved = (
+        torch.empty_like(out),
+        zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0]),
+    )
     d_zxbcdt, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(convolved)
     d_normed = grad @ proj  # [B, T, H P]
     d_out = None if norm is None else torch.empty_like(out)
@@ -328,7 +375,14 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)  # [h, H P]
     d_proj_bias = None if proj_bias is None else grad.sum((0, 1))
     del d_normed, d_out, again, convolved, d_convolved
-    gradients = [d_zxbcdt, torch.empty_like(conv, dtype=WIDE), _like(conv_bias), _like(dt_bias), _like(a), _like(d)]
+    gradients = [
+        d_zxbcdt,
+        torch.empty_like(conv, dtype=WIDE),
+        _like(conv_bias),
+        _like(dt_bias),
+        _like(a),
+        _like(d),
+    ]
     return *gradients, _like(norm), d_proj, d_proj_bias, None, None, None
 
 

@@ -24,7 +24,12 @@ from streambp.nested import replaced
 from streambp.planner.count import AllocatedBytes, LiveBytes, Replayed, add_flops
 from streambp.planner.work import Work, aten
 
-EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = "embedding", "head", "head backward", "embedding backward"
+EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = (
+    "embedding",
+    "head",
+    "head backward",
+    "embedding backward",
+)
 FUSED = "streambp_fused"
 TILE = (2048, 32768)  # rows and columns of a tile of logits in `counted_head`
 
@@ -61,7 +66,12 @@ class Span:
 class Phases:
     """Splits a count into spans; `enter` ends the current span and begins another."""
 
-    def __init__(self, count: LiveBytes | AllocatedBytes, parameters: list[nn.Parameter], host: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        count: LiveBytes | AllocatedBytes,
+        parameters: list[nn.Parameter],
+        host: Callable[[], int],
+    ) -> None:
         self.spans: list[Span] = []
         self._count, self._parameters, self._host = count, parameters, host
         self._current: tuple[str, int | None] | None = None
@@ -77,9 +87,13 @@ class Phases:
         if self._current is not None:
             gradients = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
             done = work.plus(self._work, -1)
-            span = Span(*self._current, self._start, count.peak, count.live, self._host(), gradients, done)
+            span = Span(
+                *self._current, self._start, count.peak, count.live, self._host(), gradients, done
+            )
             linked = tuple(now - before for now, before in zip(links, self._links, strict=True))
-            self.spans.append(dataclasses.replace(span, most=getattr(count, "most", {}), links=linked))
+            self.spans.append(
+                dataclasses.replace(span, most=getattr(count, "most", {}), links=linked)
+            )
         self._current = None if name is None else (name, layer)
         self._start, self._work, self._links = count.live, work, links
         count.reset_peak()
@@ -125,7 +139,9 @@ def run_step(
 
     handles = []
     for place, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(functools.partial(before, place), with_kwargs=True))
+        handles.append(
+            layer.register_forward_pre_hook(functools.partial(before, place), with_kwargs=True)
+        )
         handles.append(layer.register_forward_hook(functools.partial(after, place)))
     try:
         with count:
@@ -169,14 +185,20 @@ def _flash(
     """
     size = value.shape[-1]
     wide = max(size, query.shape[-1])  # the kernel supports a single head size
-    query, key, value = (x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
+    query, key, value = (
+        x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value)
+    )
     if sliding_window is None or sliding_window >= key.shape[2]:
-        out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
+        out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[
+            0
+        ]
         return out[..., :size].transpose(1, 2), None
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T, H, D]
     lengths = None, None, query.shape[1], key.shape[1]
     window = {"window_size_left": sliding_window - 1, "window_size_right": 0}
-    out = aten._flash_attention_forward(query, key, value, *lengths, 0.0, True, False, scale=scaling, **window)[0]
+    out = aten._flash_attention_forward(
+        query, key, value, *lengths, 0.0, True, False, scale=scaling, **window
+    )[0]
     return out[..., :size], None
 
 

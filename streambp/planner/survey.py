@@ -69,7 +69,10 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = ""
         ConfigError: the saves are restricted to some layers.
     """
     if any(LAST in name for name in saves):
-        raise ConfigError(f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what follows out.")
+        raise ConfigError(
+            f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what "
+            "follows out."
+        )
     parts = [split.removeprefix("DeepSpeed ")] if split else []
     parts += [f"saves {'+'.join(saves)}"] if saves else []
     parts += ["offload"] if offload != "none" else []
@@ -82,14 +85,24 @@ CHECKPOINTING = SurveyRecipe("checkpointing", checkpointing=True)
 CHECKPOINTING_HEAD = SurveyRecipe("checkpointing, fused head", checkpointing=True, fused_head=True)
 LEAST = 1  # a gpu_memory that leaves only the current tiles of a prefix on the device
 STREAMED = (
-    *(streamed(saves, offload) for offload in ("none", "cpu") for saves in ((), ("attn_out",), ("attn_out", "kv"))),
-    SurveyRecipe("streambp offload, keys on the host", StreamConfig(saves=(), offload="cpu", gpu_memory=LEAST)),
+    *(
+        streamed(saves, offload)
+        for offload in ("none", "cpu")
+        for saves in ((), ("attn_out",), ("attn_out", "kv"))
+    ),
+    SurveyRecipe(
+        "streambp offload, keys on the host",
+        StreamConfig(saves=(), offload="cpu", gpu_memory=LEAST),
+    ),
 )
 
 
 SPLIT = {
     by: tuple(streamed(saves, offload, by) for offload in ("none", "cpu") for saves in all_saves)
-    for by, all_saves in ((ULYSSES, ((), ("attn_out",), ("attn_out", "kv"))), (CONTEXT_PARALLEL, ((), ("attn_out",))))
+    for by, all_saves in (
+        (ULYSSES, ((), ("attn_out",), ("attn_out", "kv"))),
+        (CONTEXT_PARALLEL, ((), ("attn_out",))),
+    )
 }
 
 
@@ -128,7 +141,9 @@ def survey(
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
     methods, left_out, refused = [], [], set[str]()
     # approximate numbers of chunks
-    chunks = [2 if one.config is None else 15 if one.config.gpu_memory is None else 30 for one in recipes]
+    chunks = [
+        2 if one.config is None else 15 if one.config.gpu_memory is None else 30 for one in recipes
+    ]
     for number, recipe in enumerate(recipes):
         if recipe.split in refused:
             continue
@@ -138,7 +153,9 @@ def survey(
             with uncollected():
                 methods.append(_count_method(counter, recipe, at, accumulating, timed))
         except Exception as error:  # any error of a model's own forward on tensors without data
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
+                :200
+            ]
             if recipe.split and any(other.config and not other.split for other in recipes):
                 left_out.append(f"{recipe.split} ({reason})")
                 refused.add(recipe.split)
@@ -147,8 +164,9 @@ def survey(
                 raise
             if recipe.config is not None:
                 raise StreamBPError(
-                    f"A streamed step of {type(skeleton.causal_lm).__name__} could not be counted without data ({reason}). "
-                    "Run one and measure it (torch.cuda.max_memory_allocated)."
+                    f"A streamed step of {type(skeleton.causal_lm).__name__} could not be counted "
+                    f"without data ({reason}). Run one and measure it "
+                    "(torch.cuda.max_memory_allocated)."
                 ) from error
             left_out.append(f"{recipe.name} ({reason})")
     dtype = str(next(skeleton.model.parameters()).dtype).removeprefix("torch.")
@@ -190,11 +208,21 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     """Return the dense parameters and the experts' parameters; tied parameters count once."""
     groups = []
     for name in ("dense", "expert"):
-        mine = [p for path, p in model.named_parameters() if (".experts." in path) == (name == "expert")]
+        mine = [
+            p for path, p in model.named_parameters() if (".experts." in path) == (name == "expert")
+        ]
         trained = [p for p in mine if p.requires_grad]
         sizes = [sum(map(parameters_of, mine)), sum(p.nbytes for p in mine)]
         if mine:
-            groups.append(Group(name, sizes[0], sizes[1], sum(p.numel() for p in trained), sum(p.nbytes for p in trained)))
+            groups.append(
+                Group(
+                    name,
+                    sizes[0],
+                    sizes[1],
+                    sum(p.numel() for p in trained),
+                    sum(p.nbytes for p in trained),
+                )
+            )
     return tuple(groups)
 
 
@@ -232,7 +260,9 @@ class Counter:
         """
         if recipe.config is None:
             return True
-        layers = (layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers)
+        layers = (
+            layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers
+        )
         # for few tokens all keys are picked
         if any(kind_of(layer).attention.picks_keys for layer in layers):
             return False
@@ -242,7 +272,8 @@ class Counter:
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
                 self.skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 if not recipe.split:
-                    self._unread = [site.unread for site in self.skeleton.model._streambp.steps.sites]  # type: ignore[union-attr]
+                    steps = self.skeleton.model._streambp.steps  # type: ignore[union-attr]
+                    self._unread = [site.unread for site in steps.sites]  # type: ignore[union-attr]
             self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
@@ -264,7 +295,10 @@ class Counter:
         if key not in self._more_points:
             points = (2 * size, size), ((8 if recipe.split else 6) * size, 2 * size)
             steps = {point: self.count(recipe, point, accumulate=False)[0] for point in points}
-            self._more_points[key] = own, {point: unroll(spans, self.reduced)[2] for point, spans in steps.items()}
+            self._more_points[key] = (
+                own,
+                {point: unroll(spans, self.reduced)[2] for point, spans in steps.items()},
+            )
         first, found = self._more_points[key]
         shared = next(point for point in own if point in first)
         works: Works = {}
@@ -274,7 +308,10 @@ class Counter:
             works[point] = {}
             for name, one in work.items():
                 more = own[shared][name].plus(first[shared][name], -1)
-                moved, dispatches = one.moved + tokens * more.moved, one.dispatches + chunks * more.dispatches
+                moved, dispatches = (
+                    one.moved + tokens * more.moved,
+                    one.dispatches + chunks * more.dispatches,
+                )
                 works[point][name] = one._replace(moved=moved, dispatches=dispatches)
         return works
 
@@ -302,11 +339,16 @@ class Counter:
             return 2
         heads = self.heads(recipe)
         for ranks in range(2, 1 + min(h.queries for h in heads)):
-            if all(h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0) for h in heads):
+            if all(
+                h.queries % ranks == 0 and (h.keys % ranks == 0 or ranks % h.keys == 0)
+                for h in heads
+            ):
                 return ranks
         return 1
 
-    def count(self, recipe: SurveyRecipe, point: Point, accumulate: bool = True) -> list[list[Span]]:
+    def count(
+        self, recipe: SurveyRecipe, point: Point, accumulate: bool = True
+    ) -> list[list[Span]]:
         """Return the spans of a first step and optionally of a second step that adds to its
         gradients.
         """
@@ -319,7 +361,9 @@ class Counter:
             """Run the forward and return the loss."""
             if recipe.fused_head:
                 causal_lm = skeleton.causal_lm
-                hidden = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)  # [B T, h]
+                hidden = causal_lm.base_model(
+                    input_ids=ids, use_cache=False
+                ).last_hidden_state.flatten(0, 1)  # [B T, h]
                 # [B T], all counted as labelled
                 rows = torch.arange(hidden.shape[0], device=hidden.device)
                 return counted_head(hidden[rows], causal_lm.get_output_embeddings().weight)
@@ -329,12 +373,22 @@ class Counter:
         shared: Any = contextlib.nullcontext()
         kind: type[StepCount] = StepCount
         if recipe.split:
-            shared, kind = split_over(recipe.split, self.ranks(recipe), self.batch_size, point[0]), SplitCount
-        with shared, self._prepared(recipe, point[1]) as manager, skeleton.running(), launched_kernels():
+            shared, kind = (
+                split_over(recipe.split, self.ranks(recipe), self.batch_size, point[0]),
+                SplitCount,
+            )
+        with (
+            shared,
+            self._prepared(recipe, point[1]) as manager,
+            skeleton.running(),
+            launched_kernels(),
+        ):
             steps = []
             for _ in range(1 + accumulate):
                 manager.begin()
-                steps.append(run_step(model, layers, loss, kind(self.kernels, self.shapes), manager.on_host))
+                steps.append(
+                    run_step(model, layers, loss, kind(self.kernels, self.shapes), manager.on_host)
+                )
         return steps
 
     @contextlib.contextmanager
@@ -346,7 +400,11 @@ class Counter:
                 if self.skeleton.device == "cuda":
                     stack.enter_context(fused_attention(model))
                 if recipe.checkpointing:
-                    switch = next(start for start in CHECKPOINTING_SWITCHES if hasattr(causal_lm, f"{start}enable"))
+                    switch = next(
+                        start
+                        for start in CHECKPOINTING_SWITCHES
+                        if hasattr(causal_lm, f"{start}enable")
+                    )
                     getattr(causal_lm, f"{switch}enable")({"use_reentrant": False})
                     stack.callback(getattr(causal_lm, f"{switch}disable"))
                 yield CountingManager()
@@ -362,7 +420,9 @@ class Counter:
             if recipe.config.offload == "none":
                 yield CountingManager()
                 return
-            engine = UncountedHost(torch.device("meta" if self.skeleton.mode is None else "cpu"), self.skeleton)
+            engine = UncountedHost(
+                torch.device("meta" if self.skeleton.mode is None else "cpu"), self.skeleton
+            )
             budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
             manager = CountingManager(len(sites), budget, engine)
             # no limit, independent of this machine
@@ -372,17 +432,23 @@ class Counter:
             yield manager
 
 
-def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool) -> Method:
+def _count_method(
+    counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
+) -> Method:
     """Count a recipe at its points and fit its laws."""
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # raises if the model cannot be sharded
-    layers = (layer for stack in find_stacks(counter.skeleton.model).stacks for layer in stack.layers)
+    layers = (
+        layer for stack in find_stacks(counter.skeleton.model).stacks for layer in stack.layers
+    )
     states = any(states_argument(layer) is not None for layer in layers)
     points = points_for(at, chunked, fused, states, tiles)
     if recipe.split:  # a shard has two parts of complete chunks
-        large = 4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
+        large = (
+            4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
+        )
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
     first: list[list[Counted]] = []
     again: list[list[Counted]] = []
@@ -398,28 +464,47 @@ def _count_method(counter: Counter, recipe: SurveyRecipe, at: Point | None, accu
             # existing gradients add the same bytes at every point and in every streamed method
             if not more:
                 pairs = zip(phases, unroll(steps[1], counter.reduced)[0], strict=True)
-                more = [Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients) for one, two in pairs]
+                more = [
+                    Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients)
+                    for one, two in pairs
+                ]
             adding = []
             for one, add in zip(phases, more, strict=True):
                 most = {keys: others + add.peak for keys, others in one.most.items()}
-                adding.append(Counted(one.name, one.start + add.start, one.peak + add.peak, add.gradients, most))
+                adding.append(
+                    Counted(
+                        one.name, one.start + add.start, one.peak + add.peak, add.gradients, most
+                    )
+                )
             again.append(adding)
     counter.growth = more if chunked else counter.growth
     split = None
     if recipe.config is not None and recipe.split:
         heads, saves = counter.heads(recipe), recipe.config.named_saves
         split = split_of(recipe.split, heads, links, ranks, points[0][0], saves)
-        first, again = (lines_of_keys(phases, split, [t for t, _ in points], ranks) for phases in (first, again))
+        first, again = (
+            lines_of_keys(phases, split, [t for t, _ in points], ranks) for phases in (first, again)
+        )
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
     host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
-    more_points = counter.more_points(recipe, points[0][1], counted) if chunked and timed and not tiles else {}
+    more_points = (
+        counter.more_points(recipe, points[0][1], counted)
+        if chunked and timed and not tiles
+        else {}
+    )
     found = counted | {point: works for point, works in more_points.items() if point not in counted}
     # Fitted over the full sequence's length and all ranks; copies to the host over the method's own
     # points alone.
     lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
     work = tuple(
-        fit_work(name, lengths, [Work().plus(one[name], ranks) for one in found.values()], k_block, len(counted))
+        fit_work(
+            name,
+            lengths,
+            [Work().plus(one[name], ranks) for one in found.values()],
+            k_block,
+            len(counted),
+        )
         for name in counted[points[0]]
     )
     config = recipe.config or StreamConfig()

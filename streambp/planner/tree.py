@@ -43,7 +43,9 @@ def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
             alike: dict[str, list[tuple[str, nn.Module]]] = {}
             for child_name, child in module.named_children():
                 shapes = repr(child) + str([tuple(p.shape) for p in child.parameters()])
-                alike.setdefault(shapes if child_name.isdigit() else child_name, []).append((child_name, child))
+                alike.setdefault(shapes if child_name.isdigit() else child_name, []).append(
+                    (child_name, child)
+                )
             for same in alike.values():
                 label = same[0][0] if len(same) == 1 else f"{same[0][0]}-{same[-1][0]}"
                 children.append(node(label, same[0][1], len(same)))
@@ -56,7 +58,9 @@ def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
         reduces = module is not layers[0] and any(child is layers[0] for child in module.modules())
         if reduces or isinstance(module, nn.ModuleList):
             missing = activation - sum(found.get(child, 0.0) for child in _direct(module))
-            activation = max(0.0, missing) + sum(child.count * child.activation for child in children)
+            activation = max(0.0, missing) + sum(
+                child.count * child.activation for child in children
+            )
         return Node(name, type(module).__name__, count, parameters, activation, tuple(children))
 
     return node("", skeleton.model, 1)
@@ -71,15 +75,27 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
     handles: list[Any] = []
 
     for module in skeleton.model.modules():
-        handles.append(module.register_forward_pre_hook(lambda one, _: spans.update({one: (count.tracked, count.tracked)})))
-        handles.append(module.register_forward_hook(lambda one, *_: spans.update({one: (spans[one][0], count.tracked)})))
-    attention = fused_attention(skeleton.model) if skeleton.device == "cuda" else contextlib.nullcontext()
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda one, _: spans.update({one: (count.tracked, count.tracked)})
+            )
+        )
+        handles.append(
+            module.register_forward_hook(
+                lambda one, *_: spans.update({one: (spans[one][0], count.tracked)})
+            )
+        )
+    attention = (
+        fused_attention(skeleton.model) if skeleton.device == "cuda" else contextlib.nullcontext()
+    )
     try:
         with attention, skeleton.running():
             ids = torch.empty(batch_size, LENGTH, dtype=torch.long)  # [B, T]
             with count:
                 output = skeleton.model(input_ids=ids, labels=ids, use_cache=False)
-            kept = {module: count.alive(*span) / (batch_size * LENGTH) for module, span in spans.items()}
+            kept = {
+                module: count.alive(*span) / (batch_size * LENGTH) for module, span in spans.items()
+            }
             del output
     finally:
         for handle in handles:

@@ -4,8 +4,8 @@
 tensor that it changes in place. A broadcast dimension is read once. Views and empty tensors move
 nothing. Fills and `copy_` do not read their destination. Gathers and scatters move the selected
 elements twice. A matrix product that adds to a sum moves the sum twice. All other costs of matrix
-products and attention are in their FLOPs. A product that is `SKINNY` costs its bytes instead: products of
-adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
+products and attention are in their FLOPs. A product that is `SKINNY` costs its bytes instead:
+products of adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
 """
 
 from __future__ import annotations
@@ -122,7 +122,13 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
     causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
     left = kwargs.get("window_size_left")
     products = 3 * size + 2 * value_size if func in BACKWARDS else size + value_size
-    return 2 * rows * heads * pairs(queries, keys, causal, None if left is None or left < 0 else left + 1) * products
+    return (
+        2
+        * rows
+        * heads
+        * pairs(queries, keys, causal, None if left is None or left < 0 else left + 1)
+        * products
+    )
 
 
 def workspace(func: Any, args: Any, kernels: str) -> int:
@@ -139,7 +145,9 @@ def workspace(func: Any, args: Any, kernels: str) -> int:
 
 
 EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-ONLY_WRITTEN = frozenset({"zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+ONLY_WRITTEN = frozenset(
+    {"zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+)
 COPIES = frozenset({"copy_"})
 SELECTED_RESULT = frozenset({"index", "index_select", "gather", "embedding"})
 SELECTED_SOURCE = {  # index of the source that is written to selected elements
@@ -189,5 +197,9 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         return Work(2 * terms * b.shape[-1], moved=size, dispatches=1)
     if func in ATTENTION:
         flops = attention_flops(func, args, kwargs)
-        return Work(backward=flops, dispatches=1) if func in BACKWARDS else Work(forward=flops, dispatches=1)
+        return (
+            Work(backward=flops, dispatches=1)
+            if func in BACKWARDS
+            else Work(forward=flops, dispatches=1)
+        )
     return Work(moved=moved(func, args, kwargs, result), dispatches=1)

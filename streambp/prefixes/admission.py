@@ -32,7 +32,14 @@ from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
 from streambp.device import autocast_dtype, is_out_of_memory
 from streambp.errors import UnsharedError
-from streambp.known_names import EMBEDS, LABELS, NOISY_EMBEDDINGS, QUANT_STATE, SHARED_INPUTS, Z_LOSS
+from streambp.known_names import (
+    EMBEDS,
+    LABELS,
+    NOISY_EMBEDDINGS,
+    QUANT_STATE,
+    SHARED_INPUTS,
+    Z_LOSS,
+)
 from streambp.layer.choices import Choices
 from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
@@ -45,11 +52,16 @@ from streambp.prefixes.tree import Tree, find_tree
 DROPS = "drop"  # part of names of modules with dropout, and of rate attributes
 JITTER = "jitter"  # part of names of attributes that scale a router's input at random
 BAR, BAR_IN_HALF = 1e-4, 3e-2  # maximal relative error of a trial, from rounding
-Over = Callable[..., Any]  # a backbone's forward: (arguments, None or a tree, in trials a list for exceptions)
+Over = Callable[
+    ..., Any
+]  # a backbone's forward: (arguments, None or a tree, in trials a list for exceptions)
 
 
 def why_not(
-    module: nn.Module, kwargs: Mapping[str, Any], sites: list[LayerSite], takes_positions: bool = True
+    module: nn.Module,
+    kwargs: Mapping[str, Any],
+    sites: list[LayerSite],
+    takes_positions: bool = True,
 ) -> str | None:
     """Return the reason against sharing in a backbone's call; None if a tree may be tried."""
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
@@ -78,7 +90,11 @@ def draws_noise(module: nn.Module) -> bool:
     return any(
         isinstance(value, float)
         and value > 0
-        and (DROPS in name or JITTER in name or (name == "p" and DROPS in type(part).__name__.lower()))
+        and (
+            DROPS in name
+            or JITTER in name
+            or (name == "p" and DROPS in type(part).__name__.lower())
+        )
         for part in module.modules()
         if part.training
         for name, value in vars(part).items()
@@ -105,7 +121,9 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
     for mask in masks:
         mask.tree = tree.spans
     if site.kind.attention.reads_a_mask and not masks:
-        raise UnsharedError(f"{type(site.layer).__name__} gets no attention mask that could tell of branches")
+        raise UnsharedError(
+            f"{type(site.layer).__name__} gets no attention mask that could tell of branches"
+        )
 
 
 def check_streamed(site: LayerSite) -> None:
@@ -115,7 +133,9 @@ def check_streamed(site: LayerSite) -> None:
         UnsharedError: the layer ran unchunked.
     """
     if site.last.because is not None:
-        raise UnsharedError(f"{type(site.layer).__name__} does not run in chunks: {site.last.because}")
+        raise UnsharedError(
+            f"{type(site.layer).__name__} does not run in chunks: {site.last.because}"
+        )
 
 
 class Trials:
@@ -134,7 +154,11 @@ class Trials:
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the kind of a call with these arguments, which `why_not` has accepted."""
-        said = (name for name, value in kwargs.items() if value is not None and value is not False and name not in LABELS)
+        said = (
+            name
+            for name, value in kwargs.items()
+            if value is not None and value is not False and name not in LABELS
+        )
         positions = kwargs.get(SHARED_INPUTS[2])
         given = (*sorted(said), 0 if positions is None else positions.dim())
         dtype = next((parameter.dtype for parameter in self.module.parameters()), None)
@@ -144,7 +168,14 @@ class Trials:
         """True if the kind of a call with these arguments was tried."""
         return self.kind_of(kwargs) in self.verdicts
 
-    def make(self, kwargs: Mapping[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> None:
+    def make(
+        self,
+        kwargs: Mapping[str, Any],
+        over: Over,
+        sites: list[LayerSite],
+        apart: int,
+        together: bool,
+    ) -> None:
         """Try the kind of a call and store the verdicts.
 
         Args:
@@ -163,14 +194,22 @@ class Trials:
         ]
         self.verdicts[self.kind_of(kwargs)] = found[0], found[-1]
 
-    def _try(self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool) -> str | None:
+    def _try(
+        self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool
+    ) -> str | None:
         _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
         ids = known_by(kwargs)
         tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
         assert isinstance(tree, Tree), tree
         here = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
         random = RandomState.capture(ids.device).replayed()
-        with torch.no_grad(), _in_eval(self.module), leaving_no_trace(self.module) as restored, recording(()), random:
+        with (
+            torch.no_grad(),
+            _in_eval(self.module),
+            leaving_no_trace(self.module) as restored,
+            recording(()),
+            random,
+        ):
             failed: list[Exception] = []
             try:
                 made = [Choices() for _ in sites]
@@ -195,20 +234,31 @@ class Trials:
             if is_out_of_memory(failed[0]) and not together:
                 # Running out of memory proves nothing about the model. No other rank waits here.
                 raise failed[0]
-            return f"a trial on a few random tokens failed ({type(failed[0]).__name__}: {failed[0]})"
+            return (
+                f"a trial on a few random tokens failed ({type(failed[0]).__name__}: {failed[0]})"
+            )
         if set_otherwise:
             return f"its forward initialises itself at its first call ({', '.join(set_otherwise)})"
         half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
         found, expected = found.double(), expected.double()
         if half:  # distance over all values, because single values round coarsely
-            distance, bar = float((found - expected).norm() / expected.norm().clamp(min=1e-30)), BAR_IN_HALF
+            distance, bar = (
+                float((found - expected).norm() / expected.norm().clamp(min=1e-30)),
+                BAR_IN_HALF,
+            )
         else:
-            distance, bar = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)), BAR
+            distance, bar = (
+                float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)),
+                BAR,
+            )
         scores = max((each.typical() if half else each.furthest() for each in taken), default=0.0)
         if distance <= bar and scores <= SCORES * bar:
             return None
         distance = max(distance, scores / SCORES)
-        return f"a trial on a few random tokens gave something else than rows do (relative error {distance:.1e})"
+        return (
+            "a trial on a few random tokens gave something else than rows do (relative error "
+            f"{distance:.1e})"
+        )
 
 
 def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
@@ -220,7 +270,9 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
     if tree.furthest is None:
         return found
     last = found[:, -1:]
-    return torch.cat([found, torch.full_like(last, float("nan")) if last.is_floating_point() else last], 1)
+    return torch.cat(
+        [found, torch.full_like(last, float("nan")) if last.is_floating_point() else last], 1
+    )
 
 
 @contextlib.contextmanager
@@ -235,7 +287,10 @@ def _in_eval(module: nn.Module) -> Iterator[None]:
     for part in module.modules():
         own = [parameter for parameter in part._parameters.values() if parameter is not None]
         # With `bnb_4bit_quant_storage`, a quantised parameter's bytes have a floating dtype.
-        quantised = any(not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE) for parameter in own)
+        quantised = any(
+            not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE)
+            for parameter in own
+        )
         if part.training and not quantised:
             training.append(part)
     for part in training:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from streambp.device import has_data
-from streambp.known_names import EMBEDS, IN_ORDER, LABELS, PER_TOKEN, SAYS_NOTHING_OF_TOKENS, SHARED_INPUTS
+from streambp.known_names import (
+    EMBEDS,
+    IN_ORDER,
+    LABELS,
+    PER_TOKEN,
+    SAYS_NOTHING_OF_TOKENS,
+    SHARED_INPUTS,
+)
 from streambp.prefixes.tree import Tree
 
 TRIAL = (3, 24)  # rows and tokens of a trial
@@ -34,7 +41,9 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
 
     None: the arguments contain all that a packed row needs.
     """
-    foreign = next((name for name, value in kwargs.items() if name not in KNOWN and value is not None), None)
+    foreign = next(
+        (name for name, value in kwargs.items() if name not in KNOWN and value is not None), None
+    )
     if foreign is not None:
         return f"the call has {foreign}, which may say more of a token than its id and its position"
     tokens, (_, mask, positions) = tokens_of(kwargs), (kwargs.get(name) for name in SHARED_INPUTS)
@@ -42,12 +51,17 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 + embedded or not has_data(tokens):
         return "the call has neither input_ids [B, T] nor inputs_embeds [B, T, h]"
     if embedded and mask is None:
-        return "the call has inputs_embeds, which are not compared, and no attention_mask, which would tell padding"
+        return (
+            "the call has inputs_embeds, which are not compared, and no attention_mask, which "
+            "would tell padding"
+        )
     shape = tokens.shape[:2]
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != shape):
         return "the attention mask is not [B, T]"
     if positions is not None and not (
-        isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-2:] in (shape, (1, shape[1]))
+        isinstance(positions, Tensor)
+        and positions.dim() in (2, 3)
+        and positions.shape[-2:] in (shape, (1, shape[1]))
     ):
         return "position_ids are not [B, T] or [axes, B, T]"
     for name in PER_TOKEN:
@@ -74,7 +88,9 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
         said += [_numbered(axis.expand(shape)) for axis in positions]
     if not said:
         return tokens  # type: ignore[no-any-return]
-    each = torch.stack([tokens, *(x.to(tokens) for x in said)], -1).flatten(0, 1)  # [B * T, what is said]
+    each = torch.stack([tokens, *(x.to(tokens) for x in said)], -1).flatten(
+        0, 1
+    )  # [B * T, what is said]
     return each.unique(dim=0, return_inverse=True)[1].view(shape)
 
 
@@ -97,8 +113,14 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
     tokens = tokens_of(kwargs)
     if positions is None:
         positions = torch.arange(tree.width, device=tokens.device)[None]
-    positions = positions.expand(*positions.shape[:-2], len(tree.rows), -1)  # [B, T] or [axes, B, T]
-    found = tree.packed(positions) if positions.dim() == 2 else torch.stack([tree.packed(axis) for axis in positions])
+    positions = positions.expand(
+        *positions.shape[:-2], len(tree.rows), -1
+    )  # [B, T] or [axes, B, T]
+    found = (
+        tree.packed(positions)
+        if positions.dim() == 2
+        else torch.stack([tree.packed(axis) for axis in positions])
+    )
     if tree.furthest is not None:
         found = nn.functional.pad(found, (0, 1), value=tree.furthest)
     # Without a mask, transformers would search the positions for documents.
@@ -112,7 +134,9 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
                 # Append a copy of the first token. A padding id may have a zero embedding, and a
                 # root of zeros has no gradient (Gemma 3n).
                 first = row[:, :1].detach()
-                changed[name] = torch.cat([row, torch.zeros_like(first) if name in PER_TOKEN else first], 1)
+                changed[name] = torch.cat(
+                    [row, torch.zeros_like(first) if name in PER_TOKEN else first], 1
+                )
     return changed
 
 
@@ -134,7 +158,9 @@ def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[s
     changed = {name: value for name, value in kwargs.items() if name not in LABELS}
     given = tokens_of(kwargs)
     if given.is_floating_point():
-        drawn = torch.randn(*TRIAL, given.shape[-1], generator=generator, device="cpu", dtype=torch.float32)
+        drawn = torch.randn(
+            *TRIAL, given.shape[-1], generator=generator, device="cpu", dtype=torch.float32
+        )
         changed[EMBEDS] = drawn.to(given)
     else:
         changed[SHARED_INPUTS[0]] = tokens.to(given)
@@ -145,12 +171,19 @@ def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[s
     for name in IN_ORDER:
         if kwargs.get(name) is not None:
             sizes = [(int(marked.sum()), x.shape[-1]) for x in kwargs[name]]
-            features = [torch.randn(size, generator=generator, device="cpu", dtype=torch.float32) for size in sizes]
+            features = [
+                torch.randn(size, generator=generator, device="cpu", dtype=torch.float32)
+                for size in sizes
+            ]
             changed[name] = [x.to(like) for x, like in zip(features, kwargs[name], strict=True)]
     if mask is not None:
         changed[SHARED_INPUTS[1]] = real.to(mask)
     if positions is not None:
         counted = (real.cumsum(1) - 1).clamp(min=0)  # [rows, tokens]
-        axes = [counted + axis * marked for axis in range(len(positions))] if positions.dim() == 3 else []
+        axes = (
+            [counted + axis * marked for axis in range(len(positions))]
+            if positions.dim() == 3
+            else []
+        )
         changed[SHARED_INPUTS[2]] = (torch.stack(axes) if axes else counted).to(positions)
     return changed

@@ -31,21 +31,29 @@ from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import A_CHUNK, NOTHING, Tree, find_tree
 
 IGNORED = -100  # label of tokens without a label
-Unseen = Callable[[], bool] | None  # returns True if no code reads values of padding; None: the caller does
+Unseen = (
+    Callable[[], bool] | None
+)  # returns True if no code reads values of padding; None: the caller does
 AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
 ONE_ROW = "the last call has one row or none"
 PADDING_IS_SEEN = (
-    "the last call's caller gets values at padding, which a packed row has not (hidden states, logits or router logits), "
-    "or code of its own may read them (a hook, a head, a forward, a loss); with rows='packed' they are another token's"
+    "the last call's caller gets values at padding, which a packed row has not (hidden states, "
+    "logits or router logits), or code of its own may read them (a hook, a head, a forward, a "
+    "loss); with rows='packed' they are another token's"
 )
 PADDING_IS_READ = (
-    "the program has read logits at padding, which a packed row has not; with rows='packed' they are another token's"
+    "the program has read logits at padding, which a packed row has not; with rows='packed' they "
+    "are another token's"
 )
 NOISE_IS_SEEN = (
-    "dropout or jitter would draw the same noise for tokens that rows have in common; with rows='packed' it does, and they "
-    "are computed once"
+    "dropout or jitter would draw the same noise for tokens that rows have in common; with "
+    "rows='packed' it does, and they are computed once"
 )
-UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING)  # reasons that need no report with the default setting
+UNREMARKABLE = (
+    AS_UNPATCHED,
+    ONE_ROW,
+    NOTHING,
+)  # reasons that need no report with the default setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +120,11 @@ class SharedPrefixes:
                 rank.
         """
         tree = self._find(kwargs, over, sites, labels, padding_unseen)
-        tree = "position_ids mark documents in packed rows" if documents and isinstance(tree, Tree) else tree
+        tree = (
+            "position_ids mark documents in packed rows"
+            if documents and isinstance(tree, Tree)
+            else tree
+        )
         if isinstance(tree, Tree):
             late = None
             if again is not None:
@@ -128,12 +140,19 @@ class SharedPrefixes:
                     raise
                 if must_agree(self.module):  # recomputing would need the other ranks' weights
                     raise StreamBPError(
-                        f"This batch cannot be computed as a packed row: {error}. That was found while the model ran, "
-                        "where other ranks wait for this one. Set StreamConfig(rows='as_given')."
+                        f"This batch cannot be computed as a packed row: {error}. That was found "
+                        "while the model ran, where other ranks wait for this one. Set "
+                        "StreamConfig(rows='as_given')."
                     ) from error
                 known = isinstance(error, UnsharedError)
-                tree = str(error) if known else f"their packed row failed ({type(error).__name__}: {error})"
-                self.trials.verdicts = dict.fromkeys(self.trials.verdicts, (tree, tree))  # for all kinds
+                tree = (
+                    str(error)
+                    if known
+                    else f"their packed row failed ({type(error).__name__}: {error})"
+                )
+                self.trials.verdicts = dict.fromkeys(
+                    self.trials.verdicts, (tree, tree)
+                )  # for all kinds
             else:
                 padding = len(tree.rows) * tree.width - tree.tokens_of_rows
                 self.last = Shared(len(tree.rows), tree.tokens_of_rows, padding, tree.tokens)
@@ -189,7 +208,10 @@ class SharedPrefixes:
         if together and self._agreed(kwargs, may_try, wants):
             self.trials.make(kwargs, over, sites(), _apart(sites()), together)
         elif together and wants:
-            return "ranks are to try a kind of call together, and this one is not that of all of them (a mask on some)"
+            return (
+                "ranks are to try a kind of call together, and this one is not that of all of them "
+                "(a mask on some)"
+            )
         elif wants:
             try:
                 self.trials.make(kwargs, over, sites(), _apart(sites()), together)
@@ -231,7 +253,10 @@ class SharedPrefixes:
                 tree = self._tried(kwargs, tree)
             return tree, may_try
         except Exception as error:
-            return f"the look at the last call's rows failed ({type(error).__name__}: {error})", may_try
+            return (
+                f"the look at the last call's rows failed ({type(error).__name__}: {error})",
+                may_try,
+            )
 
     @staticmethod
     def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
@@ -243,7 +268,9 @@ class SharedPrefixes:
 
     def _why_not(self, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
         reason = why_not(self.module, kwargs, sites, self.trials.takes_positions)
-        return why_rows(self.module) if reason is None else reason  # before a trial: hooks would get its tokens
+        return (
+            why_rows(self.module) if reason is None else reason
+        )  # before a trial: hooks would get its tokens
 
     def _look(
         self,
@@ -268,11 +295,21 @@ class SharedPrefixes:
         given = [x for x in (*said, plain, shifted) if isinstance(x, Tensor)]
         key = [(x, None if x.is_inference() else x._version) for x in given]
         before = [] if self._looked is None else self._looked[0]
-        same = len(before) == len(key) and all(x is y and i == j for (x, i), (y, j) in zip(before, key, strict=True))
+        same = len(before) == len(key) and all(
+            x is y and i == j for (x, i), (y, j) in zip(before, key, strict=True)
+        )
         if self._looked is None or not same:
             ids = known_by(kwargs)
             scored = _labelled(plain, shifted, ids)
-            look = functools.partial(find_tree, ids, mask, positions, scored, apart=_apart(sites), a_chunk=_a_chunk(sites))
+            look = functools.partial(
+                find_tree,
+                ids,
+                mask,
+                positions,
+                scored,
+                apart=_apart(sites),
+                a_chunk=_a_chunk(sites),
+            )
             found = look()
             shares = isinstance(found, Tree) and found.tokens < found.tokens_of_rows
             if shares and self.rows == "auto" and draws_noise(self.module):
@@ -306,10 +343,17 @@ class SharedPrefixes:
             may_try: True if the call may be tried on this rank.
             wants: True if the kind is new on this rank and its packed row saves tokens.
         """
-        device = next((value.device for value in kwargs.values() if isinstance(value, Tensor)), torch.device("cpu"))
+        device = next(
+            (value.device for value in kwargs.values() if isinstance(value, Tensor)),
+            torch.device("cpu"),
+        )
         kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if may_try else 0
         said = everyones_numbers(self.module, [kind, wants], device)
-        return kind != 0 and all(other[0] == kind for other in said) and any(wanted for _, wanted in said)
+        return (
+            kind != 0
+            and all(other[0] == kind for other in said)
+            and any(wanted for _, wanted in said)
+        )
 
 
 def _apart(sites: list[LayerSite]) -> int:
@@ -337,6 +381,8 @@ def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
         return shifted != IGNORED
     if isinstance(plain, Tensor) and plain.shape == ids.shape:
         return nn.functional.pad(plain[:, 1:] != IGNORED, (0, 1))
-    if isinstance(plain, Tensor) and plain.dim() == 2 and plain.shape[0] == ids.shape[0]:  # labels for logits_to_keep
+    if (
+        isinstance(plain, Tensor) and plain.dim() == 2 and plain.shape[0] == ids.shape[0]
+    ):  # labels for logits_to_keep
         return torch.ones_like(ids, dtype=torch.bool)
     return None

@@ -23,7 +23,13 @@ from streambp.lazy.deferred import Deferred
 from streambp.prefixes.admission import BAR, BAR_IN_HALF, draws_noise
 from streambp.prefixes.tree import Tree
 
-PLAIN = (bool, int, float, str, type(None))  # types of module attributes that may change its results
+PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+)  # types of module attributes that may change its results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +103,9 @@ class LateRows:
         told: called when the program reads padding.
     """
 
-    def __init__(self, module: nn.Module, again: Again, tree: Tree, told: Callable[[], None]) -> None:
+    def __init__(
+        self, module: nn.Module, again: Again, tree: Tree, told: Callable[[], None]
+    ) -> None:
         self.module = module
         self.again = again
         self.tree = tree
@@ -121,7 +129,9 @@ class LateRows:
         hidden = output[0]
         if not isinstance(hidden, Deferred) or hidden.written is not None:
             if self.again.handed_out:
-                raise UnsharedError("its final norm is not left to the head, which may read padding")
+                raise UnsharedError(
+                    "its final norm is not left to the head, which may read padding"
+                )
             return None
         self.source = hidden.source.detach().reshape(-1, hidden.source.shape[-1])
         self.autocast = Autocast.capture(hidden.device)

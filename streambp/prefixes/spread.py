@@ -83,10 +83,14 @@ def _at_places(x: Deferred, tree: Tree) -> Deferred:
     """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
     if source.shape[0] != tree.length or x.recipe.places is not None:
-        raise UnsharedError(f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens")
+        raise UnsharedError(
+            f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens"
+        )
     if any(True for _ in tree.padding()):
         source = Behind.apply(source)
-    return Deferred.make(source, dataclasses.replace(x.recipe, places=tree.places(source.device)), x.dtype)
+    return Deferred.make(
+        source, dataclasses.replace(x.recipe, places=tree.places(source.device)), x.dtype
+    )
 
 
 def with_late_padding(x: Deferred, tree: Tree, compute: Callable[[bool], Tensor]) -> Deferred:
@@ -102,7 +106,9 @@ def with_late_padding(x: Deferred, tree: Tree, compute: Callable[[bool], Tensor]
     """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
     if source.shape[0] != tree.length or x.recipe.places is not None:
-        raise UnsharedError(f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens")
+        raise UnsharedError(
+            f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens"
+        )
     places = tree.places(source.device)  # [B, T]
     columns = torch.arange(places.numel(), device=places.device).view_as(places)
     places = torch.where(places < tree.length, places, tree.length + columns)
@@ -115,7 +121,11 @@ def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
     for index, row in enumerate(tree.rows):
         for piece in row.pieces:
             start = row.column + piece.at
-            yield index, slice(start, start + piece.stop - piece.start), slice(piece.start, piece.stop)
+            yield (
+                index,
+                slice(start, start + piece.stop - piece.start),
+                slice(piece.start, piece.stop),
+            )
 
 
 def refuse(*parts: Tensor) -> None:
@@ -129,9 +139,9 @@ def refuse(*parts: Tensor) -> None:
     """
     if parts and bool(torch.stack([((part != 0) & part.isfinite()).any() for part in parts]).any()):
         raise BackwardError(
-            "A gradient arrives at padding of a batch that was computed as a packed row, without padding. "
-            "Leave padding out of the loss (labels of -100, or a mask that zeroes it), or set "
-            "StreamConfig(rows='as_given')."
+            "A gradient arrives at padding of a batch that was computed as a packed row, without "
+            "padding. Leave padding out of the loss (labels of -100, or a mask that zeroes it), or "
+            "set StreamConfig(rows='as_given')."
         )
 
 
@@ -160,7 +170,9 @@ def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) 
     if x.dim() > 1 and x.shape[0] == tree.length:
         flat: Tensor = Spread.apply(x, tree)
         return flat.flatten(0, 1)
-    raise UnsharedError(f"the model returns a tensor {list(x.shape)} for a packed row of {tree.length} tokens")
+    raise UnsharedError(
+        f"the model returns a tensor {list(x.shape)} for a packed row of {tree.length} tokens"
+    )
 
 
 def spread_all(

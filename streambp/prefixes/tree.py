@@ -27,7 +27,10 @@ from streambp.chunks import Forks
 LEAST = 64  # minimum of shared tokens; with fewer, small attention blocks cost more than they save
 SAVES = 0.1  # minimum savings, fraction of B * T tokens; ignores prefixes that are equal by chance
 A_CHUNK = 64  # overhead of a chunk in layers with states, in tokens; 38 and more on a CPU
-NOTHING = "a packed row saves too little: the last call's rows have no padding, and no beginning in common"
+NOTHING = (
+    "a packed row saves too little: the last call's rows have no padding, and no beginning in "
+    "common"
+)
 WIDER = 4  # growth of the compared range while rows match
 
 
@@ -146,13 +149,20 @@ class Tree:
         for index, row in enumerate(self.rows):
             for piece in row.pieces:
                 start = row.column + piece.at
-                found[index, start : start + piece.stop - piece.start] = torch.arange(piece.start, piece.stop, device="cpu")
+                found[index, start : start + piece.stop - piece.start] = torch.arange(
+                    piece.start, piece.stop, device="cpu"
+                )
         return found.to(device)
 
     def packed(self, batch: Tensor) -> Tensor:
         """Return the packed row [1, tokens, ...] of a batch [B, T, ...]."""
-        columns = ((s.row, self.rows[s.row].column + s.own.at, s.own.stop - s.own.start) for s in self.segments)
-        rows = batch.unbind()  # gradients are stacked; the gradient of batch[row] would have the batch's size
+        columns = (
+            (s.row, self.rows[s.row].column + s.own.at, s.own.stop - s.own.start)
+            for s in self.segments
+        )
+        rows = (
+            batch.unbind()
+        )  # gradients are stacked; the gradient of batch[row] would have the batch's size
         return torch.cat([rows[row][start : start + size] for row, start, size in columns])[None]
 
     def spans(self, window: int | None = None) -> Spans:
@@ -162,7 +172,9 @@ class Tree:
             window: number of a row's tokens that a query reads, including the query; None: all
                 earlier tokens.
         """
-        own = [Run(segment.own.start, segment.own.stop, segment.own.start) for segment in self.segments]
+        own = [
+            Run(segment.own.start, segment.own.stop, segment.own.start) for segment in self.segments
+        ]
         if self.furthest is not None:
             own.append(Run(self.tokens, self.length, self.tokens))
         before = self._whole_pieces() if window is None else self._pieces_within(window)
@@ -173,14 +185,25 @@ class Tree:
 
         The segments may have different lengths.
         """
-        cuts = sorted({edge for s in self.segments for piece in s.before for edge in (piece.start, piece.stop)})
+        cuts = sorted(
+            {
+                edge
+                for s in self.segments
+                for piece in s.before
+                for edge in (piece.start, piece.stop)
+            }
+        )
         readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for segment in self.segments:
             for piece in segment.before:
                 inside = [cut for cut in cuts if piece.start <= cut <= piece.stop]
                 for part in itertools.pairwise(inside):
                     queries = readers.setdefault(part, [])
-                    start = queries.pop()[0] if queries and queries[-1][1] == segment.own.start else segment.own.start
+                    start = (
+                        queries.pop()[0]
+                        if queries and queries[-1][1] == segment.own.start
+                        else segment.own.start
+                    )
                     queries.append((start, segment.own.stop))
         for (k0, k1), queries in sorted(readers.items()):
             yield from (Run(q0, q1, k0, k1) for q0, q1 in queries)
@@ -192,7 +215,9 @@ class Tree:
         for segment in self.segments:
             for piece in segment.before:
                 shift = (segment.own.start - segment.own.at) - (piece.start - piece.at)
-                last = min(segment.own.stop, piece.stop - 1 + window + shift)  # end of the queries that read the piece
+                last = min(
+                    segment.own.stop, piece.stop - 1 + window + shift
+                )  # end of the queries that read the piece
                 if segment.own.start < last:
                     yield Run(segment.own.start, last, piece.start, piece.stop, shift)
 
@@ -251,7 +276,10 @@ def find_tree(
     more = a_chunk * (tree.pieces - 1)
     if ids.numel() - tree.tokens - more < max(saves * ids.numel(), 1):
         cut = f", in {tree.pieces} chunks at least" if more else ""
-        return f"a packed row saves too little: the last call's {ids.numel():,} tokens would be {tree.tokens:,}{cut}"
+        return (
+            f"a packed row saves too little: the last call's {ids.numel():,} tokens would be "
+            f"{tree.tokens:,}{cut}"
+        )
     return tree
 
 
@@ -264,16 +292,22 @@ def _look_at(
     """
     batch_size, width = ids.shape
     columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)
-    given = columns[None] if positions is None else positions.reshape(-1, *positions.shape[-2:])  # [axes, B, T]
+    given = (
+        columns[None] if positions is None else positions.reshape(-1, *positions.shape[-2:])
+    )  # [axes, B, T]
     given = given.to(ids.device).expand(-1, batch_size, -1)
     positions = columns if len(given) == 3 else given[0]  # [B, T], text positions
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) != 0  # [B, T]
+    real = (
+        torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) != 0
+    )  # [B, T]
     first = real.int().argmax(1)
     last = width - 1 - real.flip(1).int().argmax(1)
     length = real.sum(1)
     both = real[:, 1:] & real[:, :-1]
     grows = ((positions[:, 1:] - positions[:, :-1] == 1) | ~both).all(1)
-    scored = (torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)).to(first.dtype)
+    scored = (
+        torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)
+    ).to(first.dtype)
     start = positions.gather(1, first[:, None])[:, 0]
     highest = (
         given.amax((0, 2)),
@@ -288,28 +322,42 @@ def _look_at(
     rows = [(*map(int, row[:5]), *row[5:]) for row in table.T.tolist()]
     for index, (_, extent, tokens, steady, outside, *_) in enumerate(rows):
         if tokens and extent != tokens:
-            return f"the attention mask of the last call's row {index} leaves out tokens between others"
+            return (
+                f"the attention mask of the last call's row {index} leaves out tokens between "
+                "others"
+            )
         if not steady:
             return f"position_ids of the last call's row {index} do not grow by one"
         if outside:
             return f"padding of the last call's row {index} predicts a label"
     furthest, read = (max(row[at] for row in rows) for at in (6, 7))
-    return [_Known(row[0], row[2], row[5]) for row in rows], None if read in (furthest, -1) else furthest
+    return [_Known(row[0], row[2], row[5]) for row in rows], None if read in (
+        furthest,
+        -1,
+    ) else furthest
 
 
-def _write_down(ids: Tensor, known: list[_Known], least: int, apart: int) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
+def _write_down(
+    ids: Tensor, known: list[_Known], least: int, apart: int
+) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
     """Return the segments of all rows, depth first, and each row's pieces."""
     if any(row.column for row in known):  # shift rows left to their first token
         firsts = torch.tensor([row.column for row in known], device=ids.device)
-        columns = (torch.arange(ids.shape[1], device=ids.device) + firsts[:, None]).clamp(max=ids.shape[1] - 1)
+        columns = (torch.arange(ids.shape[1], device=ids.device) + firsts[:, None]).clamp(
+            max=ids.shape[1] - 1
+        )
         ids = ids.gather(1, columns)
     # Group rows that share `least` tokens: most rows of most batches share nothing.
     starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
     alike: dict[tuple[float, ...], list[int]] = {}
     for index, (known_row, start) in enumerate(zip(known, starts, strict=True)):
-        alike.setdefault((known_row.position, start) if known_row.length >= least else (index,), []).append(index)
+        alike.setdefault(
+            (known_row.position, start) if known_row.length >= least else (index,), []
+        ).append(index)
     # Groups of rows without pieces yet, and the pieces that each group shares.
-    waiting: list[tuple[list[int], tuple[Piece, ...]]] = [(rows, ()) for rows in reversed(alike.values())]
+    waiting: list[tuple[list[int], tuple[Piece, ...]]] = [
+        (rows, ()) for rows in reversed(alike.values())
+    ]
     segments: list[Segment] = []
     pieces: dict[int, tuple[Piece, ...]] = {}
     end = 0
@@ -331,14 +379,18 @@ def _write_down(ids: Tensor, known: list[_Known], least: int, apart: int) -> tup
         beside = [row for row in others if common[row] - depth < least]
         if beside:
             waiting.append((beside, before))
-        for at in sorted({at for at in common.values() if at - depth >= least}):  # the stack pops the longest first
+        for at in sorted(
+            {at for at in common.values() if at - depth >= least}
+        ):  # the stack pops the longest first
             ahead = (piece for piece in pieces[pivot] if piece.at < at)
             path = tuple(Piece(p.at, p.start, min(p.stop, p.start + at - p.at)) for p in ahead)
             waiting.append(([row for row in others if common[row] == at], path))
     return tuple(segments), tuple(Row(row.column, pieces[index]) for index, row in enumerate(known))
 
 
-def _common(ids: Tensor, pivot: int, others: list[int], depth: int, lengths: list[int], least: int) -> dict[int, int]:
+def _common(
+    ids: Tensor, pivot: int, others: list[int], depth: int, lengths: list[int], least: int
+) -> dict[int, int]:
     """Return how many first tokens each of the other rows shares with the pivot row.
 
     The first comparison covers a few tokens, and each later comparison more tokens of the rows that
@@ -356,6 +408,10 @@ def _common(ids: Tensor, pivot: int, others: list[int], depth: int, lengths: lis
         for row, parts, at in zip(same, *table, strict=True):
             if parts:
                 found[row] = min(found[row], start + at)
-        same = [row for row, parts in zip(same, table[0], strict=True) if not parts and found[row] > stop]
+        same = [
+            row
+            for row, parts in zip(same, table[0], strict=True)
+            if not parts and found[row] > stop
+        ]
         start, size = stop, WIDER * size
     return found

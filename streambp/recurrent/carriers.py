@@ -39,7 +39,10 @@ class StateCarrier:
     def __init__(self, argument: str = "", returned: bool = False) -> None:
         self.argument, self.returned = argument, returned
         self.carries, self.least = bool(argument), LEAST_TOKENS if argument else 1
-        why = "it goes on from a state (a recurrence, a convolution), which another rank's shard ends with"
+        why = (
+            "it goes on from a state (a recurrence, a convolution), which another rank's shard "
+            "ends with"
+        )
         self.why_not_split = why if argument else None
 
     def hand(
@@ -72,5 +75,10 @@ class StateCarrier:
             return result
         hidden_states, states = result
         if cache is not None:
-            cache.after.update({Key("returned", 0, number): in_own_memory(state) for number, state in enumerate(states)})
+            cache.after.update(
+                {
+                    Key("returned", 0, number): in_own_memory(state)
+                    for number, state in enumerate(states)
+                }
+            )
         return hidden_states, None

@@ -32,7 +32,14 @@ import torch
 from torch import Tensor, nn
 
 from streambp.chunks import Barrier, Chunk, merged
-from streambp.known_names import CONVOLUTION, CONVOLUTION_STATE, DELTA_RULE, DOCUMENT_ENDS, DOCUMENT_IDS, STATE_SCAN
+from streambp.known_names import (
+    CONVOLUTION,
+    CONVOLUTION_STATE,
+    DELTA_RULE,
+    DOCUMENT_ENDS,
+    DOCUMENT_IDS,
+    STATE_SCAN,
+)
 from streambp.source import written_forward
 
 # Document ends in the probe: inside a chunk and at a chunk's end; one document is a single token,
@@ -51,7 +58,9 @@ class Documents:
             synchronizes.
     """
 
-    def __init__(self, ids: Tensor | None, ends: Tensor | None, known: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, ids: Tensor | None, ends: Tensor | None, known: tuple[int, ...] | None = None
+    ) -> None:
         self.ids, self._ends = ids, ends
         self.ends = () if ends is None else tuple(ends.tolist()) if known is None else known
         self._cut: dict[Chunk, Tensor] = {}
@@ -62,7 +71,11 @@ class Documents:
 
         Used for a layer whose own arguments lack them.
         """
-        return {name: value for name, value in ((DOCUMENT_IDS, self.ids), (DOCUMENT_ENDS, self._ends)) if value is not None}
+        return {
+            name: value
+            for name, value in ((DOCUMENT_IDS, self.ids), (DOCUMENT_ENDS, self._ends))
+            if value is not None
+        }
 
     def within(self, chunk: Chunk) -> dict[str, Tensor]:
         """Return a chunk's replacement arguments: the document ends inside it, [documents + 1]."""
@@ -115,7 +128,12 @@ class PackedRows:
         token behind a state, mixers choose decode kernels, which have no backward.
         """
         rows = [(set(row), row[1:]) for row in self.ends]
-        return merged(Barrier(end - 1, end - 1) for known, ends in rows for end in ends if end - 1 not in known)
+        return merged(
+            Barrier(end - 1, end - 1)
+            for known, ends in rows
+            for end in ends
+            if end - 1 not in known
+        )
 
     @property
     def number(self) -> int:
@@ -131,15 +149,22 @@ class PackedRows:
                 ids[row, list(ends[1:-1])] = 1
             of_tokens = ids.cumsum(-1, dtype=torch.int32).to(device)
             known = self.ends[0] if DOCUMENT_ENDS in names else None
-            of_row = None if known is None else torch.tensor(known, dtype=torch.int32, device=device)
-            self._documents[names] = Documents(of_tokens if DOCUMENT_IDS in names else None, of_row, known)
+            of_row = (
+                None if known is None else torch.tensor(known, dtype=torch.int32, device=device)
+            )
+            self._documents[names] = Documents(
+                of_tokens if DOCUMENT_IDS in names else None, of_row, known
+            )
         return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
         """Return the chunk's tokens split by document, in order within each row."""
         found: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
-            before, behind = bisect.bisect_left(ends, chunk.start), bisect.bisect_left(ends, chunk.stop)
+            before, behind = (
+                bisect.bisect_left(ends, chunk.start),
+                bisect.bisect_left(ends, chunk.stop),
+            )
             starts = ends[before] == chunk.start
             edges = (chunk.start, *ends[before + starts : behind], chunk.stop)
             for start, stop in itertools.pairwise(edges):
@@ -195,7 +220,9 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
 
 def tried_rows(rows: int, length: int) -> PackedRows:
     """Return the probe's document boundaries for rows of `length` tokens, as in `in_several`."""
-    return PackedRows(tuple((0, *(end - row % 2 for end in TRIED if end < length), length) for row in range(rows)))
+    return PackedRows(
+        tuple((0, *(end - row % 2 for end in TRIED if end < length), length) for row in range(rows))
+    )
 
 
 Function = Callable[..., Any]
@@ -217,7 +244,9 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
     """Wrap the function so that it gets the document boundaries of this chunk. [Note: documents]"""
-    tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[kind_of(function) or ""]
+    tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
+        kind_of(function) or ""
+    ]
     return functools.partial(tell, function, documents, chunk)
 
 
@@ -248,22 +277,33 @@ def kind_of(function: Any) -> str | None:
     return "conv" if parameters >= CONVOLUTION and CONVOLUTION_STATE not in parameters else None
 
 
-def _tell_convolution(real: Function, documents: Documents, chunk: Chunk, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _tell_convolution(
+    real: Function, documents: Documents, chunk: Chunk, /, x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Call a convolution on x [B, D, k + C] with the seq_idx of those tokens."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None:
-        kwargs[DOCUMENT_IDS] = documents.ids[:, chunk.stop - x.shape[-1] : chunk.stop].contiguous()  # [B, k + C]
+        kwargs[DOCUMENT_IDS] = documents.ids[
+            :, chunk.stop - x.shape[-1] : chunk.stop
+        ].contiguous()  # [B, k + C]
     return real(x, *args, **kwargs)
 
 
-def _tell_scan(real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any) -> Any:
+def _tell_scan(
+    real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
+) -> Any:
     """Call a scan with the chunk's seq_idx [B, C], counted from the preceding token's document."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
-        own, before = documents.ids[:, chunk.start : chunk.stop], documents.ids[:, chunk.start - 1 : chunk.start]
+        own, before = (
+            documents.ids[:, chunk.start : chunk.stop],
+            documents.ids[:, chunk.start - 1 : chunk.start],
+        )
         kwargs[DOCUMENT_IDS] = own - before  # [B, C]
     return real(*args, **kwargs)
 
 
-def _tell_rule(real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any) -> Any:
+def _tell_rule(
+    real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
+) -> Any:
     """Call a delta rule with start states [N, H, K, V] of N documents; return the last end
     state.
     """

@@ -57,15 +57,28 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     for module in layer.modules():
         forward = written_forward(module)
         names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
-        scan = next((name for name in names if parameters_of(forward.__globals__.get(name)) >= SELECTIVE_SCAN), None)
+        scan = next(
+            (
+                name
+                for name in names
+                if parameters_of(forward.__globals__.get(name)) >= SELECTIVE_SCAN
+            ),
+            None,
+        )
         if scan is not None:
             found.append((module, scan))
         elif LINEAR_CACHE in names:
             found.append((module, "torch"))
         elif OWN_SCAN in names:
             found.append((module, OWN_SCAN))
-            parent = next(parent for parent in layer.modules() if any(child is module for child in parent.children()))
-            found += [(child, "forward") for child in parent.children() if isinstance(child, nn.Conv1d)]
+            parent = next(
+                parent
+                for parent in layer.modules()
+                if any(child is module for child in parent.children())
+            )
+            found += [
+                (child, "forward") for child in parent.children() if isinstance(child, nn.Conv1d)
+            ]
     return found
 
 
@@ -150,7 +163,14 @@ def starting_from(
     return Replaced(found)
 
 
-def _scan(real: Callable[..., Any], cache: StateCache, /, *args: Any, recurrent_states: Any = None, **kwargs: Any) -> Any:
+def _scan(
+    real: Callable[..., Any],
+    cache: StateCache,
+    /,
+    *args: Any,
+    recurrent_states: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Run `_rnn_scan` from the cache's state and store its end state in the cache.
 
     This recurrence normally stores its state on the module.
@@ -167,7 +187,9 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     """
     before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
-    y = F.conv1d(F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups)  # [B, D, k - 1 + C]
+    y = F.conv1d(
+        F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups
+    )  # [B, D, k - 1 + C]
     return y[..., -x.shape[-1] :]
 
 
@@ -211,7 +233,9 @@ class SelectiveScan:
         if u.dtype.itemsize >= 4 or not in_torch(self._scan):
             return self._start_and_end(u, *args, **kwargs)
         wide: list[Any] = [x.float() if isinstance(x, Tensor) else x for x in args]
-        named: dict[str, Any] = {name: x.float() if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        named: dict[str, Any] = {
+            name: x.float() if isinstance(x, Tensor) else x for name, x in kwargs.items()
+        }
         with torch.autocast(u.device.type, enabled=False):
             return self._start_and_end(u.float(), *wide, **named)
 
@@ -241,16 +265,24 @@ class SelectiveScan:
         reads = parts * size if return_last_state and torch.is_grad_enabled() else 0
         writes = 0 if start is None else parts * size
         step = _raw(A, parts * size, delta_bias, delta_softplus, dt)
-        u_front = u[..., :0] if start is None else _written(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
+        u_front = (
+            u[..., :0]
+            if start is None
+            else _written(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
+        )
         unit = (
-            torch.eye(size, dtype=B.dtype, device=B.device).repeat(1, parts).expand(B.shape[0], -1, -1)
+            torch.eye(size, dtype=B.dtype, device=B.device)
+            .repeat(1, parts)
+            .expand(B.shape[0], -1, -1)
         )  # [B, N, parts * N]
         no_step = NO_STEP if delta_softplus else 0.0
         u = torch.cat((u_front, u, _filled(u, 0.0, reads)), -1)
         if no_step or delta_bias is None:
             read_steps = _filled(dt, no_step, reads)
         else:
-            read_steps = (-delta_bias).detach().to(dt.dtype)[None, :, None].expand(dt.shape[0], -1, reads)
+            read_steps = (
+                (-delta_bias).detach().to(dt.dtype)[None, :, None].expand(dt.shape[0], -1, reads)
+            )
         dt = torch.cat((step[None, :, None].expand(u.shape[0], -1, writes), dt, read_steps), -1)
         B = torch.cat((unit[..., :writes], B, _filled(B, 0.0, reads)), -1)  # noqa: N806
         C = torch.cat((_filled(C, 0.0, writes), C, unit[..., :reads].to(C.dtype)), -1)  # noqa: N806
@@ -311,7 +343,9 @@ def _written(
     size = A.shape[-1]
     found, rest = [], start
     for part in range(parts):
-        follow = torch.arange(parts * size - 1 - part * size, (parts - 1 - part) * size - 1, -1, device=A.device)  # [N]
+        follow = torch.arange(
+            parts * size - 1 - part * size, (parts - 1 - part) * size - 1, -1, device=A.device
+        )  # [N]
         # [D, N]: the fraction of a token's u that remains behind the last writing token
         reach = step * torch.exp(step * A * follow)
         u = (rest / reach).to(dtype)

@@ -50,7 +50,9 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     while waiting:
         module = waiting.pop(0)
-        if set(STATE_PROTOCOL) & _names(module) or any(OWN_SCAN in _names(child) for child in module.children()):
+        if set(STATE_PROTOCOL) & _names(module) or any(
+            OWN_SCAN in _names(child) for child in module.children()
+        ):
             found.append(module)
         else:
             waiting += module.children()
@@ -90,7 +92,11 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
             return ()
         code = forward.__code__
         functions = [forward.__globals__.get(name) for name in code.co_names]
-        kinds = {kind_of(function) for function in functions if callable(function) and not in_torch(function)}
+        kinds = {
+            kind_of(function)
+            for function in functions
+            if callable(function) and not in_torch(function)
+        }
         passes_on = bool(code.co_flags & inspect.CO_VARKEYWORDS)
         if CONV_UPDATE in names and not ("conv" in kinds and passes_on):
             return ()
@@ -103,7 +109,9 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     return tuple(name for name in (DOCUMENT_IDS, DOCUMENT_ENDS) if name in found)
 
 
-def in_segments(mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None) -> Replaced:
+def in_segments(
+    mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None
+) -> Replaced:
     """Context manager in which the mixers are called once for each segment.
 
     Args:
@@ -112,7 +120,13 @@ def in_segments(mixers: list[nn.Module], segments: list[Segment], cache: StateCa
         cache: the chunk's cache; None: the layer gets no cache.
     """
     by_segment: list[tuple[nn.Module, str, Callable[..., Any]]] = [
-        (module, "forward", functools.partial(_by_segment, module, module.forward, scans_of(module), segments, cache))
+        (
+            module,
+            "forward",
+            functools.partial(
+                _by_segment, module, module.forward, scans_of(module), segments, cache
+            ),
+        )
         for module in (mixers if segments else [])
     ]
     return Replaced(by_segment)
@@ -149,12 +163,17 @@ def _by_segment(
             before = {key: _picked(state, segment.rows, rows) for key, state in before.items()}
             own = StateCache(cache.start + segment.start, before)
         cut = functools.partial(_cut, segment, rows, tokens)
-        handed = [own if value is cache and own is not None else rebuilt(value, cut) for value in (*args, *kwargs.values())]
+        handed = [
+            own if value is cache and own is not None else rebuilt(value, cut)
+            for value in (*args, *kwargs.values())
+        ]
         this = module.__dict__["forward"]
         with starting_from(scans, own):
             current = module.__dict__["forward"]
             forward = real if current is this else current
-            result = forward(*handed[: len(args)], **dict(zip(kwargs, handed[len(args) :], strict=True)))
+            result = forward(
+                *handed[: len(args)], **dict(zip(kwargs, handed[len(args) :], strict=True))
+            )
         parts.append((segment, result, {} if own is None else own.after))
     if cache is not None:
         cache.after.update(_end_states(parts, rows, tokens))
@@ -165,13 +184,16 @@ def _by_segment(
             return whole
     elif all(isinstance(result, tuple) and isinstance(result[0], Tensor) for result in results):
         # An output without a token dimension is a state, which nobody requested.
-        found = [_joined_tokens(segments, list(column), rows) for column in zip(*results, strict=True)]
+        found = [
+            _joined_tokens(segments, list(column), rows) for column in zip(*results, strict=True)
+        ]
         if found[0] is not None:
             return tuple(found)
     raise UnsupportedModelError(
-        f"{type(module).__name__} is called for one document of packed rows after the other, and returns no tensors "
-        "[B, T, ...] that could be put together. Pass one document per row, or let it go on from one document to the next, "
-        "as the unpatched model does: StreamConfig(documents='as_given')."
+        f"{type(module).__name__} is called for one document of packed rows after the other, and "
+        "returns no tensors [B, T, ...] that could be put together. Pass one document per row, or "
+        "let it go on from one document to the next, as the unpatched model does: "
+        "StreamConfig(documents='as_given')."
     )
 
 
@@ -194,7 +216,10 @@ def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tens
     shape.
     """
     for segment, part in zip(segments, parts, strict=True):
-        if not isinstance(part, Tensor) or part.shape[:2] != (len(segment.rows), segment.stop - segment.start):
+        if not isinstance(part, Tensor) or part.shape[:2] != (
+            len(segment.rows),
+            segment.stop - segment.start,
+        ):
             return None
     ordered = sorted(zip(segments, parts, strict=True), key=lambda part: part[0].start)
     if all(len(segment.rows) == rows for segment, _ in ordered):
@@ -211,10 +236,14 @@ def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
     last = [(segment, states) for segment, _, states in parts if segment.stop == tokens]
     if len(last) == 1:
         return last[0][1]
-    by_row = {row: (states, index) for segment, states in last for index, row in enumerate(segment.rows)}
+    by_row = {
+        row: (states, index) for segment, states in last for index, row in enumerate(segment.rows)
+    }
     found: States = {}
     for key in last[0][1]:
-        pieces = [states[key][index : index + 1] for states, index in (by_row[row] for row in range(rows))]
+        pieces = [
+            states[key][index : index + 1] for states, index in (by_row[row] for row in range(rows))
+        ]
         width = max(piece.shape[-1] for piece in pieces)
         # A convolution reads zeros in front of a document's first tokens.
         found[key] = torch.cat([F.pad(piece, (width - piece.shape[-1], 0)) for piece in pieces])

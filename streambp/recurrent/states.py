@@ -75,7 +75,10 @@ class StateCache(ChunkCache):
     record_past = True  # mixers read it before they choose a decode kernel for a single token
 
     def __init__(
-        self, start: int, before: States, read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self,
+        start: int,
+        before: States,
+        read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__(start, read)
         self.before = before
@@ -85,10 +88,13 @@ class StateCache(ChunkCache):
         """Return True for every layer, like `record_past`."""
         return True
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         """True if the chunk starts from a state of this layer and this number; None matches all."""
         return any(
-            (layer_idx is None or key.layer == layer_idx) and (state_idx is None or key.number == state_idx)
+            (layer_idx is None or key.layer == layer_idx)
+            and (state_idx is None or key.number == state_idx)
             for key in self.before
         )
 
@@ -101,7 +107,12 @@ class StateCache(ChunkCache):
         return self.before.get(Key("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
     ) -> Tensor:
         """Return conv_states [B, D, C] of this chunk with the last k inputs before it,
         [B, D, k + C].
@@ -124,7 +135,9 @@ class StateCache(ChunkCache):
         self.after[key] = joined[..., -size:].clone(memory_format=torch.contiguous_format)
         return joined
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
         """Store recurrent_states [B, ...] as an end state with its own memory and return it."""
         self.after[Key("recurrent", layer_idx, state_idx)] = in_own_memory(recurrent_states)
         return recurrent_states
@@ -169,4 +182,7 @@ def leaves_of(states: States) -> States:
     """Return the same values as leaves of a new graph; only floating-point states require a
     gradient.
     """
-    return {key: state.detach().requires_grad_(state.is_floating_point()) for key, state in states.items()}
+    return {
+        key: state.detach().requires_grad_(state.is_floating_point())
+        for key, state in states.items()
+    }

@@ -42,7 +42,9 @@ def keeps(config: StreamConfig, name: str) -> bool:
 
     False if the host of a single rank could run full. [Note: equal exchanges]
     """
-    certain = config.offload == "none" or (config.offload == "cpu" and config.on_host_full != "recompute")
+    certain = config.offload == "none" or (
+        config.offload == "cpu" and config.on_host_full != "recompute"
+    )
     return certain and name in config.named_saves
 
 
@@ -92,8 +94,13 @@ class ShardedKept(Kept):
         return order
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
-        """What one half of a chunk reads: its input, and what was kept of the Linears of that half."""
-        names = [name for name in self.product_names if linear_of(name) in linears and self.store.has(name, index)]
+        """What one half of a chunk reads: its input, and what was kept of the Linears of that
+        half."""
+        names = [
+            name
+            for name in self.product_names
+            if linear_of(name) in linears and self.store.has(name, index)
+        ]
         return [("x", index), *((name, index) for name in names)]
 
     def key_reads(self, piece: Piece) -> list[Access]:
@@ -132,17 +139,21 @@ class ShardedCall(LayerCall):
         length = self.plan.length
         if length != self.shards.length:
             raise StreamBPError(
-                f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. Pass all of the shard's "
-                "tokens through every layer."
+                f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. "
+                "Pass all of the shard's tokens through every layer."
             )
         named, shards = self.arguments.named, self.shards
         if named.get(DOCUMENT_ENDS) is not None:
             raise UnsupportedMaskError(
-                "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids that restart, and leave "
-                "cu_seq_lens out."
+                "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids "
+                "that restart, and leave cu_seq_lens out."
             )
         mask, device = attention_mask_of(named), self.hidden_states.device
-        layout = Layout(resolve_whole(mask, shards.spans, shards.length, shards.positions, device, shards.everyones))
+        layout = Layout(
+            resolve_whole(
+                mask, shards.spans, shards.length, shards.positions, device, shards.everyones
+            )
+        )
         prefix = Prefix(layout.spans, self.shards.whole_length, self.site.config.attention)
         return Carried(layout, prefix, self.site.kind.attention.in_tiles)
 
@@ -163,19 +174,28 @@ class ShardedCall(LayerCall):
         """
         if self.site.overwritten.inputs:
             raise UnsupportedModelError(
-                f"{type(self.layer).__name__} overwrites its hidden_states through a kernel that autograd does not see (a "
-                "fused residual add?), which streambp does not support where sequences are split over ranks. Use a kernel "
-                "that returns a tensor of its own, or train this model without splitting sequences."
+                f"{type(self.layer).__name__} overwrites its hidden_states through a kernel that "
+                "autograd does not see (a fused residual add?), which streambp does not support "
+                "where sequences are split over ranks. Use a kernel that returns a tensor of its "
+                "own, or train this model without splitting sequences."
             )
         linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
         key = (self.arguments.kind, tuple(linears), autocast, min(TRIED, self.plan.length))
         if linears and key not in self.site.unread_in_halves:
             parameters = Parameters(self.layer, self.device)
-            with torch.enable_grad(), RandomState.capture(self.device).replayed(), parameters.shadowed():
+            with (
+                torch.enable_grad(),
+                RandomState.capture(self.device).replayed(),
+                parameters.shadowed(),
+            ):
                 chunk = Chunk(0, 0, min(TRIED, self.plan.length))
-                with few_tokens(self, self.hidden_states.detach(), chunk.stop, self.site.turns) as x:
-                    found = _unread_in_halves(self, linears, x, chunk, RandomState.capture(self.device))
+                with few_tokens(
+                    self, self.hidden_states.detach(), chunk.stop, self.site.turns
+                ) as x:
+                    found = _unread_in_halves(
+                        self, linears, x, chunk, RandomState.capture(self.device)
+                    )
                 remember(self.site.unread_in_halves, key, found)
         self.unread = self.site.unread_in_halves.get(key, UnreadInHalves())
 
@@ -225,7 +245,11 @@ def _unread_in_halves(
                 return gradients_of(run(), [x, o, *call.layer.parameters()])
 
         expected = given(frozenset())
-        same = functools.partial(same_gradients, call) if differentiated else lambda *both: all(map(torch.equal, *both))
+        same = (
+            functools.partial(same_gradients, call)
+            if differentiated
+            else lambda *both: all(map(torch.equal, *both))
+        )
         return confirmed(names, lambda names: same(given(names), expected))
 
     try:
@@ -235,7 +259,11 @@ def _unread_in_halves(
             raise
         return UnreadInHalves()
     unreached = second.called - second.reached
-    queries, to_before, to_after = first.called - first.reached, first.called - first.read, second.called - second.read
+    queries, to_before, to_after = (
+        first.called - first.reached,
+        first.called - first.read,
+        second.called - second.read,
+    )
     if not has_data(x):
         return UnreadInHalves(queries, unreached, to_before, unreached | to_after)
     return UnreadInHalves(

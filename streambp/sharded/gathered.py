@@ -38,7 +38,9 @@ def room_for_keys(device: torch.device) -> int:
 
 def collective(names: tuple[str, ...]) -> Callable[..., Any]:
     """Return torch.distributed's function under the first of these names that this version has."""
-    function: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    function: Callable[..., Any] = next(
+        getattr(dist, name) for name in names if hasattr(dist, name)
+    )
     return function
 
 
@@ -100,7 +102,12 @@ class GatheredShards(Shards):
         parts = x.transpose(0, 1)  # [B, P, T / P, ...]
         if not self.balanced:
             return parts.flatten(1, 2)
-        return parts.unflatten(2, (2, -1)).flatten(1, 2).index_select(1, self._order(x.device)).flatten(1, 2)
+        return (
+            parts.unflatten(2, (2, -1))
+            .flatten(1, 2)
+            .index_select(1, self._order(x.device))
+            .flatten(1, 2)
+        )
 
     def by_rank(self, x: Tensor) -> Tensor:
         """Reorder [B, T, ...] to each rank's part, [P, B, T / P, ...], contiguous.
@@ -127,11 +134,14 @@ class GatheredShards(Shards):
         if not bool(fits.all()):
             row, place = (~fits).nonzero()[0].tolist()
             found = positions[min(row, len(positions) - 1), place : place + 2].tolist()
-            order = "two parts a rank, one early and one late" if self.balanced else "one part a rank"
+            order = (
+                "two parts a rank, one early and one late" if self.balanced else "one part a rank"
+            )
             raise StreamBPError(
-                f"position_ids of row {row} are {found} at places {place} and {place + 1} of the sequence that the ranks "
-                f"hold together, put in the order of torch's context parallelism ({order}). Put position_ids of whole "
-                "sequences, torch.arange(whole_length) or documents that start at 0, among the buffers of "
+                f"position_ids of row {row} are {found} at places {place} and {place + 1} of the "
+                "sequence that the ranks hold together, put in the order of torch's context "
+                f"parallelism ({order}). Put position_ids of whole sequences, "
+                "torch.arange(whole_length) or documents that start at 0, among the buffers of "
                 "context_parallel, with the default load balancer or none."
             )
 
@@ -181,7 +191,9 @@ class GatheredKeys(Keys):
     def __init__(self, shards: GatheredShards, k: Tensor, v: Tensor, heads: int) -> None:
         self.shards, self.own = shards, (k, v)
         self.readers = heads // k.shape[1]
-        self.size = max(1, min(k.shape[1], shards.room // bytes_of_a_head(k, v, shards.whole_length)))
+        self.size = max(
+            1, min(k.shape[1], shards.room // bytes_of_a_head(k, v, shards.whole_length))
+        )
         self.held: KeyGroup | None = None
         self.coming = self._start(0)
 
@@ -215,7 +227,9 @@ class GatheredKeys(Keys):
         for part in self.own:
             mine = part[:, first : first + self.size].transpose(1, 2).contiguous()
             everyones = mine.new_empty((self.shards.size, *mine.shape))
-            work = collective(GATHER)(everyones.view(-1), mine.view(-1), group=self.shards.group, async_op=True)
+            work = collective(GATHER)(
+                everyones.view(-1), mine.view(-1), group=self.shards.group, async_op=True
+            )
             found.append((work, everyones, mine))
         return found
 

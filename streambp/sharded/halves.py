@@ -40,8 +40,9 @@ class Cut(AttentionPoint):
             return self.o.transpose(1, 2).contiguous()
         if given.dropout > 0.0:
             raise UnsupportedModelError(
-                f"The model attends with attention dropout of {given.dropout}, which streambp does not support where "
-                "sequences are split over ranks. Set attention_dropout=0.0 in its config."
+                f"The model attends with attention dropout of {given.dropout}, which streambp does "
+                "not support where sequences are split over ranks. Set attention_dropout=0.0 in "
+                "its config."
             )
         self.projected = given
         raise RefillDone
@@ -54,11 +55,11 @@ class Cut(AttentionPoint):
         """
         if self.o is None and not self.calls:
             raise UnsupportedModelError(
-                "A layer did not attend through transformers' attention interface, so it cannot see what other ranks hold. "
-                "Train this model without splitting sequences."
+                "A layer did not attend through transformers' attention interface, so it cannot "
+                "see what other ranks hold. Train this model without splitting sequences."
             )
         if self.calls != 1:
             raise UnsupportedModelError(
-                f"A layer attended {self.calls} times; where sequences are split over ranks it must do so once. Train this "
-                "model without splitting sequences."
+                f"A layer attended {self.calls} times; where sequences are split over ranks it "
+                "must do so once. Train this model without splitting sequences."
             )

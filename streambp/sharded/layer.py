@@ -75,7 +75,12 @@ def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any
     if because is not None:
         return _refuse(site, args, kwargs, CallReport(because))
     if not site.kind.attention.reads_a_mask:
-        return stream_layer(site, args, kwargs, strategy=Strategy(LayerCall, run_forward, backward_in_chunks, _refuse))
+        return stream_layer(
+            site,
+            args,
+            kwargs,
+            strategy=Strategy(LayerCall, run_forward, backward_in_chunks, _refuse),
+        )
     make = functools.partial(ShardedCall, shards=shards)
     return stream_layer(site, args, kwargs, strategy=Strategy(make, _forward, _backward, _refuse))
 
@@ -84,8 +89,8 @@ def _refuse(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
     """Raise the error for a layer that cannot stream."""
     reason = report.because or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
-        f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it would see "
-        "this rank's shard alone. Train this model without splitting sequences."
+        f"{type(site.layer).__name__} cannot stream: {reason}. With sequences split over ranks it "
+        "would see this rank's shard alone. Train this model without splitting sequences."
     )
 
 
@@ -107,8 +112,9 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         q, keys = call.shards.queries(parts.pop(0)), call.shards.start_keys(parts, call.heads[0])
         if not before.is_current():
             raise UnsupportedModelError(
-                f"{type(call.layer).__name__} draws random numbers before its attention (dropout?), which streambp does "
-                "not support where sequences are split over ranks. Set that dropout to 0."
+                f"{type(call.layer).__name__} draws random numbers before its attention "
+                "(dropout?), which streambp does not support where sequences are split over ranks. "
+                "Set that dropout to 0."
             )
         o, lse = _attend(call, q, keys, last=not (keep and call.kept.keeps_kv))
         call.site.attended = call.carried.prefix.used
@@ -117,12 +123,18 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             _keep_attention(call, keys, o, lse)
         del q, keys, lse
         o = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
-        names = [n for n in call.kept.products if n not in call.kept.products_before and n not in call.unread.for_output]
+        names = [
+            n
+            for n in call.kept.products
+            if n not in call.kept.products_before and n not in call.unread.for_output
+        ]
         call.kept.products_after = names
         linears, seen = call.site.linears, NOTHING
         # records the inputs of Linears that this half skips in backward
         if call.witness is not None:
-            call.witness.left_out = call.unread.to_differentiate_after.difference(call.unread.for_output, names)
+            call.witness.left_out = call.unread.to_differentiate_after.difference(
+                call.unread.for_output, names
+            )
             seen = tapped(linears, call.witness.left_out, see=call.witness.see)
         with left_out(linears, call.unread.for_output), seen:
             for chunk in call.plan:
@@ -165,7 +177,9 @@ def _see_projected(see: See | None, found: AttentionCall) -> None:
         see(name, x)  # type: ignore[misc]
 
 
-def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int) -> AttentionCall:
+def _collect(
+    call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int
+) -> AttentionCall:
     """Run a chunk up to attention and copy the first `count` of q, k, v into `projected`.
 
     The first chunk allocates `projected`, tensors of the full shard.
@@ -176,13 +190,17 @@ def _collect(call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: l
     assert found is not None
     if call.params is None:
         sinks = found.sink is not None
-        backend = choose_backend(call.carried.prefix.attention, found.q, found.v, 0.0, found.softcap, sinks)
+        backend = choose_backend(
+            call.carried.prefix.attention, found.q, found.v, 0.0, found.softcap, sinks
+        )
         call.params = Params(backend, found.scale, found.softcap, 0.0, 0)
         call.heads, call.value_size = (found.q.shape[1], found.k.shape[1]), found.v.shape[3]
     call.sinks = None if found.sink is None else call.shards.sinks(found.sink.detach())
     parts = (found.q, found.k, found.v)[:count]
     if not projected:
-        projected += [part.new_empty((*part.shape[:2], call.plan.length, part.shape[3])) for part in parts]
+        projected += [
+            part.new_empty((*part.shape[:2], call.plan.length, part.shape[3])) for part in parts
+        ]
     for whole, part in zip(projected, parts, strict=True):
         whole[_part(chunk)] = part
     return found
@@ -239,7 +257,9 @@ def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> No
     """
     if "attn_out" in call.kept.saves:
         for piece in call.pieces:
-            call.kept.store.put("attn_out.0", piece.here.index, o[_part(piece.here)].transpose(1, 2))
+            call.kept.store.put(
+                "attn_out.0", piece.here.index, o[_part(piece.here)].transpose(1, 2)
+            )
             call.kept.store.put("lse.0", piece.here.index, lse[_part(piece.here)])
     if not call.kept.keeps_kv:
         return
@@ -273,7 +293,9 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
     """Return q and keys for attention in backward: exchanged as in forward, or the saved ones."""
     kept = call.kept
     count = 1 if kept.keeps_kv else 3
-    unread = call.unread.for_queries.difference(kept.products_before) if kept.keeps_kv else frozenset()
+    unread = (
+        call.unread.for_queries.difference(kept.products_before) if kept.keeps_kv else frozenset()
+    )
     projected: list[Tensor] = []
     with torch.no_grad(), left_out(call.site.linears, unread):
         for chunk in call.plan:
@@ -347,7 +369,9 @@ def _add(
     return d_extra
 
 
-def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended: Attended, d_o: Tensor) -> list[Tensor]:
+def _differentiate_attention(
+    call: ShardedCall, q: Tensor, keys: Keys, attended: Attended, d_o: Tensor
+) -> list[Tensor]:
     """Differentiate attention piece by piece; return dk and dv [B, H_kv, T / P, D] of this rank.
 
     The gradients of q and of the sinks overwrite q and `call.sinks`.
@@ -360,11 +384,21 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended:
         for piece in reversed(call.pieces):
             part = slice(None), group.heads, slice(piece.here.start, piece.here.stop)
             leaf = q[part].detach().requires_grad_()
-            sinks = None if call.sinks is None else call.sinks[group.heads].detach().requires_grad_()
+            sinks = (
+                None if call.sinks is None else call.sinks[group.heads].detach().requires_grad_()
+            )
             saved = Attended(attended.o[part].transpose(1, 2), attended.lse[part])
             with torch.enable_grad():
                 out = PrefixAttention.apply(
-                    leaf, group.k, group.v, sinks, site, call.carried.prefix.layout, piece.whole, call.params, saved
+                    leaf,
+                    group.k,
+                    group.v,
+                    sinks,
+                    site,
+                    call.carried.prefix.layout,
+                    piece.whole,
+                    call.params,
+                    saved,
                 )
             leaves = [leaf] if sinks is None else [leaf, sinks]
             q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
@@ -372,7 +406,9 @@ def _differentiate_attention(call: ShardedCall, q: Tensor, keys: Keys, attended:
                 d_sinks[group.heads] += d_sink[0]
         sums, dtype = list(site.grow_accumulators()), group.k.dtype
         del out, site, group
-        for parts, mine in zip(found, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True):
+        for parts, mine in zip(
+            found, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True
+        ):
             parts.append(mine)
     call.sinks = d_sinks
     return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in found]
@@ -402,11 +438,22 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
                 for x, gradient in zip((found.q, found.k, found.v), gradients, strict=True)
                 if x.requires_grad
             ]
-            if found.sink is not None and found.sink.requires_grad and chunk.stop == call.plan.length:
+            if (
+                found.sink is not None
+                and found.sink.requires_grad
+                and chunk.stop == call.plan.length
+            ):
                 assert call.sinks is not None
                 d_sinks = torch.zeros_like(found.sink)
                 call.shards.sinks(d_sinks).copy_(call.sinks)
                 with torch.enable_grad():  # the sink is a parameter or a view of one
                     pairs.append((found.sink.view_as(found.sink), d_sinks))
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-            _add(call, work, chunk, targets, [x for x, _ in pairs], [gradient for _, gradient in pairs])
+            _add(
+                call,
+                work,
+                chunk,
+                targets,
+                [x for x, _ in pairs],
+                [gradient for _, gradient in pairs],
+            )

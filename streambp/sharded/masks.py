@@ -64,22 +64,36 @@ def resolve_whole(
     said = everyones([-1 if window is None else window, clear, shown])
     if any(other[2] == Shown.REFUSED or other[0] != said[0][0] for other in said):
         raise UnsupportedMaskError(
-            "The attention mask is no sliding window, padding or packing; where sequences are split over ranks streambp "
-            "knows one rank's part of it only. Train this model without splitting sequences."
+            "The attention mask is no sliding window, padding or packing; where sequences are "
+            "split over ranks streambp knows one rank's part of it only. Train this model without "
+            "splitting sequences."
         )
     if not any(other[1] for other in said):
         raise UnsupportedMaskError(
-            f"One shard of {length} tokens does not show whether the attention mask is a sliding window of "
-            f"{window}. Use longer sequences or fewer ranks, or train without splitting sequences."
+            f"One shard of {length} tokens does not show whether the attention mask is a sliding "
+            f"window of {window}. Use longer sequences or fewer ranks, or train without splitting "
+            "sequences."
         )
     assert isinstance(mask, LazyMask)
-    ignored = any(other[2] == Shown.IGNORED for other in said) and mask.description.get("attention_mask") is None
-    mask.whole = Spans.causal(rows, whole.length, window) if ignored else dataclasses.replace(whole, window=window)
+    ignored = (
+        any(other[2] == Shown.IGNORED for other in said)
+        and mask.description.get("attention_mask") is None
+    )
+    mask.whole = (
+        Spans.causal(rows, whole.length, window)
+        if ignored
+        else dataclasses.replace(whole, window=window)
+    )
     return mask.whole
 
 
 def _shown(
-    mask: LazyMask | Tensor, rows: int, whole: int, length: int, position_ids: Tensor | None, device: torch.device
+    mask: LazyMask | Tensor,
+    rows: int,
+    whole: int,
+    length: int,
+    position_ids: Tensor | None,
+    device: torch.device,
 ) -> tuple[int | None, bool, Shown]:
     """Return a shard mask's window, True if no other window is possible, and its other information.
 
@@ -104,11 +118,15 @@ def _shown(
     ends_in_sight = window is None or window < length
     everywhere = functools.partial(agrees, Spans.causal(1, whole, window), known, None, device)
     if packed is not None:
-        if not plain and agrees(Spans(length, rows_of(rows, length, None, packed), window), known, None, device):
+        if not plain and agrees(
+            Spans(length, rows_of(rows, length, None, packed), window), known, None, device
+        ):
             return window, ends_in_sight, Shown.KNOWN
         if not agrees(Spans.causal(rows, length, window), known, None, device):
             return window, False, Shown.REFUSED
         return window, plain or everywhere(), Shown.IGNORED
-    if not agrees(Spans(length, rows_of(rows, length, padding, None), window), known, padding, device):
+    if not agrees(
+        Spans(length, rows_of(rows, length, padding, None), window), known, padding, device
+    ):
         return window, False, Shown.REFUSED
     return window, plain or everywhere(), Shown.NOTHING

@@ -125,15 +125,21 @@ class Shards:
             x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
         if heads % self.size:
             raise heads_error(heads, self.size)
-        mine = self.exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))  # [P, B, H / P, T / P, D]
-        return mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
+        mine = self.exchange(
+            x.reshape(batch, self.size, -1, length, width).movedim(1, 0)
+        )  # [P, B, H / P, T / P, D]
+        return (
+            mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
+        )
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
         """Exchange [B, H / P, T, D] for [B, heads, T / P, D]; repeated heads are summed, like
         gradients.
         """
         batch, _, _, width = x.shape
-        mine = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))  # [P, B, H / P, T / P, D]
+        mine = self.exchange(
+            x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0)
+        )  # [P, B, H / P, T / P, D]
         x = mine.movedim(0, 1).reshape(batch, -1, self.length, width)
         if x.shape[1] == heads:
             return x
@@ -147,7 +153,10 @@ class Shards:
     def everyones(self, mine: list[int]) -> list[list[int]]:
         """Gather a list of integers from each rank."""
         assert self.positions is not None
-        return [said.tolist() for said in all_gather(self.group, torch.tensor(mine, device=self.positions.device))]
+        return [
+            said.tolist()
+            for said in all_gather(self.group, torch.tensor(mine, device=self.positions.device))
+        ]
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
         """Exchange this rank's k [B, H_kv, T / P, D] and v for the K and V that its queries read.
@@ -194,8 +203,9 @@ class Shards:
 def heads_error(heads: int, ranks: int) -> UnsupportedModelError:
     """Return the error for a number of heads that Ulysses cannot split evenly over the ranks."""
     return UnsupportedModelError(
-        f"{heads} attention heads cannot be split over {ranks} ranks. Choose an sp_size that divides the number of heads, "
-        "and divides or is a multiple of the number of key and value heads."
+        f"{heads} attention heads cannot be split over {ranks} ranks. Choose an sp_size that "
+        "divides the number of heads, and divides or is a multiple of the number of key and value "
+        "heads."
     )
 
 
@@ -226,31 +236,39 @@ def gather_shards(
     """
     batch_size, length = tokens.shape[:2]
     asked = _kind(batch_size, length, position_ids, attention_mask)
-    everyones = _agree(group, torch.tensor([batch_size, length, asked, agreed, room], device=tokens.device))
+    everyones = _agree(
+        group, torch.tensor([batch_size, length, asked, agreed, room], device=tokens.device)
+    )
     said = min(other[2] for other in everyones)
     if said == -1:
         found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
         raise StreamBPError(
-            f"position_ids are {found}; with sequences split over ranks each rank must pass those of its shard, "
-            f"[1 or {batch_size}, {length}], counted over the whole sequence: put torch.arange(whole_length) into "
-            "the batch before it is split (DeepSpeed Ulysses), or among the buffers of context_parallel."
+            f"position_ids are {found}; with sequences split over ranks each rank must pass those "
+            f"of its shard, [1 or {batch_size}, {length}], counted over the whole sequence: put "
+            "torch.arange(whole_length) into the batch before it is split (DeepSpeed Ulysses), or "
+            "among the buffers of context_parallel."
         )
     if said == -2:
         raise UnsupportedMaskError(
-            f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; with sequences split "
-            f"over ranks it must be this rank's shard of a padding mask, [{batch_size}, {length}], or None."
+            f"attention_mask is {getattr(attention_mask, 'shape', type(attention_mask).__name__)}; "
+            "with sequences split over ranks it must be this rank's shard of a padding mask, "
+            f"[{batch_size}, {length}], or None."
         )
     assert position_ids is not None
     size, given = len(everyones), min(other[4] for other in everyones)
     spans = Spans.causal(batch_size, length * size)
     shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), given)
-    positions = shards.in_order(torch.stack(all_gather(group, position_ids.contiguous())))  # [1 or B, T]
+    positions = shards.in_order(
+        torch.stack(all_gather(group, position_ids.contiguous()))
+    )  # [1 or B, T]
     padding = None
     if attention_mask is not None:
         everyones_masks = all_gather(group, attention_mask.to(torch.uint8).contiguous())
         padding = shards.in_order(torch.stack(everyones_masks)).bool()  # [B, T]
     shards.check_order(positions, padding)
-    return dataclasses.replace(shards, spans=spans_of_tokens(batch_size, length * size, padding, positions))
+    return dataclasses.replace(
+        shards, spans=spans_of_tokens(batch_size, length * size, padding, positions)
+    )
 
 
 def _agree(group: Any, mine: Tensor) -> list[list[int]]:
@@ -259,17 +277,19 @@ def _agree(group: Any, mine: Tensor) -> list[list[int]]:
         everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
     except RuntimeError as error:
         raise StreamBPError(
-            "The ranks of the group that shares sequences did not all begin this forward: one of them has ended, or does "
-            "not split its batch. If no other rank shows an error of its own, enter context_parallel on every rank of its "
-            "mesh (DeepSpeed Ulysses: have the model in training mode on all ranks, or on none)."
+            "The ranks of the group that shares sequences did not all begin this forward: one of "
+            "them has ended, or does not split its batch. If no other rank shows an error of its "
+            "own, enter context_parallel on every rank of its mesh (DeepSpeed Ulysses: have the "
+            "model in training mode on all ranks, or on none)."
         ) from error
     for rank, other in enumerate(everyones):
         if other[:-1] != everyones[0][:-1]:
             raise StreamBPError(
-                f"Rank 0 of the group that shares sequences holds [rows, tokens, position_ids and mask, settings] = "
-                f"{everyones[0][:-1]}, rank {rank} {other[:-1]}. Shards must have the same shape (the number of ranks must "
-                "divide the number of tokens) and position_ids; an attention_mask is for all ranks or for none; and "
-                "StreamConfig must be the same on all ranks; only chunk_size may differ."
+                "Rank 0 of the group that shares sequences holds [rows, tokens, position_ids and "
+                f"mask, settings] = {everyones[0][:-1]}, rank {rank} {other[:-1]}. Shards must "
+                "have the same shape (the number of ranks must divide the number of tokens) and "
+                "position_ids; an attention_mask is for all ranks or for none; and StreamConfig "
+                "must be the same on all ranks; only chunk_size may differ."
             )
     return everyones
 
@@ -283,6 +303,9 @@ def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_m
         return -1
     if attention_mask is None:
         return 2 * position_ids.shape[0]
-    if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != (batch_size, length):
+    if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != (
+        batch_size,
+        length,
+    ):
         return -2
     return 2 * position_ids.shape[0] + 1

@@ -21,7 +21,9 @@ class Choices(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[int, collections.Counter[tuple[int, ...]]] = collections.defaultdict(collections.Counter)
+        self.counts: dict[int, collections.Counter[tuple[int, ...]]] = collections.defaultdict(
+            collections.Counter
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -48,8 +48,9 @@ OTHER_TOKENS = 1_000_003  # step between the seeds of two batches
 ELEMENTS = 2**24  # elements of a gradient compared in one step
 GIB = 2**30
 PADDING_NOTE = (
-    "the first token after the padding has no label here, streamed or not: padding predicts it, which reads nothing; "
-    "streambp gives such a row 0, as sdpa does, eager attention the mean over all tokens, later ones too"
+    "the first token after the padding has no label here, streamed or not: padding predicts it, "
+    "which reads nothing; streambp gives such a row 0, as sdpa does, eager attention the mean over "
+    "all tokens, later ones too"
 )
 
 Batch = dict[str, Tensor]
@@ -95,12 +96,21 @@ def verify(
             break
         undecided.append(differing)
     touched = {name for run in runs for name in run.gradients}
-    untouched = [name for name, p in model.named_parameters() if p.requires_grad and name not in touched]
-    return dataclasses.replace(found, notes=(*found.notes, *_find_notes(found, undecided, bool(left_padding), untouched)))
+    untouched = [
+        name for name, p in model.named_parameters() if p.requires_grad and name not in touched
+    ]
+    return dataclasses.replace(
+        found, notes=(*found.notes, *_find_notes(found, undecided, bool(left_padding), untouched))
+    )
 
 
 def _judge(
-    model: nn.Module, config: StreamConfig, batch: Batch, narrow: torch.dtype, wide: torch.dtype, said: Said
+    model: nn.Module,
+    config: StreamConfig,
+    batch: Batch,
+    narrow: torch.dtype,
+    wide: torch.dtype,
+    said: Said,
 ) -> tuple[Verification, tuple[VerifyRun, VerifyRun]]:
     """Judge one batch and return the verdict, the streamed run and the unpatched run.
 
@@ -108,7 +118,10 @@ def _judge(
     """
     # float16 underflows for the small gradients of a mean, streamed or not
     scale = 1024.0 if narrow == torch.float16 else 1.0
-    with _set_aside(model), float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext():
+    with (
+        _set_aside(model),
+        float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext(),
+    ):
         said("the streamed model", 0.2)
         streamed, notes = _run_streamed(model, config, batch, scale)
         fused = choose_kernels(model, config)  # the truth runs without these kernels
@@ -119,14 +132,16 @@ def _judge(
             fused.take_off()
         if not all(bool(gradient.isfinite().all()) for gradient in unpatched.gradients.values()):
             raise StreamBPError(
-                f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there is nothing to compare "
-                "with. Try float32."
+                f"The unpatched model's own gradients are not finite in {_name(narrow)}, so there "
+                "is nothing to compare with. Try float32."
             )
         said(f"the truth in {_name(wide)}", 0.6)
         loss, distances = _run_truth(model, batch, scale, wide, (streamed, unpatched))
     rated, whole = rate(distances)
     distance = Distances(loss, abs(streamed.loss - loss), abs(unpatched.loss - loss))
-    problems = find_problems(rated, whole, distance, set(unpatched.gradients), set(streamed.gradients))
+    problems = find_problems(
+        rated, whole, distance, set(unpatched.gradients), set(streamed.gradients)
+    )
     size, seq_len = int(config.chunk_size), batch["input_ids"].shape[1]
     found = Verification(
         exact=not problems,
@@ -158,43 +173,60 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
     engine = engine_of(model)
     if engine is not None:
         raise UnsupportedModelError(
-            f"{engine} holds the parameters of this {type(model).__name__}, and verify compares whole gradients of one "
-            "process. Verify the model before the engine gets it."
+            f"{engine} holds the parameters of this {type(model).__name__}, and verify compares "
+            "whole gradients of one process. Verify the model before the engine gets it."
         )
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.itemsize < 2:
             raise UnsupportedModelError(
-                f"{name} is {_name(parameter.dtype)}; a truth can be computed for float16, bfloat16, float32 and float64 "
-                "parameters only. Verify the checkpoint without quantisation."
+                f"{name} is {_name(parameter.dtype)}; a truth can be computed for float16, "
+                "bfloat16, float32 and float64 parameters only. Verify the checkpoint without "
+                "quantisation."
             )
-    narrow = max((p.dtype for p in model.parameters()), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    narrow = max(
+        (p.dtype for p in model.parameters()),
+        key=lambda dtype: torch.finfo(dtype).eps,
+        default=torch.float32,
+    )
     wide = torch.float32 if torch.finfo(narrow).bits == 16 else torch.float64
     name = type(model).__name__
     if any("_streambp" in module.__dict__ for module in model.modules()):
         raise StreamBPError(
-            f"This {name} is patched; verify compares with it unpatched. Call streambp.unpatch(model) first."
+            f"This {name} is patched; verify compares with it unpatched. Call "
+            "streambp.unpatch(model) first."
         )
     if LIGER in fused_modules(model):
         raise StreamBPError(
-            f"This {name} has Liger's kernels, which cannot compute the truth on the host. Verify the model as it was "
-            "before, with kernels='liger'."
+            f"This {name} has Liger's kernels, which cannot compute the truth on the host. Verify "
+            "the model as it was before, with kernels='liger'."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise StreamBPError(f"No parameter of this {name} requires a gradient. Call model.requires_grad_(True) first.")
+        raise StreamBPError(
+            f"No parameter of this {name} requires a gradient. Call model.requires_grad_(True) "
+            "first."
+        )
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     if len(devices) != 1 or devices == ["meta"]:
-        raise StreamBPError(f"This {name} is on {devices}; it must be on one device. Load it without device_map.")
+        raise StreamBPError(
+            f"This {name} is on {devices}; it must be on one device. Load it without device_map."
+        )
     positions = getattr(_text_config(model), "max_position_embeddings", None) or seq_len
     if seq_len > positions:
-        raise ConfigError(f"seq_len is {seq_len}, but this {name} has {positions} positions. Pass at most {positions}.")
+        raise ConfigError(
+            f"seq_len is {seq_len}, but this {name} has {positions} positions. Pass at most "
+            f"{positions}."
+        )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    needed = 2 * trained * narrow.itemsize + sum(p.numel() for p in model.parameters()) * wide.itemsize
+    needed = (
+        2 * trained * narrow.itemsize + sum(p.numel() for p in model.parameters()) * wide.itemsize
+    )
     available = available_memory()
     if available is not None and needed > available:
         raise StreamBPError(
-            f"The model in {_name(wide)} and two sets of {_name(narrow)} gradients take {needed / GIB:.1f} GiB of host "
-            f"memory; {available / GIB:.1f} are free. Use a machine with more memory or a narrower dtype, or call "
-            "streambp.verify.verify on the model loaded with fewer layers (from_pretrained(..., num_hidden_layers=4))."
+            f"The model in {_name(wide)} and two sets of {_name(narrow)} gradients take "
+            f"{needed / GIB:.1f} GiB of host memory; {available / GIB:.1f} are free. Use a machine "
+            "with more memory or a narrower dtype, or call streambp.verify.verify on the model "
+            "loaded with fewer layers (from_pretrained(..., num_hidden_layers=4))."
         )
     return narrow, wide
 
@@ -206,15 +238,23 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
     token would predict that first token without reading any key. [Note: empty queries]
     """
     if not 0 <= left_padding <= seq_len // 2:
-        raise ConfigError(f"left_padding is {left_padding}; pass 0 to {seq_len // 2}, half of seq_len.")
+        raise ConfigError(
+            f"left_padding is {left_padding}; pass 0 to {seq_len // 2}, half of seq_len."
+        )
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     config = vars(_text_config(model) or model) | vars(getattr(model, "config", model))
-    special = [value for name, value in config.items() if name.endswith("token_id") and isinstance(value, int)]
+    special = [
+        value
+        for name, value in config.items()
+        if name.endswith("token_id") and isinstance(value, int)
+    ]
     allowed = torch.ones(embedding.weight.shape[0], dtype=torch.bool)  # [V]
     # special tokens; an image placeholder would need an image
     allowed[[token for token in special if 0 <= token < len(allowed)]] = False
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[None]  # [1, T]
+    ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[
+        None
+    ]  # [1, T]
     unlabelled = torch.rand(1, seq_len, generator=generator) < 1 / 8  # [1, T]
     unlabelled[:, : seq_len // 8] = True
     if left_padding:
@@ -291,17 +331,21 @@ def _backward(
             loss = getattr(model(**batch, use_cache=False), "loss", None)
         if loss is None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} returns no loss when labels are given. Pass a causal language model "
-                "(AutoModelForCausalLM)."
+                f"{type(model).__name__} returns no loss when labels are given. Pass a causal "
+                "language model (AutoModelForCausalLM)."
             )
         # Counted in the loss's graph, because a model that silently runs unpatched would pass every
         # comparison.
-        streamed_layers = sum(getattr(type(n), FUNCTION_OF_NODE, None) is StreamedLayer for n in nodes_behind([loss]))
+        streamed_layers = sum(
+            getattr(type(n), FUNCTION_OF_NODE, None) is StreamedLayer for n in nodes_behind([loss])
+        )
         (loss * scale).backward()
     return loss.item(), streamed_layers
 
 
-def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: float) -> tuple[VerifyRun, list[str]]:
+def _run_streamed(
+    model: nn.Module, config: StreamConfig, batch: Batch, scale: float
+) -> tuple[VerifyRun, list[str]]:
     """Run the streamed step and return it with notes on the parts that did not stream."""
     patch(model, config)
     with torch.enable_grad():
@@ -314,19 +358,30 @@ def _run_streamed(model: nn.Module, config: StreamConfig, batch: Batch, scale: f
     layers = sum(layer.path == "streams" for layer in described.layers)
     if run.streamed_layers == 0:
         raise StreamBPError(
-            f"None of {layers} patched layers streamed, so there is nothing to judge. A config with output_attentions=True "
-            "makes a model run unpatched: set it to False."
+            f"None of {layers} patched layers streamed, so there is nothing to judge. A config "
+            "with output_attentions=True makes a model run unpatched: set it to False."
         )
-    notes = [f"{layer.name} does not stream: {layer.reason}" for layer in described.layers if layer.path != "streams"]
+    notes = [
+        f"{layer.name} does not stream: {layer.reason}"
+        for layer in described.layers
+        if layer.path != "streams"
+    ]
     if run.streamed_layers < layers:
-        notes.append(f"{run.streamed_layers} of {layers} layers took part in backward; those below are frozen")
+        notes.append(
+            f"{run.streamed_layers} of {layers} layers took part in backward; those below are "
+            "frozen"
+        )
     if not described.head.startswith("blockwise"):
         notes.append(f"head: {described.head}")
     return run, [*notes, *described.notes]
 
 
 def _run_truth(
-    model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[VerifyRun, VerifyRun]
+    model: nn.Module,
+    batch: Batch,
+    scale: float,
+    wide: torch.dtype,
+    runs: tuple[VerifyRun, VerifyRun],
 ) -> tuple[float, dict[str, Distances]]:
     """Return the truth's loss and each parameter's distances from the truth.
 
@@ -348,7 +403,12 @@ def _run_truth(
             parameter.register_post_accumulate_grad_hook(functools.partial(compare, name))
     inputs = {name: tensor.cpu() for name, tensor in batch.items()}
     with experts:
-        loss, _ = _backward(truth, inputs, scale, in_float64() if wide == torch.float64 else contextlib.nullcontext())
+        loss, _ = _backward(
+            truth,
+            inputs,
+            scale,
+            in_float64() if wide == torch.float64 else contextlib.nullcontext(),
+        )
     return loss, found
 
 
@@ -380,7 +440,9 @@ def _window(model: nn.Module) -> int | None:
     return max((size for size in sizes if isinstance(size, int)), default=None)
 
 
-def _find_notes(found: Verification, undecided: list[int], padded: bool, untouched: list[str]) -> list[str]:
+def _find_notes(
+    found: Verification, undecided: list[int], padded: bool, untouched: list[str]
+) -> list[str]:
     """Return notes on the verdict's limits in this dtype.
 
     Args:
@@ -392,8 +454,9 @@ def _find_notes(found: Verification, undecided: list[int], padded: bool, untouch
     notes = []
     if undecided:
         notes.append(
-            f"{len(undecided)} of at most {DRAWS} draws of tokens decided nothing: {undecided} choices of experts fell "
-            "otherwise streamed than unpatched, which a tie does, or an error"
+            f"{len(undecided)} of at most {DRAWS} draws of tokens decided nothing: {undecided} "
+            "choices of experts fell otherwise streamed than unpatched, which a tie does, or an "
+            "error"
         )
     notes += [PADDING_NOTE] if padded else []
     window, seq_len = found.window, found.seq_len
@@ -401,15 +464,22 @@ def _find_notes(found: Verification, undecided: list[int], padded: bool, untouch
         notes.append(f"the window of {window} was crossed")
     elif window is not None:
         longer = window + window // 4 + 1
-        told = f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} or more to check it"
+        told = (
+            f"the window of {window} was not crossed by {seq_len} tokens; pass --seq-len {longer} "
+            "or more to check it"
+        )
         notes.append(told)
     noise, error = found.whole_unpatched, found.whole_streamed
     if found.dtype == "float64":
         notes.append(
-            "transformers computes norms, softmax and the loss in float32 even here: that is the model's own error"
+            "transformers computes norms, softmax and the loss in float32 even here: that is the "
+            "model's own error"
         )
     elif found.dtype != "float32":
-        notes.append(f"{found.dtype} hides differences below its noise, {noise:.1e} here; --dtype float32 shows them")
+        notes.append(
+            f"{found.dtype} hides differences below its noise, {noise:.1e} here; --dtype float32 "
+            "shows them"
+        )
         if found.exact and error > NOTABLE * noise:
             notes.append(
                 f"an error {error / noise:.2f} x the model's own happens by chance; if other seeds "
@@ -417,7 +487,9 @@ def _find_notes(found: Verification, undecided: list[int], padded: bool, untouch
             )
     if untouched:
         some = ", ".join(untouched[:5]) + (" ..." if len(untouched) > 5 else "")
-        notes.append(f"{len(untouched)} trainable parameters get no gradient, streamed or unpatched: {some}")
+        notes.append(
+            f"{len(untouched)} trainable parameters get no gradient, streamed or unpatched: {some}"
+        )
     return notes
 
 

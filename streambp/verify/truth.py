@@ -29,7 +29,9 @@ def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         host = parameter.detach().to("cpu", torch.promote_types(parameter.dtype, dtype), copy=True)
         memo[id(parameter)] = nn.Parameter(host, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        wide = torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
+        wide = (
+            torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
+        )
         memo[id(buffer)] = buffer.detach().to("cpu", wide, copy=True)
     return copy.deepcopy(model, memo)
 
@@ -58,7 +60,10 @@ class _CastsLifted(TorchFunctionMode):
         if func is Tensor.float:
             return args[0].double()
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        kwargs = {
+            name: torch.float64 if value is torch.float32 else value
+            for name, value in (kwargs or {}).items()
+        }
         return func(*args, **kwargs)
 
 
@@ -77,11 +82,17 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
 def available_memory() -> int | None:
     """Return the bytes of host memory that a process can still allocate; None if unknown."""
     try:
-        found = [int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024]
+        found = [
+            int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
+            * 1024
+        ]
     except (OSError, IndexError):
         return None
     group = Path("/sys/fs/cgroup")
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         # "max", or the other cgroup version: no limit here
         with contextlib.suppress(OSError, ValueError):
             found.append(int((group / limit).read_text()) - int((group / used).read_text()))

@@ -130,28 +130,33 @@ class Verification:
         shown = self.parameters[: top or None]
         width = max(len(name) for name in ["whole gradient", *(p.name for p in shown)])
         lines = [
-            f"{self.model}, {self.dtype}: {self.seq_len} tokens in {self.chunks} chunks of {self.chunk_size}, "
-            f"the last of {self.seq_len % self.chunk_size}",
+            f"{self.model}, {self.dtype}: {self.seq_len} tokens in {self.chunks} chunks of "
+            f"{self.chunk_size}, the last of {self.seq_len % self.chunk_size}",
             "",
             f"{'relative error of the gradient of':<{width}}  {'streamed':>10}  {'unpatched':>10}",
         ]
         lines += [
-            f"{p.name:<{width}}  {p.streamed:>10.2e}  {p.unpatched:>10.2e}" + ("" if p.exact else f"  > {p.bar:.1e}")
+            f"{p.name:<{width}}  {p.streamed:>10.2e}  {p.unpatched:>10.2e}"
+            + ("" if p.exact else f"  > {p.bar:.1e}")
             for p in shown
         ]
         hidden = len(self.parameters) - len(shown)
         lines += [f"and {hidden} more, none worse"] if hidden else []
         lines += [
-            f"{'whole gradient':<{width}}  {self.whole_streamed:>10.2e}  {self.whole_unpatched:>10.2e}",
+            f"{'whole gradient':<{width}}  {self.whole_streamed:>10.2e}  "
+            f"{self.whole_unpatched:>10.2e}",
             "",
-            f"loss: {self.loss_streamed:.8g} streamed, {self.loss_unpatched:.8g} unpatched, {self.loss_truth:.8g} in "
-            f"{self.truth_dtype}, the truth that errors refer to",
+            f"loss: {self.loss_streamed:.8g} streamed, {self.loss_unpatched:.8g} unpatched, "
+            f"{self.loss_truth:.8g} in {self.truth_dtype}, the truth that errors refer to",
         ]
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"NOT EXACT: {problem}" for problem in self.problems]
         if self.exact:
             ratio = f"{self.whole_streamed / max(self.whole_unpatched, FLOOR):.2f}"
-            lines.append(f"EXACT: to rounding in {self.dtype}; the whole gradient's error is {ratio} x the model's own")
+            lines.append(
+                f"EXACT: to rounding in {self.dtype}; the whole gradient's error is {ratio} x the "
+                "model's own"
+            )
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -163,21 +168,28 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
     columns = zip(*((d.truth, d.streamed, d.unpatched) for d in distances.values()), strict=True)
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
     norm = max(norm, 1e-300)
-    whole = ParameterError("whole gradient", streamed / norm, unpatched / norm, WHOLE * unpatched / norm + FLOOR)
+    whole = ParameterError(
+        "whole gradient", streamed / norm, unpatched / norm, WHOLE * unpatched / norm + FLOOR
+    )
     sizes = {name: max(d.truth, NEGLIGIBLE * norm) for name, d in distances.items()}
     noises: dict[str, float] = {}
     for name, d in distances.items():
-        noises[_role(name)] = max(noises.get(_role(name), whole.unpatched), d.unpatched / sizes[name])
+        noises[_role(name)] = max(
+            noises.get(_role(name), whole.unpatched), d.unpatched / sizes[name]
+        )
     rated = [
         ParameterError(
             name,
             d.streamed / sizes[name],
             d.unpatched / sizes[name],
-            max(EACH, math.exp(SPREADS / math.sqrt(max(d.elements - 1, 1)))) * noises[_role(name)] + FLOOR,
+            max(EACH, math.exp(SPREADS / math.sqrt(max(d.elements - 1, 1)))) * noises[_role(name)]
+            + FLOOR,
         )
         for name, d in distances.items()
     ]
-    return tuple(sorted(rated, key=lambda p: -math.inf if math.isnan(p.streamed) else -p.streamed)), whole
+    return tuple(
+        sorted(rated, key=lambda p: -math.inf if math.isnan(p.streamed) else -p.streamed)
+    ), whole
 
 
 def _role(name: str) -> str:
@@ -186,7 +198,11 @@ def _role(name: str) -> str:
 
 
 def find_problems(
-    rated: tuple[ParameterError, ...], whole: ParameterError, loss: Distances, expected: set[str], found: set[str]
+    rated: tuple[ParameterError, ...],
+    whole: ParameterError,
+    loss: Distances,
+    expected: set[str],
+    found: set[str],
 ) -> tuple[str, ...]:
     """Return all evidence that the streamed gradient is not exact. [Note: verdict]
 
@@ -198,22 +214,30 @@ def find_problems(
         found: parameters with a gradient in the streamed run.
     """
     problems = []
-    for names, what in ((expected - found, "get none streamed"), (found - expected, "get one only streamed")):
+    for names, what in (
+        (expected - found, "get none streamed"),
+        (found - expected, "get one only streamed"),
+    ):
         if names:
-            problems.append(f"{len(names)} parameters differ in having a gradient: {', '.join(sorted(names))} {what}")
+            problems.append(
+                f"{len(names)} parameters differ in having a gradient: {', '.join(sorted(names))} "
+                f"{what}"
+            )
     if not whole.exact:
         problems.append(
-            f"the whole gradient's error {whole.streamed:.2e} is more than {WHOLE:g} x the model's own rounding noise "
-            f"{whole.unpatched:.2e}"
+            f"the whole gradient's error {whole.streamed:.2e} is more than {WHOLE:g} x the model's "
+            f"own rounding noise {whole.unpatched:.2e}"
         )
     beyond = [p for p in rated if not p.exact]
     if beyond:
         worst = beyond[0]
         problems.append(
-            f"{len(beyond)} of {len(rated)} parameters have errors that rounding does not explain; {worst.name} has "
-            f"{worst.streamed:.2e}, at most {worst.bar:.1e} was expected"
+            f"{len(beyond)} of {len(rated)} parameters have errors that rounding does not explain; "
+            f"{worst.name} has {worst.streamed:.2e}, at most {worst.bar:.1e} was expected"
         )
     allowed = EACH * loss.unpatched + abs(loss.truth) * max(whole.unpatched / 4, LOSS_FLOOR)
     if not loss.streamed <= allowed:
-        problems.append(f"the loss is off by {loss.streamed:.1e}; rounding explains at most {allowed:.1e}")
+        problems.append(
+            f"the loss is off by {loss.streamed:.1e}; rounding explains at most {allowed:.1e}"
+        )
     return tuple(problems)

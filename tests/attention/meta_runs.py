@@ -1,4 +1,5 @@
-"""One layer's attention over a sequence on meta tensors, with CUDA's backend: which kernel calls, how many bytes."""
+"""One layer's attention over a sequence on meta tensors, with CUDA's backend: which kernel calls,
+how many bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ CUDNN_FIRST = Backend((CUDNN, FLASH, MATH))
 
 
 class Recorder:
-    """In place of aten: returns tensors without data in the layouts that torch gives, and notes the calls.
+    """In place of aten: returns tensors without data in the layouts that torch gives, and notes the
+    calls.
 
-    calls: (operator, queries, keys, rows). graphs: of each key of a cuDNN backward, the layouts of o, dO and logsumexp.
-    sizes: (operator, D, D_v). Without data every pair passes, so tests have to look at them.
+    calls: (operator, queries, keys, rows). graphs: of each key of a cuDNN backward, the layouts of
+    o, dO and logsumexp. sizes: (operator, D, D_v). Without data every pair passes, so tests have to
+    look at them.
     """
 
     def __init__(self) -> None:
@@ -42,9 +45,13 @@ class Recorder:
         self.note("cudnn", q, k, v, q.shape[0])
         self.forwards.add((*((*x.shape, *x.stride()) for x in (q, k, v)), args[3]))
         assert (
-            q.stride() == (q.shape[2] * q.shape[1] * q.shape[3], q.shape[3], q.shape[1] * q.shape[3], 1) or q.shape[0] > 1
+            q.stride()
+            == (q.shape[2] * q.shape[1] * q.shape[3], q.shape[3], q.shape[1] * q.shape[3], 1)
+            or q.shape[0] > 1
         )
-        o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)  # q's order, packed by D_v
+        o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(
+            1, 2
+        )  # q's order, packed by D_v
         return o, q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
 
     def _scaled_dot_product_cudnn_attention_backward(self, do, q, k, v, o, lse, *args, scale):
@@ -72,7 +79,9 @@ class Recorder:
             0,
         )
 
-    def _scaled_dot_product_efficient_attention_backward(self, do, q, k, v, bias, o, lse, *args, scale):
+    def _scaled_dot_product_efficient_attention_backward(
+        self, do, q, k, v, bias, o, lse, *args, scale
+    ):
         self.note("efficient backward", q, k, v, q.shape[0])
         assert lse.shape[2] % 32 == 0
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
@@ -90,7 +99,8 @@ class Recorder:
 class ElementwiseBytes(TorchDispatchMode):
     """Bytes that operations read and wrote, those of attention, matrix products and views left out.
 
-    by_name: of each operator. calls: views and all. uploads: of cu_seqlens. syncs: reads of a value by the host.
+    by_name: of each operator. calls: views and all. uploads: of cu_seqlens. syncs: reads of a value
+    by the host.
     """
 
     SILENT = ("empty", "view", "detach", "alias", "prim::")
@@ -115,7 +125,9 @@ class ElementwiseBytes(TorchDispatchMode):
         if func.is_view or any(word in name for word in self.SILENT):
             return result
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if name == "copy_" and _is_same(*args[:2]):  # what `x[here] += y` ends with; torch does nothing
+        if name == "copy_" and _is_same(
+            *args[:2]
+        ):  # what `x[here] += y` ends with; torch does nothing
             return result
         if name in ("copy_", "fill_", "zero_", "zeros_like", "new_zeros", "new_full"):
             read = read[1:]
@@ -145,7 +157,8 @@ def run(
     """Forward and backward of every chunk; the calls, and the bytes beside them.
 
     Args:
-        saved: backward takes forward's (o, lse). tiles: keys and values stream, so many tiles of them stay.
+        saved: backward takes forward's (o, lse). tiles: keys and values stream, so many tiles of
+            them stay.
         size, value_size: D, and D_v if it is another.
     """
     value_size = value_size or size
@@ -154,7 +167,10 @@ def run(
     monkeypatch.setattr(merge, "fits_triton", lambda *_: True)
 
     def merged(o, lse, part_o, part_lse, out):
-        counted.add("merge in Triton", o.nbytes + part_o.nbytes + out.nbytes + 2 * lse.nbytes + part_lse.nbytes)
+        counted.add(
+            "merge in Triton",
+            o.nbytes + part_o.nbytes + out.nbytes + 2 * lse.nbytes + part_lse.nbytes,
+        )
 
     monkeypatch.setattr(merge, "merge_in_triton", merged)
 
@@ -167,10 +183,15 @@ def run(
     params = Params(backend, size**-0.5, None, 0.0, 0)
 
     def tensor(count, length, columns=size):
-        return torch.empty(rows, length, count, columns, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        return torch.empty(
+            rows, length, count, columns, dtype=torch.bfloat16, device="meta"
+        ).transpose(1, 2)
 
     if tiles is None:
-        k, v = (tensor(KV_HEADS, layout.length, columns).transpose(1, 2) for columns in (size, value_size))
+        k, v = (
+            tensor(KV_HEADS, layout.length, columns).transpose(1, 2)
+            for columns in (size, value_size)
+        )
         site = KVBuffer.of(k, v, backend.width)
     else:
         site = KVTiles(0, plan, InMemory(), InMemory(), tiles, False, value_size, backend.width)
@@ -182,7 +203,12 @@ def run(
             kept[chunk] = attend_blocks(tensor(heads, length), site, layout, chunk, params)
         for chunk in plan.backward:
             shapes = ((heads, size), (KV_HEADS, size), (KV_HEADS, value_size))
-            leaves = [tensor(count, chunk.stop - chunk.start, columns).requires_grad_() for count, columns in shapes]
-            out = PrefixAttention.apply(*leaves, None, site, layout, chunk, params, kept[chunk] if saved else None)
+            leaves = [
+                tensor(count, chunk.stop - chunk.start, columns).requires_grad_()
+                for count, columns in shapes
+            ]
+            out = PrefixAttention.apply(
+                *leaves, None, site, layout, chunk, params, kept[chunk] if saved else None
+            )
             torch.autograd.grad(out, leaves, torch.empty_like(out))
     return recorder, counted

@@ -24,7 +24,9 @@ V100 = Platform("cuda", (7, 0), 92000, (2, 13))
 
 def with_flash(here: Platform, name: str, **changes: object) -> Platform:
     """With FlashAttention-3 or -4 behind torch's operators."""
-    return dataclasses.replace(here, flash=name, flash_4=(4, 0, 0, 18) if name == "FA4" else (), **changes)
+    return dataclasses.replace(
+        here, flash=name, flash_4=(4, 0, 0, 18) if name == "FA4" else (), **changes
+    )
 
 
 def backend(here, size, value_size=None, wanted="auto", dtype=torch.bfloat16, **given):

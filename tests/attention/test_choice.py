@@ -1,6 +1,8 @@
-"""Which kernels "auto" takes: those that torch's own attention would take on a device, which is emulated.
+"""Which kernels "auto" takes: those that torch's own attention would take on a device, which is
+emulated.
 
-covers: attention/backend.py, attention/kernels.py, attention/prefix.py, attention/spans.py, chunks.py
+covers: attention/backend.py, attention/kernels.py, attention/prefix.py, attention/spans.py,
+chunks.py
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def test_cudnn_comes_first_where_torch_prefers_it(capability, first, machine):
         assert machine(capability, wanted="cudnn") == FUSED
 
 
-@pytest.mark.parametrize(("runtime", "first"), [(91501, "cudnn"), (92000, "cudnn"), (91500, "flash"), (90800, "flash")])
+@pytest.mark.parametrize(
+    ("runtime", "first"), [(91501, "cudnn"), (92000, "cudnn"), (91500, "flash"), (90800, "flash")]
+)
 def test_an_old_runtime_of_cudnn_comes_after_flash(runtime, first, machine):
     assert machine(runtime=runtime)[0] == first
     assert machine(runtime=runtime, wanted="cudnn") == FUSED
@@ -120,7 +124,9 @@ def test_flash_switched_off_on_a_cpu_means_plain_products(float64_oracle):
     with pytest.MonkeyPatch.context() as patch, sdpa_kernel(SDPBackend.MATH):
         used, real = [], kernels.MathKernel.forward
         patch.setattr(kernels.MathKernel, "forward", lambda *given: used.append(1) or real(*given))
-        patch.setattr(kernels.CpuFlashKernel, "forward", lambda *given: pytest.fail("it is switched off"))
+        patch.setattr(
+            kernels.CpuFlashKernel, "forward", lambda *given: pytest.fail("it is switched off")
+        )
         assert worst_error(gradients(model, **batch)[1], expected) <= 1e-10
         assert used
         assert "FlashAttention is switched off" in streambp.describe(model).attention
@@ -131,7 +137,9 @@ def test_backward_attends_with_the_kernels_of_forward(monkeypatch):
     batch, used = make_batch("plain"), []
     for kernel in (kernels.MathKernel, kernels.CpuFlashKernel):
         real = kernel.backward
-        monkeypatch.setattr(kernel, "backward", lambda *given, real=real: used.append(given[0].name) or real(*given))
+        monkeypatch.setattr(
+            kernel, "backward", lambda *given, real=real: used.append(given[0].name) or real(*given)
+        )
     model(**batch).loss.backward()
     used.clear()
     with sdpa_kernel(SDPBackend.MATH):
@@ -163,7 +171,9 @@ def as_on_rocm(backend, family, mode, monkeypatch):
     monkeypatch.setattr(prefix, "choose_backend", lambda *_: backend)
     model = streambp.patch(stock, StreamConfig(chunk_size=5))
     found = gradients(model, **batch)[1]
-    assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}, "a kernel refused a chunk"
+    assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}, (
+        "a kernel refused a chunk"
+    )
     assert flash.calls > 0
     return worst_error(found, expected)
 

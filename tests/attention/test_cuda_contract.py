@@ -1,6 +1,8 @@
-"""What attention may ask of CUDA's kernels, on meta tensors: no device is needed to see a rule broken.
+"""What attention may ask of CUDA's kernels, on meta tensors: no device is needed to see a rule
+broken.
 
-covers: attention/kernels.py, attention/kernels_wide.py, attention/spans.py, chunks.py, planner/auto.py
+covers: attention/kernels.py, attention/kernels_wide.py, attention/spans.py, chunks.py,
+planner/auto.py
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("tiles", [None, 1], ids=["one buffer", "tiles"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_graph_sees_one_layout_and_no_small_block(name, tiles, monkeypatch):
-    recorder, counted = run(monkeypatch, LAYOUTS[name], CHUNK, rows=len(LAYOUTS[name].rows), tiles=tiles, saved=False)
+    recorder, counted = run(
+        monkeypatch, LAYOUTS[name], CHUNK, rows=len(LAYOUTS[name].rows), tiles=tiles, saved=False
+    )
     assert all(len(layouts) == 1 for layouts in recorder.graphs.values())
     for operator, queries, keys, _ in recorder.calls:
         if operator.startswith("cudnn"):
@@ -78,15 +82,25 @@ FEW = [  # machine, head sizes, tiles, layouts
     ("MI300", (192, 128), None, ("one token over", "packed")),
 ]
 SIZES = ((192, 128), (256, 256), (512, 512))
-ALL = [(machine, sizes, tiles, tuple(LAYOUTS)) for machine in MACHINES for sizes in SIZES for tiles in (None, 1)]
+ALL = [
+    (machine, sizes, tiles, tuple(LAYOUTS))
+    for machine in MACHINES
+    for sizes in SIZES
+    for tiles in (None, 1)
+]
 
 
 def named(case):
     machine, (size, value_size), tiles, layouts = case
-    return f"{machine}, {size}/{value_size}{', tiles' * (tiles is not None)}{', all' * (len(layouts) == len(LAYOUTS))}"
+    return (
+        f"{machine}, "
+        f"{size}/{value_size}{', tiles' * (tiles is not None)}{', all' * (len(layouts) == len(LAYOUTS))}"
+    )
 
 
-@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.full) for case in ALL)], ids=named)
+@pytest.mark.parametrize(
+    "case", [*FEW, *(pytest.param(case, marks=pytest.mark.full) for case in ALL)], ids=named
+)
 def test_every_block_has_head_sizes_that_its_kernel_takes(case, monkeypatch):
     """The rules that no operator checks without data, with one layout for each graph."""
     where, sizes, tiles, layouts = case
@@ -103,11 +117,21 @@ def test_every_block_has_head_sizes_that_its_kernel_takes(case, monkeypatch):
                 assert min(queries, keys) >= 256
                 assert queries % 128 == keys % 128 == 0
         for operator, *pair in recorder.sizes:
-            takes = NATIVE if operator.startswith("cudnn") else {sizes} if operator.startswith("efficient") else ONE_SIZE
+            takes = (
+                NATIVE
+                if operator.startswith("cudnn")
+                else {sizes}
+                if operator.startswith("efficient")
+                else ONE_SIZE
+            )
             assert tuple(pair) in takes, operator
         cudnn = any(operator.startswith("cudnn") for operator, *_ in recorder.sizes)
-        native = (machine is H200 and sizes != (512, 512)) or (machine is B200 and sizes == (192, 128))
-        assert cudnn == (native and name not in ("window", "small window"))  # the end of padding leaves larger blocks
+        native = (machine is H200 and sizes != (512, 512)) or (
+            machine is B200 and sizes == (192, 128)
+        )
+        assert cudnn == (
+            native and name not in ("window", "small window")
+        )  # the end of padding leaves larger blocks
         if machine is MI300 and sizes != (512, 512):
             assert not {operator for operator, *_ in recorder.sizes} - {"flash", "flash backward"}
 
@@ -134,11 +158,16 @@ def test_other_lengths_find_the_same_graphs(monkeypatch):
     assert first < forwards
 
 
-@pytest.mark.parametrize("sizes", [(128, 128), (192, 128), (256, 256)], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}")
+@pytest.mark.parametrize(
+    "sizes", [(128, 128), (192, 128), (256, 256)], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}"
+)
 def test_whole_chunks_of_any_length_build_no_new_graph(sizes, monkeypatch):
     given = {"size": sizes[0], "value_size": sizes[1], "backend": backend(H200, *sizes)}
     forwards, backwards = keys_of(monkeypatch, (65_536,), **given)
-    assert (len(forwards), len(backwards)) == (8, 5)  # a square; prefixes of 1 to 7 chunks, and of 1 to 4
+    assert (len(forwards), len(backwards)) == (
+        8,
+        5,
+    )  # a square; prefixes of 1 to 7 chunks, and of 1 to 4
     for length in range(2 * CHUNK, 16 * CHUNK, 3 * CHUNK):
         more, more_backwards = keys_of(monkeypatch, (length,), **given)
         assert more <= forwards | {key for key in more if key[1][2] == 65_536}
@@ -162,7 +191,8 @@ def test_elementwise_bytes(saved, monkeypatch):
     kv_elements = 2 * 65_536 * KV_HEADS * SIZE
     expected = {
         "merge in Triton": (1 if saved else 2) * 7 * 6 * chunks,  # two blocks: read both, write one
-        "add_": (4 * 6 + 3 * 2 * 10) * chunks + 36 / 8 * 10 * kv_elements,  # dq of 5 to 8 blocks; dK and dV of 36 squares
+        "add_": (4 * 6 + 3 * 2 * 10) * chunks
+        + 36 / 8 * 10 * kv_elements,  # dq of 5 to 8 blocks; dK and dV of 36 squares
         "_to_copy": 3 * (6 + 6) * chunks + 6 * kv_elements,
         "copy_": 4 * kv_elements,  # into the buffer
         "zeros_like": 4 * kv_elements,
@@ -180,19 +210,30 @@ def passes(size):
     return len(list(CUDNN_FIRST.tiling(Use.FORWARD).queries(0, size)))
 
 
-ROWS_AND_LENGTHS = [*itertools.product((1, 2, 3, 5, 6, 7), (20_000, 40_000, 65_536, 100_001)), (3, 600), (1, 2048)]
+ROWS_AND_LENGTHS = [
+    *itertools.product((1, 2, 3, 5, 6, 7), (20_000, 40_000, 65_536, 100_001)),
+    (3, 600),
+    (1, 2048),
+]
 
 
 @pytest.mark.parametrize("rule", ["plain", "planner"])
 @pytest.mark.parametrize(("rows", "length"), ROWS_AND_LENGTHS)
 def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
-    """Three rows had chunks of 2,730 tokens, and one of 40,000 tokens chunks of 5,000: three and four pieces of queries."""
+    """Three rows had chunks of 2,730 tokens, and one of 40,000 tokens chunks of 5,000: three and
+    four pieces of queries."""
     if rule == "plain":
         size = plan_chunks(length, rows, "auto").size
     else:
-        law = auto.StepNeed(Method("streambp", (), "none", False, True, (Phase("backward 0", Law()),), (), Law(), ()))
+        law = auto.StepNeed(
+            Method(
+                "streambp", (), "none", False, True, (Phase("backward 0", Law()),), (), Law(), ()
+            )
+        )
         known = Figures(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
-        size = SavesPolicy(1, lambda device: 1.0, lambda device: (known, 0.0), True, True).chunk(0, rows, length, None)
+        size = SavesPolicy(1, lambda device: 1.0, lambda device: (known, 0.0), True, True).chunk(
+            0, rows, length, None
+        )
     assert size == length or passes(size) == 1
     assert size * rows <= 8192 or size == 1
     assert 2 * size * rows > min(2048, length * rows) * 0.99

@@ -1,6 +1,8 @@
-"""Attention that is not transformers' own is refused by name, or by what it computes: streamed layers do not call it.
+"""Attention that is not transformers' own is refused by name, or by what it computes: streamed
+layers do not call it.
 
-covers: admission/entry.py, admission/own_run.py, admission/registry.py, distributed/context_parallel.py
+covers: admission/entry.py, admission/own_run.py, admission/registry.py,
+distributed/context_parallel.py
 """
 
 from __future__ import annotations
@@ -70,11 +72,14 @@ class Scaled:
 
 def windowed_mask(mask_function=None, **description):
     near = lambda batch, head, query, key: query - key < WINDOW  # noqa: E731
-    return sdpa_mask(mask_function=and_masks(mask_function or causal_mask_function, near), **description)
+    return sdpa_mask(
+        mask_function=and_masks(mask_function or causal_mask_function, near), **description
+    )
 
 
 def over_ranks(own, *args, dist_attn=None, **kwargs):
-    """The shape of ms-swift's sequence parallelism: a partial in the place of transformers' function."""
+    """The shape of ms-swift's sequence parallelism: a partial in the place of transformers'
+    function."""
     return own(*args, **kwargs)
 
 
@@ -95,7 +100,9 @@ def eager_replaced(model, attention):
 
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch):
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", modeling_llama.eager_attention_forward)
+    monkeypatch.setattr(
+        modeling_llama, "eager_attention_forward", modeling_llama.eager_attention_forward
+    )
 
 
 def eager(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -139,11 +146,14 @@ CASES = {
     ("case", "order"),
     thinned(
         itertools.product(CASES, ["before", "after", "after a step"]),
-        lambda case, order: order != "after a step" or case in ("by name", "no mask function", "in sdpa's place"),
+        lambda case, order: (
+            order != "after a step" or case in ("by name", "no mask function", "in sdpa's place")
+        ),
     ),
 )
 def test_is_refused_by_name(case, order):
-    """A function is asked for where the model is patched and in each of its forwards: it may be replaced at any time."""
+    """A function is asked for where the model is patched and in each of its forwards: it may be
+    replaced at any time."""
     change, message = CASES[case]
     model, batch = build("llama", torch.float64), make_batch("left-padded", length=2 * WINDOW + 3)
     stock = copy.deepcopy(model)
@@ -174,19 +184,27 @@ def test_a_layer_called_by_itself():
 def in_disguise(function):
     """A function that seems to be written in the modeling file, as after an edit of its source."""
     return types.FunctionType(
-        function.__code__, {**globals(), "__name__": modeling_llama.__name__}, None, function.__defaults__
+        function.__code__,
+        {**globals(), "__name__": modeling_llama.__name__},
+        None,
+        function.__defaults__,
     )
 
 
 def without_gradient(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    return sdpa_attention_forward(module, query, key.detach(), value, attention_mask, scaling=scaling)
+    return sdpa_attention_forward(
+        module, query, key.detach(), value, attention_mask, scaling=scaling
+    )
 
 
 def failing(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     raise ValueError("wants more tokens")
 
 
-OTHER = "LlamaDecoderLayer .*LlamaAttention with attn_implementation='eager'.* computes something else unpatched"
+OTHER = (
+    "LlamaDecoderLayer .*LlamaAttention with attn_implementation='eager'.* computes something else "
+    "unpatched"
+)
 
 
 @pytest.mark.parametrize(("function", "message"), [
@@ -207,20 +225,25 @@ def test_torchs_attention_replaced(monkeypatch):
     softer = lambda q, *args, **kwargs: real(q * 0.5, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", softer)
     model = streambp.patch(build("qwen3", torch.float64), CONFIG)
-    with pytest.raises(UnsupportedModelError, match="computes something else unpatched than streamed"):
+    with pytest.raises(
+        UnsupportedModelError, match="computes something else unpatched than streamed"
+    ):
         model(**make_batch("plain"), use_cache=False)
 
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_torchs_attention_replaced_between_steps(monkeypatch, differs):
-    """A layer that was tried under torch's own is tried again; one that computes the same is streamed."""
+    """A layer that was tried under torch's own is tried again; one that computes the same is
+    streamed."""
     real = torch.nn.functional.scaled_dot_product_attention
     softer = lambda q, *args, **kwargs: real(q * (0.5 if differs else 1.0), *args, **kwargs)  # noqa: E731
     model = streambp.patch(build("qwen3", torch.float64), CONFIG)
     expected = gradients(model, **make_batch("plain"))[1]
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", softer)
     if differs:
-        with pytest.raises(UnsupportedModelError, match="computes something else unpatched than streamed"):
+        with pytest.raises(
+            UnsupportedModelError, match="computes something else unpatched than streamed"
+        ):
             model(**make_batch("plain"), use_cache=False)
     else:
         assert worst_error(gradients(model, **make_batch("plain"))[1], expected) == 0.0
@@ -245,9 +268,13 @@ def test_mutant_the_layer_is_compared_with_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize(
+    "implementation", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+)
 def test_transformers_own_are_known(implementation, family):
-    (attention,) = {type(m): m for m in registry.distinct_attentions(build(family).model.layers)}.values()
+    (attention,) = {
+        type(m): m for m in registry.distinct_attentions(build(family).model.layers)
+    }.values()
     assert registry.foreign_function(attention, implementation) is None
 
 
@@ -272,7 +299,8 @@ def test_kernels_of_the_hub(name, function, known):
 
 
 @pytest.mark.parametrize(
-    ("home", "ranks", "known"), [("verl.models", 1, True), ("verl.models", 2, False), ("axolotl", 1, False)]
+    ("home", "ranks", "known"),
+    [("verl.models", 1, True), ("verl.models", 2, False), ("axolotl", 1, False)],
 )
 def test_what_transformers_flash_attention_calls(home, ranks, known, monkeypatch):
     """verl replaces it always, ring attention only where sequences are split."""
@@ -294,10 +322,15 @@ def test_what_transformers_flash_attention_calls(home, ranks, known, monkeypatch
     ],
 )  # fmt: skip
 def test_who_splits_sequences_elsewhere_is_named(home, implementation):
-    """ms-swift's partial, axolotl's ring, and what accelerate will register, by where their functions are written."""
+    """ms-swift's partial, axolotl's ring, and what accelerate will register, by where their
+    functions are written."""
     names = {"__name__": home}
     exec("def attend(module, query, key, value, attention_mask, **kwargs): ...", names)
-    found = functools.partial(names["attend"], dist_attn=object()) if home.startswith("swift") else names["attend"]
+    found = (
+        functools.partial(names["attend"], dist_attn=object())
+        if home.startswith("swift")
+        else names["attend"]
+    )
     ALL_ATTENTION_FUNCTIONS[implementation] = found
     (attention, *_) = registry.distinct_attentions(build("llama").model.layers)
     assert f"is {home}.attend" in registry.foreign_function(attention, implementation)

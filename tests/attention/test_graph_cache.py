@@ -1,4 +1,5 @@
-"""Gradients where torch's cache of cuDNN graphs reads o and dO with the strides of the first call of each key.
+"""Gradients where torch's cache of cuDNN graphs reads o and dO with the strides of the first call
+of each key.
 
 No device: a stand-in computes in float64 what cuDNN would, from what such a graph would read.
 
@@ -35,12 +36,18 @@ SPANS = {  # family, mode, rows
     "packed": ("qwen3", "packed", 1),
     "window": ("mistral", "right-padded", 2),
 }
-PLACES = {"kept": {}, "offloaded": {"offload": "cpu"}, "streamed": {"offload": "cpu", "gpu_memory": 1}}
+PLACES = {
+    "kept": {},
+    "offloaded": {"offload": "cpu"},
+    "streamed": {"offload": "cpu", "gpu_memory": 1},
+}
 
 
 def model_of(family):
     window = {"sliding_window": 300} if family == "mistral" else {}
-    return build(family, torch.float64, num_hidden_layers=1, max_position_embeddings=LENGTH, **window)
+    return build(
+        family, torch.float64, num_hidden_layers=1, max_position_embeddings=LENGTH, **window
+    )
 
 
 @functools.cache
@@ -66,9 +73,12 @@ def check(spans, saves, place, monkeypatch):
     assert worst_error(found, expected) <= 1e-10
 
 
-# Rows of equal spans are one graph: "two rows" has them, and "right-padded row" is a row of "right-padded".
+# Rows of equal spans are one graph: "two rows" has them, and "right-padded row" is a row of
+# "right-padded".
 @pytest.mark.fast("packed")
-@pytest.mark.parametrize("spans", thinned(SPANS, lambda spans: spans not in ("plain", "right-padded row")))
+@pytest.mark.parametrize(
+    "spans", thinned(SPANS, lambda spans: spans not in ("plain", "right-padded row"))
+)
 def test_recomputed(spans, float64_oracle, monkeypatch):
     check(spans, (), "kept", monkeypatch)
 
@@ -81,19 +91,28 @@ def test_saved(place, float64_oracle, monkeypatch):
 def of_256():
     """Two heads suffice for groups."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}
-    return build("qwen3", torch.float64, num_hidden_layers=1, max_position_embeddings=LENGTH, **heads)
+    return build(
+        "qwen3", torch.float64, num_hidden_layers=1, max_position_embeddings=LENGTH, **heads
+    )
 
 
 HEAD_SIZES = {  # model, and the kernels that attend
-    "192/128": (lambda: zoo.build("deepseek_v3", num_hidden_layers=1), Backend((CUDNN, PADDED[FLASH], MATH))),
-    "padded": (lambda: zoo.build("deepseek_v3", num_hidden_layers=1), Backend((FLASH, MATH), width=16)),
+    "192/128": (
+        lambda: zoo.build("deepseek_v3", num_hidden_layers=1),
+        Backend((CUDNN, PADDED[FLASH], MATH)),
+    ),
+    "padded": (
+        lambda: zoo.build("deepseek_v3", num_hidden_layers=1),
+        Backend((FLASH, MATH), width=16),
+    ),
     "256": (of_256, Backend((CUDNN, FLASH, MATH))),
     "efficient": (of_256, Backend((EFFICIENT, MATH))),
 }
 
 
 def check_head_sizes(name, mode, saves, place, monkeypatch):
-    """The stand-ins refuse what the operators refuse: two head sizes in flash, groups in memory-efficient attention."""
+    """The stand-ins refuse what the operators refuse: two head sizes in flash, groups in
+    memory-efficient attention."""
     make, backend = HEAD_SIZES[name]
     graphs, batch = CachedGraphs(), make_batch(mode, length=LENGTH)
     model = make()
@@ -135,7 +154,9 @@ def laid_out_like_the_query(self, query, key, value, *args, **kwargs):
 
 @pytest.mark.full
 def test_one_layout_holds_whatever_the_forward_gives(float64_oracle, monkeypatch):
-    monkeypatch.setattr(CachedGraphs, "_scaled_dot_product_cudnn_attention", laid_out_like_the_query)
+    monkeypatch.setattr(
+        CachedGraphs, "_scaled_dot_product_cudnn_attention", laid_out_like_the_query
+    )
     check_head_sizes("192/128", "plain", (), "kept", monkeypatch)
 
 

@@ -1,6 +1,8 @@
-"""Sparse attention with an indexer: scored a few queries at a time, picked once, masked one block at a time.
+"""Sparse attention with an indexer: scored a few queries at a time, picked once, masked one block
+at a time.
 
-covers: attention/indexers.py, attention/picked.py, attention/interface.py, layer/saved.py, planner/survey.py
+covers: attention/indexers.py, attention/picked.py, attention/interface.py, layer/saved.py,
+planner/survey.py
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def check(stock, batch, chunk_size=CHUNK, **settings):
 
 
 @pytest.mark.parametrize("mode", ["plain", "left-padded", "right-padded", "packed"])
-@pytest.mark.parametrize("name", [n if n == "deepseek_v32" else pytest.param(n, marks=pytest.mark.full) for n in SPARSE])
+@pytest.mark.parametrize(
+    "name", [n if n == "deepseek_v32" else pytest.param(n, marks=pytest.mark.full) for n in SPARSE]
+)
 def test_a_few_queries_at_a_time(name, mode, monkeypatch):
     stock = build(name)
     scores_for(stock, monkeypatch)
@@ -124,7 +128,8 @@ def test_the_mutant_that_scores_a_chunk_at_once(monkeypatch):
 
 
 def loss_then_other_picks(monkeypatch, **settings):
-    """The error of gradients where an indexer that is asked in backward would pick other keys; and how often it was."""
+    """The error of gradients where an indexer that is asked in backward would pick other keys; and
+    how often it was."""
     stock, batch = build(), make_batch("plain")
     _, expected = gradients(copy.deepcopy(stock), **batch)
     ours = patched(stock, chunk_size=CHUNK, **settings)
@@ -145,10 +150,17 @@ def loss_then_other_picks(monkeypatch, **settings):
     return worst_error(found, expected), asked
 
 
-SETTINGS = ({}, {"saves": ("attn_out",)}, {"offload": "cpu"}, {"saves": ("kv", "attn_out"), "offload": "cpu"})
+SETTINGS = (
+    {},
+    {"saves": ("attn_out",)},
+    {"offload": "cpu"},
+    {"saves": ("kv", "attn_out"), "offload": "cpu"},
+)
 
 
-@pytest.mark.parametrize("settings", thinned(SETTINGS, lambda s: s in ({}, {"offload": "cpu"})), ids=str)
+@pytest.mark.parametrize(
+    "settings", thinned(SETTINGS, lambda s: s in ({}, {"offload": "cpu"})), ids=str
+)
 def test_backward_reads_what_forward_picked(settings, monkeypatch):
     error, asked = loss_then_other_picks(monkeypatch, **settings)
     assert asked == 0
@@ -169,11 +181,17 @@ def test_picks_are_kept_until_their_chunk_is_differentiated(monkeypatch):
     """8 KB a token at 2,048 picks: 4 bytes each."""
     kept = []
     real = Kept.keep
-    monkeypatch.setattr(Kept, "keep", lambda self, chunk, *given: (real(self, chunk, *given), kept.append(self))[0])
+    monkeypatch.setattr(
+        Kept, "keep", lambda self, chunk, *given: (real(self, chunk, *given), kept.append(self))[0]
+    )
     ours = patched(build(), chunk_size=CHUNK, saves=())
     loss = ours(**make_batch("plain"), use_cache=False).loss
     stores = {id(one): one.store for one in kept}.values()
-    sizes = [store.peek("picks.0", number).shape[-1] for store in stores for number in range(-(-LENGTH // CHUNK))]
+    sizes = [
+        store.peek("picks.0", number).shape[-1]
+        for store in stores
+        for number in range(-(-LENGTH // CHUNK))
+    ]
     assert set(sizes) == {TOPK}
     assert all(store.peek("picks.0", 0).dtype == torch.int32 for store in stores)
     assert not any(prefix.index_keys for prefix in (one.carried.prefix for one in kept))
@@ -183,13 +201,17 @@ def test_picks_are_kept_until_their_chunk_is_differentiated(monkeypatch):
 
 def test_layers_that_have_all_keys_picked_attend_without_a_mask():
     batch = make_batch("plain")
-    few, every = (check(zoo.build("deepseek_v32", v_head_dim=16, index_topk=k), batch) for k in (TOPK, LENGTH))
+    few, every = (
+        check(zoo.build("deepseek_v32", v_head_dim=16, index_topk=k), batch) for k in (TOPK, LENGTH)
+    )
     assert "masks" not in streambp.describe(every).attention
     assert "masks" in streambp.describe(few).attention
 
 
 def test_what_describe_says():
-    layers = streambp.describe(check(build("glm_moe_dsa", indexer_types=["full", "shared"]), make_batch("plain"))).layers
+    layers = streambp.describe(
+        check(build("glm_moe_dsa", indexer_types=["full", "shared"]), make_batch("plain"))
+    ).layers
     assert "its indexer's picks are kept, 16 bytes a token" in layers[0].reason
     assert "not picked" in layers[1].reason
     assert "kept" not in layers[1].reason
@@ -251,7 +273,9 @@ def test_a_mask_of_picks():
     below = picked.visible(layout, 5, 8, 1, 7, torch.device("cpu"))
     tile = mask.tile(5, 8, 1, 7, torch.device("cpu"))
     assert tile.shape == (2, 1, 3, 6)
-    for row, query, key in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(6)).tolist():
+    for row, query, key in torch.cartesian_prod(
+        torch.arange(2), torch.arange(3), torch.arange(6)
+    ).tolist():
         read = key + 1 in picks[row, query] and query + 5 - 4 < key + 1 <= query + 5
         assert bool(tile[row, 0, query, key]) == read
         assert bool(below[row, 0, query, key]) == (query + 5 - 4 < key + 1 <= query + 5)
@@ -270,7 +294,9 @@ def test_picks_of_a_layer_that_has_no_indexer():
     q = torch.randn(1, 2, 4, 8)
     layer = torch.nn.Linear(1, 1)
     with pytest.raises(UnsupportedModelError, match="indices"):
-        interface.stream_attention(layer, q, q, q, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32))
+        interface.stream_attention(
+            layer, q, q, q, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32)
+        )
 
 
 @pytest.mark.full

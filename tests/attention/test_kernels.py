@@ -1,10 +1,11 @@
-"""Each kernel against a softmax in float64: (o, lse) forward, and backward from the merged (o, lse) of the whole row.
+"""Each kernel against a softmax in float64: (o, lse) forward, and backward from the merged (o, lse)
+of the whole row.
 
-FlashAttention and cuDNN have no kernel on the CPU; a stand-in with their signatures and conventions shows that we call them
-rightly. `tests/gpu` runs the real ones.
+FlashAttention and cuDNN have no kernel on the CPU; a stand-in with their signatures and conventions
+shows that we call them rightly. `tests/gpu` runs the real ones.
 
-covers: attention/backend.py, attention/kernels.py, attention/kernels_wide.py, attention/masks.py, attention/spans.py,
-  chunks.py
+covers: attention/backend.py, attention/kernels.py, attention/kernels_wide.py, attention/masks.py,
+  attention/spans.py, chunks.py
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import torch
 
 from streambp.attention import kernels
 from streambp.attention.backend import Backend, Use, choose_backend
-from streambp.attention.kernels import CPU_FLASH, CUDNN, FLASH, MATH, SQUARE_FLASH, WINDOWLESS_FLASH, Task
+from streambp.attention.kernels import (
+    CPU_FLASH,
+    CUDNN,
+    FLASH,
+    MATH,
+    SQUARE_FLASH,
+    WINDOWLESS_FLASH,
+    Task,
+)
 from streambp.attention.kernels_wide import EFFICIENT, PADDED
 from streambp.attention.masks import DenseMask
 from streambp.attention.spans import Block, Kind, Run, Spans
@@ -35,7 +44,9 @@ BLOCKS = {
     "window": Block(Kind.WINDOW, 0, 2, 20, 29, 17, 29, WINDOW),
     "mask": Block(Kind.MASK, 0, 2, 20, 29, 0, 13),
     "varlen": Block(Kind.VARLEN, 1, 2, 20, 29, 18, 29, None, (0, 4, 5, 9), (0, 6, 7, 11)),
-    "varlen with a window": Block(Kind.VARLEN, 1, 2, 20, 29, 18, 29, WINDOW, (0, 4, 5, 9), (0, 6, 7, 11)),
+    "varlen with a window": Block(
+        Kind.VARLEN, 1, 2, 20, 29, 18, 29, WINDOW, (0, 4, 5, 9), (0, 6, 7, 11)
+    ),
 }
 
 
@@ -64,11 +75,17 @@ def allowed(block, tile=None):
         return mask & causal & inside
     if block.kind is Kind.MASK:
         return tile
-    return {Kind.FULL: inside, Kind.CAUSAL: causal, Kind.BAND: inside, Kind.WINDOW: causal & inside}[block.kind]
+    return {
+        Kind.FULL: inside,
+        Kind.CAUSAL: causal,
+        Kind.BAND: inside,
+        Kind.WINDOW: causal & inside,
+    }[block.kind]
 
 
 def check(kernel, block, tile=None, rtol=1e-10, **sizes):
-    """Forward, then backward where the block is half of the row: the other half adds weight but no new gradient."""
+    """Forward, then backward where the block is half of the row: the other half adds weight but no
+    new gradient."""
     q, k, v, do = make(block, **sizes)
     task = Task(block, SCALE, tile)
     mask = allowed(block, tile)
@@ -86,7 +103,9 @@ def check(kernel, block, tile=None, rtol=1e-10, **sizes):
         + other_o * torch.exp(other_lse - merged_lse)[..., None]
     )
     wanted = torch.autograd.grad(merged_o, wide, do.double())
-    found = kernel.backward(do, q, k, v, merged_o.detach().to(q.dtype), merged_lse.detach().to(lse.dtype), task)
+    found = kernel.backward(
+        do, q, k, v, merged_o.detach().to(q.dtype), merged_lse.detach().to(lse.dtype), task
+    )
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=rtol, atol=rtol)
 
@@ -153,7 +172,10 @@ def test_the_stand_in_has_the_operators_parameters(name):
     real = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
     ours = list(inspect.signature(getattr(StandIn, name)).parameters)[1:]
     assert ours == real[: len(ours)]
-    assert all(a.has_default_value() for a in getattr(torch.ops.aten, name).default._schema.arguments[len(ours) :])
+    assert all(
+        a.has_default_value()
+        for a in getattr(torch.ops.aten, name).default._schema.arguments[len(ours) :]
+    )
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "varlen", "varlen with a window"])
@@ -214,15 +236,26 @@ BACKENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: ", ".join(kernel.name for kernel in backend.kernels))
+@pytest.mark.parametrize(
+    "backend", BACKENDS, ids=lambda backend: ", ".join(kernel.name for kernel in backend.kernels)
+)
 @pytest.mark.parametrize("use", Use)
 def test_every_block_has_a_kernel_in_every_backend(backend, use):
-    padded = Spans(9000, ((Run(300, 8500, 300), Run(8500, 9000, 300, 8500)), (Run(0, 7, 0), Run(7, 9000, 7))))
-    for layout in (padded, dataclasses.replace(padded, window=700), DenseMask(2, 9000, torch.zeros(()))):
+    padded = Spans(
+        9000, ((Run(300, 8500, 300), Run(8500, 9000, 300, 8500)), (Run(0, 7, 0), Run(7, 9000, 7)))
+    )
+    for layout in (
+        padded,
+        dataclasses.replace(padded, window=700),
+        DenseMask(2, 9000, torch.zeros(())),
+    ):
         for chunk in ChunkPlan(9000, 2999):
             plan = backend.plan(layout, chunk, 2, use)
             assert len(plan.kernels) == len(plan.blocks) > 0
-            assert all(block.kind in kernel.kinds for block, kernel in zip(plan.blocks, plan.kernels, strict=True))
+            assert all(
+                block.kind in kernel.kinds
+                for block, kernel in zip(plan.blocks, plan.kernels, strict=True)
+            )
             for block, kernel in zip(plan.blocks, plan.kernels, strict=True):
                 if kernel is MATH:
                     assert block.q1 - block.q0 <= 512, "scores that are too large"

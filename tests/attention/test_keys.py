@@ -1,4 +1,5 @@
-"""Keys and values in tiles against one buffer: what is read, what is added up, what is on the device.
+"""Keys and values in tiles against one buffer: what is read, what is added up, what is on the
+device.
 
 covers: attention/kv.py, attention/spans.py, chunks.py, layer/saved.py
 """
@@ -19,7 +20,9 @@ LENGTH, CHUNK, SHAPE = 23, 5, (2, 3, 4)  # B, H_kv, D
 LAYOUTS = {
     "causal": Spans.causal(2, LENGTH),
     "window": Spans.causal(2, LENGTH, 7),
-    "packed": Spans(LENGTH, ((Run(0, 9, 0), Run(9, LENGTH, 9)), (Run(0, 14, 0), Run(14, LENGTH, 14)))),
+    "packed": Spans(
+        LENGTH, ((Run(0, 9, 0), Run(9, LENGTH, 9)), (Run(0, 14, 0), Run(14, LENGTH, 14)))
+    ),
 }
 
 
@@ -46,14 +49,23 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
     rows, heads, size = SHAPE
     whole = torch.randn(2, rows, heads, LENGTH, size, generator=generator)  # K and V
     plan, store, scratch = ChunkPlan(LENGTH, CHUNK), Elsewhere(), Elsewhere()
-    buffer = KVBuffer(torch.empty(rows, LENGTH, heads, size), torch.empty(rows, LENGTH, heads, size))
+    buffer = KVBuffer(
+        torch.empty(rows, LENGTH, heads, size), torch.empty(rows, LENGTH, heads, size)
+    )
     tiles = KVTiles(0, plan, store, scratch, resident, False, size)
 
     def blocks(chunk):
-        return sorted(layout.blocks(chunk.start, chunk.stop, Tiling(k_block=k_block)), key=lambda block: block.k0)
+        return sorted(
+            layout.blocks(chunk.start, chunk.stop, Tiling(k_block=k_block)),
+            key=lambda block: block.k0,
+        )
 
     def same(gradients, chunk):
-        visits = zip(buffer.visit(blocks(chunk), gradients), tiles.visit(blocks(chunk), gradients), strict=True)
+        visits = zip(
+            buffer.visit(blocks(chunk), gradients),
+            tiles.visit(blocks(chunk), gradients),
+            strict=True,
+        )
         for (block, *expected), (other, *found) in visits:
             assert other == block
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -70,7 +82,9 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
     for chunk in plan.backward:
         same(False, chunk)  # a recomputation attends before its backward
         same(True, chunk)
-        for found, expected in zip(tiles.take_gradients(chunk), buffer.take_gradients(chunk), strict=True):
+        for found, expected in zip(
+            tiles.take_gradients(chunk), buffer.take_gradients(chunk), strict=True
+        ):
             assert torch.equal(found, expected)
     assert all(index < resident for index in tiles._here)
 

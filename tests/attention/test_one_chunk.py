@@ -23,7 +23,9 @@ ONE_CHUNK = streambp.StreamConfig(chunk_size=64)
 def given(monkeypatch):
     """How many attention calls took the layer's own keys and values."""
     taken, own = [], KVBuffer.of_one_chunk
-    monkeypatch.setattr(KVBuffer, "of_one_chunk", lambda *tensors: taken.append(own(*tensors)) or taken[-1])
+    monkeypatch.setattr(
+        KVBuffer, "of_one_chunk", lambda *tensors: taken.append(own(*tensors)) or taken[-1]
+    )
     return taken
 
 
@@ -31,7 +33,9 @@ def given(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
 def test_gradients_are_exact(family, saves, given, float64_oracle):
     stock, batch = build(family, torch.float64), make_batch("padded")
-    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=64, saves=saves, rows="as_given"))
+    ours = streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=64, saves=saves, rows="as_given")
+    )
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
     assert given
 

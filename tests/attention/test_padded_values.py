@@ -1,8 +1,10 @@
-"""Values with fewer columns than queries and keys, through kernels of one head size: zeros behind them change nothing.
+"""Values with fewer columns than queries and keys, through kernels of one head size: zeros behind
+them change nothing.
 
 The CPU's fused kernel stands for FlashAttention: it has one head size, too.
 
-covers: attention/attend.py, attention/kernels.py, attention/kernels_wide.py, attention/kv.py, attention/prefix.py
+covers: attention/attend.py, attention/kernels.py, attention/kernels_wide.py, attention/kv.py,
+attention/prefix.py
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ ROWS, HEADS, KV_HEADS, CHUNK = 2, 4, 2, 7
 LENGTH = 3 * CHUNK + 1
 LAYOUTS = {
     "causal": Spans.causal(ROWS, LENGTH),
-    "packed": Spans(LENGTH, ((Run(0, 9, 0), Run(9, LENGTH, 9)), (Run(0, 14, 0), Run(14, LENGTH, 14)))),
+    "packed": Spans(
+        LENGTH, ((Run(0, 9, 0), Run(9, LENGTH, 9)), (Run(0, 14, 0), Run(14, LENGTH, 14)))
+    ),
     "window": Spans.causal(ROWS, LENGTH, 5),
 }
 PAIRS = {"D_v < D": (12, 5), "D_v > D": (5, 12), "no multiple of 8": (12, 12)}
@@ -58,11 +62,14 @@ def allowed(layout):
 def random(pair, length=LENGTH):
     generator = seeded(0)
     shapes = ((HEADS, pair[0]), (KV_HEADS, pair[0]), (KV_HEADS, pair[1]), (HEADS, pair[1]))
-    return [torch.randn(ROWS, h, length, d, generator=generator, dtype=torch.float64) for h, d in shapes]
+    return [
+        torch.randn(ROWS, h, length, d, generator=generator, dtype=torch.float64) for h, d in shapes
+    ]
 
 
 def worst(way, layout, pair, saved):
-    """The largest relative error of o, dq, dk and dv, of all chunks. saved: with o, and K and V as they are kept."""
+    """The largest relative error of o, dq, dk and dv, of all chunks. saved: with o, and K and V as
+    they are kept."""
     make, resident = WAYS[way]
     backend, (q, k, v, do) = make(pair[0]), random(pair)
     wide = [x.requires_grad_() for x in (q, k, v)]
@@ -85,11 +92,20 @@ def worst(way, layout, pair, saved):
         here = slice(chunk.start, chunk.stop)
         leaves = [x[:, :, here].detach().requires_grad_() for x in (q, k, v)]
         attended = kept[chunk.index] if saved else None
-        out = PrefixAttention.apply(*leaves, None, prefixes.sites[0], layout, chunk, params, attended)
-        parts.append([out.detach().transpose(1, 2), *torch.autograd.grad(out, leaves, do[:, :, here].transpose(1, 2))])
+        out = PrefixAttention.apply(
+            *leaves, None, prefixes.sites[0], layout, chunk, params, attended
+        )
+        parts.append(
+            [
+                out.detach().transpose(1, 2),
+                *torch.autograd.grad(out, leaves, do[:, :, here].transpose(1, 2)),
+            ]
+        )
     found = [torch.cat(chunks, 2) for chunks in zip(*reversed(parts), strict=True)]
     assert all(a.shape == b.shape for a, b in zip(found, wanted, strict=True))
-    return float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]).max())  # NaN stays
+    return float(
+        torch.stack([(a - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]).max()
+    )  # NaN stays
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "recomputed"])
@@ -110,7 +126,9 @@ def keep_the_tail(x, size):
 
 def noise_behind(x, width):
     """Not the same for all keys: then softmax would take no notice of it."""
-    return torch.cat([x, torch.randn(*x.shape[:-1], width - x.shape[-1], dtype=x.dtype, generator=seeded(1))], -1)
+    return torch.cat(
+        [x, torch.randn(*x.shape[:-1], width - x.shape[-1], dtype=x.dtype, generator=seeded(1))], -1
+    )
 
 
 def unwritten(self, like, width=None):
@@ -145,7 +163,9 @@ def test_values_are_kept_and_leave_without_the_zeros():
     prefixes = prefix.Prefix(LAYOUTS["causal"], LENGTH, "auto")
     prefixes.backends[0] = backend
     for chunk in ChunkPlan(LENGTH, CHUNK):
-        prefixes.restore(0, chunk, k[:, :, chunk.start : chunk.stop], v[:, :, chunk.start : chunk.stop])
+        prefixes.restore(
+            0, chunk, k[:, :, chunk.start : chunk.stop], v[:, :, chunk.start : chunk.stop]
+        )
     site = prefixes.sites[0]
     assert isinstance(site, KVBuffer)
     assert site.v.shape[3] == site.width == 12
@@ -177,9 +197,12 @@ def reference(mode, default_dtype):
 
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(
-    ("config", "mode"), [*((name, "plain") for name in CONFIGS), ("attn_out", "left-padded"), ("nothing", "packed")]
+    ("config", "mode"),
+    [*((name, "plain") for name in CONFIGS), ("attn_out", "left-padded"), ("nothing", "packed")],
 )
-def test_latent_attention_through_a_kernel_of_one_head_size(config, mode, float64_oracle, monkeypatch):
+def test_latent_attention_through_a_kernel_of_one_head_size(
+    config, mode, float64_oracle, monkeypatch
+):
     """DeepSeek V3 has D_v < D. "auto" attends with plain products on a CPU."""
     seen = set()
     real = kernels.CpuFlashKernel.forward
@@ -192,7 +215,9 @@ def test_latent_attention_through_a_kernel_of_one_head_size(config, mode, float6
     model = zoo.build("deepseek_v3")
     sizes = model.config.qk_head_dim, model.config.v_head_dim
     assert sizes[0] > sizes[1]
-    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, attention="flash", **CONFIGS[config]))
+    streambp.patch(
+        model, streambp.StreamConfig(chunk_size=CHUNK, attention="flash", **CONFIGS[config])
+    )
     loss, found = gradients(model, **make_batch(mode, length=LENGTH))
     expected_loss, expected = reference(mode, torch.get_default_dtype())
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
@@ -201,7 +226,9 @@ def test_latent_attention_through_a_kernel_of_one_head_size(config, mode, float6
     assert all(layer.path == "streams" for layer in streambp.describe(model).layers)
 
 
-@pytest.mark.parametrize("saves", [(), ("attn_out", "kv")], ids=lambda saves: "+".join(saves) or "nothing")
+@pytest.mark.parametrize(
+    "saves", [(), ("attn_out", "kv")], ids=lambda saves: "+".join(saves) or "nothing"
+)
 def test_split_sequences_are_padded_at_their_ranks(saves, float64_oracle, monkeypatch):
     """What ranks exchange is not padded: a group of one rank gives back what it is sent."""
     widths = set()
@@ -216,7 +243,9 @@ def test_split_sequences_are_padded_at_their_ranks(saves, float64_oracle, monkey
     expected_loss, expected = reference("plain", torch.get_default_dtype())
     model = zoo.build("deepseek_v3")
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, attention="flash", saves=saves))
-    loss, found = gradients(model, **one_rank.with_shifted_labels(make_batch("plain", length=LENGTH)))
+    loss, found = gradients(
+        model, **one_rank.with_shifted_labels(make_batch("plain", length=LENGTH))
+    )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= 1e-10
     assert widths == {(model.config.v_head_dim, model.config.qk_head_dim)}

@@ -1,4 +1,5 @@
-"""Which kernels attend with which head sizes on which machine: one table, and what unpatched models would run there.
+"""Which kernels attend with which head sizes on which machine: one table, and what unpatched models
+would run there.
 
 covers: attention/backend.py, attention/kernels_wide.py, attention/rules.py
 """
@@ -109,7 +110,9 @@ def test_what_is_switched_off_is_not_chosen():
     off = dataclasses.replace
     assert [k.name for k in backend(off(H200, flash_on=False), 192, 128).kernels] == [C, E, M]
     assert [k.name for k in backend(off(A100, flash_on=False), 192, 128).kernels] == [E, M]
-    assert [k.name for k in backend(off(A100, flash_on=False, efficient_on=False), 192, 128).kernels] == [M]
+    assert [
+        k.name for k in backend(off(A100, flash_on=False, efficient_on=False), 192, 128).kernels
+    ] == [M]
     assert backend(off(H200, efficient_on=False), 512).because
     assert backend(off(H200, cudnn_on=False), 256).name == F
     assert backend(off(H200, deterministic=True), 256).name == F
@@ -137,8 +140,18 @@ FLASH_LIMITS = [  # machine, implementation, D, D_v, what an error says; None: i
     (with_flash(B200, "FA4"), 192, 128, "not 192"),
     (with_flash(B200, "FA4"), 256, 256, None),
     (with_flash(RTX_5090, "FA4"), 128, 128, r"9\.x and 10\.x, not on \(12, 0\)"),
-    (dataclasses.replace(with_flash(H200, "FA4"), flash_4=(4, 0, 0, 19)), 128, 128, r"4\.0\.0b19.*4\.0\.0b18"),
-    (dataclasses.replace(with_flash(H200, "FA4"), flash_4=(4, 0, 0, 36), torch=(2, 14)), 128, 128, None),
+    (
+        dataclasses.replace(with_flash(H200, "FA4"), flash_4=(4, 0, 0, 19)),
+        128,
+        128,
+        r"4\.0\.0b19.*4\.0\.0b18",
+    ),
+    (
+        dataclasses.replace(with_flash(H200, "FA4"), flash_4=(4, 0, 0, 36), torch=(2, 14)),
+        128,
+        128,
+        None,
+    ),
     (with_flash(H200, "FA9"), 128, 128, "does not know"),
 ]
 
@@ -195,7 +208,12 @@ def test_a_meta_tensor_stands_for_a_device_that_nothing_is_known_of():
 
 
 MUTANTS = {
-    "backward limit taken from forward's": ("NATIVE", 256, (A100, RTX_4090, B200, RTX_5090), (256, 256)),
+    "backward limit taken from forward's": (
+        "NATIVE",
+        256,
+        (A100, RTX_4090, B200, RTX_5090),
+        (256, 256),
+    ),
     "any pair up to 256": ("MLA", (192, 192), (H200,), (192, 192)),
 }
 

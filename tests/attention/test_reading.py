@@ -1,4 +1,5 @@
-"""Chunk ends and empty queries of masks without a rule, against brute force over every place and every pair.
+"""Chunk ends and empty queries of masks without a rule, against brute force over every place and
+every pair.
 
 covers: attention/mask_scan.py, chunks.py
 """
@@ -20,7 +21,8 @@ CPU = torch.device("cpu")
 
 
 def random_mask(seed):
-    """[2, 2, T, T], True is read: causal, with blocks that read all of themselves, some queries without a key."""
+    """[2, 2, T, T], True is read: causal, with blocks that read all of themselves, some queries
+    without a key."""
     draw = random.Random(seed)
     mask = torch.ones(2, 2, LENGTH, LENGTH, dtype=torch.bool).tril()
     for row in range(2):
@@ -53,17 +55,23 @@ def test_barriers_and_moved_ends(seed):
     mask = random_mask(seed)
     legal = legal_ends(mask)
     barriers = find_barriers(tiles_of(mask), LENGTH, CPU)
-    assert [end for end in range(1, LENGTH) if not any(b.first <= end <= b.last for b in barriers)] == legal
+    assert [
+        end for end in range(1, LENGTH) if not any(b.first <= end <= b.last for b in barriers)
+    ] == legal
     for size in range(1, LENGTH):
         plan = move_ends(ChunkPlan(LENGTH, size), barriers)
         assert plan.ends[-1] == LENGTH
         assert set(plan.ends[:-1]) <= set(legal)
         for chunk in plan:
             sooner = [end for end in legal if chunk.start < end < chunk.stop]
-            assert chunk.stop - chunk.start <= size or not sooner  # longer only where nothing else can be done
+            assert (
+                chunk.stop - chunk.start <= size or not sooner
+            )  # longer only where nothing else can be done
             later = [end for end in [*legal, LENGTH] if chunk.stop < end <= chunk.start + size]
             assert not later  # and no shorter than it must be
-            assert {plan.holding(position) for position in range(chunk.start, chunk.stop)} == {chunk.index}
+            assert {plan.holding(position) for position in range(chunk.start, chunk.stop)} == {
+                chunk.index
+            }
         assert plan.longest == max(chunk.stop - chunk.start for chunk in plan)
         assert list(plan.backward) == list(plan)[::-1]
 

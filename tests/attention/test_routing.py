@@ -1,4 +1,5 @@
-"""A config object's attention implementation while several threads stream with it. [Note: routed configs]
+"""A config object's attention implementation while several threads stream with it. [Note: routed
+configs]
 
 covers: attention/interface.py
 """
@@ -42,11 +43,16 @@ def test_the_name_is_there_within_and_the_own_one_after():
         with routed([config, LlamaConfig()]):
             assert name_of(config) == NAME
         assert name_of(config) == NAME
-    assert (name_of(config), type(name_of(config)), own_implementation(config)) == ("eager", str, "eager")
+    assert (name_of(config), type(name_of(config)), own_implementation(config)) == (
+        "eager",
+        str,
+        "eager",
+    )
 
 
 def test_threads_leave_in_any_order():
-    """The second enters before the first leaves and leaves after it: neither finds the other's name in between."""
+    """The second enters before the first leaves and leaves after it: neither finds the other's name
+    in between."""
     config = LlamaConfig(attn_implementation="sdpa")
     second_entered, first_left = threading.Event(), threading.Event()
 
@@ -86,7 +92,9 @@ def test_copies_have_the_own_name():
     config = LlamaConfig(attn_implementation="sdpa")
     with routed([config]):
         copies = [copy.deepcopy(config), pickle.loads(pickle.dumps(config)), copy.copy(config)]
-        assert json.loads(config.to_json_string()) == json.loads(LlamaConfig(attn_implementation="sdpa").to_json_string())
+        assert json.loads(config.to_json_string()) == json.loads(
+            LlamaConfig(attn_implementation="sdpa").to_json_string()
+        )
     assert [name_of(c) for c in copies[:2]] == ["sdpa", "sdpa"]
     with routed([copies[2]]):  # a shallow copy has the name of that moment
         pass
@@ -137,7 +145,9 @@ def worst_of_threads(models, batches, expected):
         lambda patched, attention: all(patched) == (attention == "sdpa"),
     ),
 )
-def test_two_threads_train_models_of_one_config(patched, attention, often_switching, float64_oracle):
+def test_two_threads_train_models_of_one_config(
+    patched, attention, often_switching, float64_oracle
+):
     """Both patched, or one of them beside an unpatched model."""
     models, batches, expected = models_of_one_config(2, attention)
     for model, ours in zip(models, patched, strict=True):
@@ -154,7 +164,9 @@ def test_a_thread_that_fails_leaves_the_other_alone(often_switching, float64_ora
     for model in models:
         streambp.patch(model, streambp.StreamConfig(chunk_size=5))
         gradients(model, **batches[0])
-    models[1].model.layers[1].mlp.act_fn.forward = lambda x: (_ for _ in ()).throw(ValueError("injected"))
+    models[1].model.layers[1].mlp.act_fn.forward = lambda x: (_ for _ in ()).throw(
+        ValueError("injected")
+    )
 
     def fail():
         for _ in range(STEPS):
@@ -163,7 +175,13 @@ def test_a_thread_that_fails_leaves_the_other_alone(often_switching, float64_ora
 
     with ThreadPoolExecutor(2) as pool:
         failing = pool.submit(fail)
-        assert max(worst_error(gradients(models[0], **batches[0])[1], expected[0]) for _ in range(STEPS)) <= 1e-10
+        assert (
+            max(
+                worst_error(gradients(models[0], **batches[0])[1], expected[0])
+                for _ in range(STEPS)
+            )
+            <= 1e-10
+        )
         failing.result()
     assert name_of(models[0].config) == "sdpa"
 
@@ -184,12 +202,18 @@ def test_a_thread_beside_ours_attends_as_its_config_says():
         assert entered.wait(HANG)
         try:
             found = models[0](**batches[0], use_cache=False).logits
-            cached = models[0].eval().generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False)
+            cached = (
+                models[0]
+                .eval()
+                .generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False)
+            )
         finally:
             done.set()
         streaming.result()
     assert torch.equal(found, expected)
-    assert torch.equal(models[0].generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False), cached)
+    assert torch.equal(
+        models[0].generate(batches[0]["input_ids"][:1], max_new_tokens=3, do_sample=False), cached
+    )
 
 
 @pytest.mark.parametrize("mutant", ["_met_by_chance", "_leave"])

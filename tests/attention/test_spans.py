@@ -1,6 +1,8 @@
-"""Blocks cover exactly what spans say, and spans say what transformers' masks say; both by brute force.
+"""Blocks cover exactly what spans say, and spans say what transformers' masks say; both by brute
+force.
 
-covers: attention/interface.py, attention/mask_scan.py, attention/masks.py, attention/spans.py, chunks.py
+covers: attention/interface.py, attention/mask_scan.py, attention/masks.py, attention/spans.py,
+chunks.py
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ def random_row(draw):
     if kind == "empty":
         return ()
     if kind == "packed":
-        ends = sorted({0, LENGTH, *(draw.randrange(1, LENGTH) for _ in range(draw.randrange(1, 6)))})
+        ends = sorted(
+            {0, LENGTH, *(draw.randrange(1, LENGTH) for _ in range(draw.randrange(1, 6)))}
+        )
         return tuple(Run(a, b, a) for a, b in itertools.pairwise(ends))
-    first, last = (draw.randrange(0, 9), draw.randrange(15, LENGTH + 1)) if kind == "padded" else (0, LENGTH)
+    first, last = (
+        (draw.randrange(0, 9), draw.randrange(15, LENGTH + 1)) if kind == "padded" else (0, LENGTH)
+    )
     return (Run(first, last, first), *([Run(last, LENGTH, first, last)] if last < LENGTH else []))
 
 
@@ -68,7 +74,12 @@ def counted_pairs(block):
     if block.kind is Kind.CAUSAL:
         assert block.k0 <= block.q0
         assert block.q1 == block.k1
-    rule = {Kind.FULL: torch.ones_like(causal), Kind.CAUSAL: causal, Kind.BAND: window, Kind.WINDOW: causal & window}
+    rule = {
+        Kind.FULL: torch.ones_like(causal),
+        Kind.CAUSAL: causal,
+        Kind.BAND: window,
+        Kind.WINDOW: causal & window,
+    }
     return rule[block.kind].long()
 
 
@@ -81,7 +92,12 @@ TILINGS = [
     Tiling(native_window=True, native_varlen=True),
     Tiling(bottom_right=True),
     Tiling(k_block=5, bottom_right=True, native_varlen=True),
-    Tiling(few=4, tail=Tiling(k_block=5, bottom_right=True), masked=Tiling(q_block=3), native_varlen=True),
+    Tiling(
+        few=4,
+        tail=Tiling(k_block=5, bottom_right=True),
+        masked=Tiling(q_block=3),
+        native_varlen=True,
+    ),
     Tiling(few=2, k_block=GRID, tail=Tiling(), native_window=True),
 ]
 
@@ -111,9 +127,15 @@ def test_blocks_cover_each_pair_once(window, tiling):
         for start in range(0, LENGTH, size):
             for block in spans.blocks(start, min(start + size, LENGTH), tiling):
                 assert start <= block.q0 < block.q1 <= start + size
-                if block.kind is Kind.CAUSAL and not any(t.bottom_right for t in (tiling, tiling.tail or tiling)):
-                    assert block.k0 == block.q0, "a kernel that aligns at the first key needs squares"
-                counts[block.b0 : block.b1, block.q0 : block.q1, block.k0 : block.k1] += counted_pairs(block)
+                if block.kind is Kind.CAUSAL and not any(
+                    t.bottom_right for t in (tiling, tiling.tail or tiling)
+                ):
+                    assert block.k0 == block.q0, (
+                        "a kernel that aligns at the first key needs squares"
+                    )
+                counts[block.b0 : block.b1, block.q0 : block.q1, block.k0 : block.k1] += (
+                    counted_pairs(block)
+                )
         assert torch.equal(counts, allowed_pairs(spans))
 
 
@@ -162,7 +184,9 @@ def test_spans_are_transformers_masks(name):
     assert isinstance(spans, Spans)
     if expected is None:
         expected = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    assert torch.equal(allowed_pairs(spans).bool(), expected.reshape(-1, LENGTH, LENGTH).expand(rows, -1, -1))
+    assert torch.equal(
+        allowed_pairs(spans).bool(), expected.reshape(-1, LENGTH, LENGTH).expand(rows, -1, -1)
+    )
 
 
 def test_padding_with_a_hole_is_read_tile_by_tile():
@@ -229,7 +253,9 @@ def test_cu_seq_lens_that_end_before_the_sequence_name_the_remedy(rows, names_it
     assert (f"append {LENGTH}, " in str(found.value)) == names_it
     longer = torch.cat([ends, ends.new_tensor([LENGTH])])
     spans = resolve(describe_mask()[0], 1, LENGTH, None, longer, CPU)
-    assert spans.rows == ((Run(0, 9, 0), Run(9, LENGTH - 3, 9), Run(LENGTH - 3, LENGTH, LENGTH - 3)),)
+    assert spans.rows == (
+        (Run(0, 9, 0), Run(9, LENGTH - 3, 9), Run(LENGTH - 3, LENGTH, LENGTH - 3)),
+    )
 
 
 def test_cu_seq_lens_that_contradict_position_ids():

@@ -1,4 +1,5 @@
-"""Models of public shapes on machines that nobody has at hand: which kernel attends each block, and what `describe` says.
+"""Models of public shapes on machines that nobody has at hand: which kernel attends each block, and
+what `describe` says.
 
 covers: attention/backend.py, attention/kernels_wide.py, attention/rules.py, model/describe.py
 """
@@ -22,7 +23,8 @@ NATIVE = {(64, 64), (128, 128), (192, 128), (256, 256)}
 SPARSE = ("DeepSeek V3.2", "GLM 5")  # of 2,048 picked keys
 REFUSED = "DeepSeek V4"
 SOFTCAP = "Gemma 2"
-# What attends the prefixes of whole chunks on an H200; elsewhere it is FlashAttention or what is named.
+# What attends the prefixes of whole chunks on an H200; elsewhere it is FlashAttention or what is
+# named.
 FIRST = {"Gemma 4": E, SOFTCAP: M}
 
 
@@ -44,13 +46,22 @@ def check(name, machine, length=LENGTH):
         if call.kernel == F:
             assert call.sizes[0] == call.sizes[1] <= 256
     plain = [call for call in found.calls if call.kernel == M]
-    nothing_else = {call.sizes for call in plain if call.kind is Kind.FULL}  # head sizes that no other kernel takes
+    nothing_else = {
+        call.sizes for call in plain if call.kind is Kind.FULL
+    }  # head sizes that no other kernel takes
     assert ("because" in said) == bool(nothing_else)
     assert ("plain products" in said) == bool(plain)
-    assert all(f"plain products for {BLOCKS[call.kind]}" in said for call in plain if call.sizes not in nothing_else)
+    assert all(
+        f"plain products for {BLOCKS[call.kind]}" in said
+        for call in plain
+        if call.sizes not in nothing_else
+    )
     if name in SPARSE:
         assert found.kernels(Kind.MASK) == {M}
-        assert all("its indexer's picks are kept, 8,192 bytes a token" in layer.reason for layer in found.described.layers)
+        assert all(
+            "its indexer's picks are kept, 8,192 bytes a token" in layer.reason
+            for layer in found.described.layers
+        )
     else:
         assert found.kernels(Kind.FULL) - {F, M} <= {first_kernel(name, machine)}
         assert first_kernel(name, machine) in found.kernels(Kind.FULL)
@@ -74,20 +85,28 @@ def test_latent_attention_is_padded_elsewhere():
 def test_head_sizes_beyond_flash_attention():
     """Gemma 4: sliding layers of 256, global ones of 512."""
     found = check("Gemma 4", "H200")
-    assert {(call.kernel, call.sizes) for call in found.calls if call.kind is Kind.WINDOW} == {(F, (256, 256))}
+    assert {(call.kernel, call.sizes) for call in found.calls if call.kind is Kind.WINDOW} == {
+        (F, (256, 256))
+    }
     assert {call.sizes for call in found.calls if call.kernel == E} == {(512, 512)}
 
 
 @pytest.mark.full
 def test_a_softcap_is_named():
     found = check(SOFTCAP, "H200", 8192)
-    assert "because FlashAttention cannot: it has no softcap, and the model's is 50.0" in found.described.attention
+    assert (
+        "because FlashAttention cannot: it has no softcap, and the model's is 50.0"
+        in found.described.attention
+    )
 
 
 @pytest.mark.full
 def test_windows_without_a_kernel_for_them_are_named():
     found = check("gpt-oss", "MI300", 16_384)
-    assert "plain products for the near edges of sliding windows in 1 layer" in found.described.attention
+    assert (
+        "plain products for the near edges of sliding windows in 1 layer"
+        in found.described.attention
+    )
 
 
 @pytest.mark.fast(3)
@@ -95,10 +114,15 @@ def test_windows_without_a_kernel_for_them_are_named():
 @pytest.mark.parametrize("name", thinned(SPARSE, lambda name: name == "GLM 5"))
 def test_keys_that_an_indexer_picks(name):
     found = check(name, "H200", 8192 + 256)
-    assert "plain products for attention masks that are no intervals in 1 layer" in found.described.attention
+    assert (
+        "plain products for attention masks that are no intervals in 1 layer"
+        in found.described.attention
+    )
 
 
-@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek V4")
+@pytest.mark.skipif(
+    not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek V4"
+)
 def test_a_model_whose_attention_has_its_own_cache_is_refused():
     with pytest.raises(UnsupportedModelError, match="DeepseekV4Indexer"):
         trace(REFUSED, "H200", 16_384)

@@ -31,6 +31,8 @@ def test_gradients_are_exact(float64_oracle):
 
 
 def test_what_was_overwritten_is_not_saved():
-    model = streambp.patch(model_that_writes(), streambp.StreamConfig(chunk_size=5, saves=("attn_out",)))
+    model = streambp.patch(
+        model_that_writes(), streambp.StreamConfig(chunk_size=5, saves=("attn_out",))
+    )
     with pytest.raises(UnsupportedModelError, match="Leave 'attn_out' out"):
         model(**make_batch("plain"))

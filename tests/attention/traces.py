@@ -1,8 +1,10 @@
-"""A step of a model of public shape on meta tensors, as on a machine that nobody has at hand: what attends each block.
+"""A step of a model of public shape on meta tensors, as on a machine that nobody has at hand: what
+attends each block.
 
     python -m tests.attention.traces ["DeepSeek V3" H200 ...]
 
-prints the kernels of every model of MODELS on every machine of MACHINES, or of those that are named.
+prints the kernels of every model of MODELS on every machine of MACHINES, or of those that are
+named.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ KERNELS = (
     kernels.MathKernel, kernels.FlashKernel, kernels.CudnnKernel, kernels_wide.EfficientKernel, kernels.CpuFlashKernel,
 )  # fmt: skip
 MLP = {"mlp_layer_types": ["sparse"]}
-# model_type, and what differs from the defaults of its configuration: one layer of each kind. Kinds of
-# layers with an indexer are left to the configuration: their name is not the same in all versions.
+# model_type, and what differs from the defaults of its configuration: one layer of each kind. Kinds
+# of layers with an indexer are left to the configuration: their name is not the same in all
+# versions.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", {"num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
                         "intermediate_size": 12_288, "head_dim": 128}),
@@ -64,7 +67,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """One call of a kernel: its name, the block's kind, and the head sizes D and D_v that it was given."""
+    """One call of a kernel: its name, the block's kind, and the head sizes D and D_v that it was
+    given."""
 
     kernel: str
     kind: Kind
@@ -74,7 +78,8 @@ class Attended:
 
 @dataclasses.dataclass
 class Trace:
-    """What a step did. large: shapes of [T, T] tensors or larger, and the operator that made them."""
+    """What a step did. large: shapes of [T, T] tensors or larger, and the operator that made
+    them."""
 
     calls: set[Attended]
     large: set[tuple[str, tuple[int, ...]]]
@@ -111,7 +116,9 @@ def watched(here: Any) -> Iterator[set[Attended]]:
     def watch(real, backward):
         def method(self, *given):
             q, v = (given[1], given[3]) if backward else (given[0], given[2])
-            calls.add(Attended(self.name, given[-1].block.kind, backward, (q.shape[-1], v.shape[-1])))
+            calls.add(
+                Attended(self.name, given[-1].block.kind, backward, (q.shape[-1], v.shape[-1]))
+            )
             return real(self, *given)
 
         return method
@@ -127,7 +134,9 @@ def watched(here: Any) -> Iterator[set[Attended]]:
 def trace(name: str, machine: str, length: int = LENGTH, **batch: Any) -> Trace:
     """One step of a model on a machine."""
     model_type, changes = MODELS[name]
-    skeleton = Skeleton(AutoConfig.for_model(model_type, **changes), torch.bfloat16, None, 16, "cuda")
+    skeleton = Skeleton(
+        AutoConfig.for_model(model_type, **changes), torch.bfloat16, None, 16, "cuda"
+    )
     model = streambp.patch(skeleton.model, streambp.StreamConfig(chunk_size=CHUNK))
     count = Large(model, length)
     with skeleton.running(), watched(MACHINES[machine]) as calls, count:
@@ -145,7 +154,10 @@ def main() -> None:
                 print(f"{name:<14} {machine:<6} {type(error).__name__}: {error}", flush=True)
                 break
             calls = sorted({(c.kernel, c.kind.value, c.sizes) for c in found.calls})
-            print(f"{name:<14} {machine:<6} {', '.join(f'{k} {d}/{v} {kind}' for k, kind, (d, v) in calls)}")
+            print(
+                f"{name:<14} {machine:<6} "
+                f"{', '.join(f'{k} {d}/{v} {kind}' for k, kind, (d, v) in calls)}"
+            )
             print(f"{'':<21} describe: {found.described.attention}", flush=True)
             if found.large:
                 print(f"{'':<21} [T, T]: {sorted(found.large)[:4]}", flush=True)

@@ -23,7 +23,10 @@ def pieces_in_rank_order(self, batch_size, size):
 
 def pieces_at_local_positions(self, batch_size, size):
     """Queries at their places in the shard."""
-    return [piece._replace(whole=Chunk(*dataclasses.astuple(piece.here))) for piece in real_pieces(self, batch_size, size)]
+    return [
+        piece._replace(whole=Chunk(*dataclasses.astuple(piece.here)))
+        for piece in real_pieces(self, batch_size, size)
+    ]
 
 
 def keys_in_rank_order(self, x, real=GatheredShards.in_order):
@@ -37,7 +40,8 @@ def own_part_alone(self, sums, dtype, heads):
 
 
 def read_off_the_shard(mask, whole, length, position_ids, device, everyones):
-    """Documents as the shard's own positions show them: where parts meet there is none, and others' are not known."""
+    """Documents as the shard's own positions show them: where parts meet there is none, and others'
+    are not known."""
     found = masks.resolve(mask, len(whole.rows), length, position_ids, None, device)
     rows = tuple(tuple(dataclasses.replace(run) for run in runs) for runs in found.rows)
     last = rows[0][-1].q0
@@ -50,7 +54,11 @@ MUTANTS = {
     "keys in rank order": (GatheredShards, "in_order", keys_in_rank_order),
     "own shard's dK and dV only": (GatheredShards, "own_gradient", own_part_alone),
     "local positions": (GatheredShards, "pieces", pieces_at_local_positions),
-    "a mask read off the shard's own positions": (sharded_call, "resolve_whole", read_off_the_shard),
+    "a mask read off the shard's own positions": (
+        sharded_call,
+        "resolve_whole",
+        read_off_the_shard,
+    ),
 }
 
 

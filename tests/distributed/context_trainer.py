@@ -1,12 +1,15 @@
-"""HF Trainer or TRL's SFTTrainer with accelerate's cp_size, on FSDP2, in float64; rank 0 saves weights and what was logged.
+"""HF Trainer or TRL's SFTTrainer with accelerate's cp_size, on FSDP2, in float64; rank 0 saves
+weights and what was logged.
 
 python -m tests.distributed.context_trainer RANK PORT FOLDER {trainer,sft} {alone,stock,streamed,...} WORLD_SIZE
 
-"streamed from stock" goes on, streamed, from the checkpoint of "stock". "stock ddp" and so on: HF Trainer under DDP or
-FSDP2, whole sequences; "mutant ddp" streams wrongly. Several, with commas between them, share a start.
+"streamed from stock" goes on, streamed, from the checkpoint of "stock". "stock ddp" and so on: HF
+Trainer under DDP or FSDP2, whole sequences; "mutant ddp" streams wrongly. Several, with commas
+between them, share a start.
 
 accelerate takes FSDP2 only where it finds an accelerator, so it is told that it has found one; torch's ring, which
-unpatched models train under, has no handler for a CPU's kernel (`ring_on_cpu.py`). Nothing else stands in.
+unpatched models train under, has no handler for a CPU's kernel (`ring_on_cpu.py`). Nothing else
+stands in.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ def rows(count, seed):
 
     batch = make_batch("plain", length=LENGTH, rows=count, seed=seed)
     batch["labels"][:, : LENGTH // 3] = -100
-    return [{"input_ids": i, "labels": y} for i, y in zip(batch["input_ids"], batch["labels"], strict=True)]
+    return [
+        {"input_ids": i, "labels": y}
+        for i, y in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
 
 
 def made(objective, what, folder, world_size):
@@ -67,30 +73,54 @@ def made(objective, what, folder, world_size):
     else:
         settings |= {"fsdp": "full_shard", "fsdp_config": FSDP2}
     if engine not in WHOLE and what != "alone":
-        settings["parallelism_config"] = ParallelismConfig(cp_size=world_size // replicas, dp_shard_size=replicas)
+        settings["parallelism_config"] = ParallelismConfig(
+            cp_size=world_size // replicas, dp_shard_size=replicas
+        )
     output = f"{folder}/{objective} {what}"
-    model, size = build("qwen3", torch.float64, seed=1 if saved else 0), CHUNKS[int(os.environ["RANK"])]
+    model, size = (
+        build("qwen3", torch.float64, seed=1 if saved else 0),
+        CHUNKS[int(os.environ["RANK"])],
+    )
     if objective == "trainer":
         if streams:
             streambp.patch(model, streambp.StreamConfig(chunk_size=size, saves=("attn_out",)))
-        return Trainer(model, TrainingArguments(output, **settings), train_dataset=rows(32, 1), eval_dataset=rows(4, 2))
-    settings |= {"max_length": LENGTH, "pad_to_multiple_of": 8, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    config, trainer = (StreamSFTConfig, StreamSFTTrainer) if streams else (trl.SFTConfig, trl.SFTTrainer)
+        return Trainer(
+            model,
+            TrainingArguments(output, **settings),
+            train_dataset=rows(32, 1),
+            eval_dataset=rows(4, 2),
+        )
+    settings |= {
+        "max_length": LENGTH,
+        "pad_to_multiple_of": 8,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+    config, trainer = (
+        (StreamSFTConfig, StreamSFTTrainer) if streams else (trl.SFTConfig, trl.SFTTrainer)
+    )
     if streams:
         settings["stream_chunk_size"] = str(size)
     train, evaluate = (
         datasets.Dataset.from_list(
-            [{"input_ids": row["input_ids"].tolist()[: LENGTH - 3 * (i % 3)]} for i, row in enumerate(rows(*of))]
+            [
+                {"input_ids": row["input_ids"].tolist()[: LENGTH - 3 * (i % 3)]}
+                for i, row in enumerate(rows(*of))
+            ]
         )
         for of in ((32, 1), (4, 2))
     )
     return trainer(
-        model, config(output, **settings), train_dataset=train, eval_dataset=evaluate, processing_class=tokenizer()
+        model,
+        config(output, **settings),
+        train_dataset=train,
+        eval_dataset=evaluate,
+        processing_class=tokenizer(),
     )
 
 
 def let_accelerate_shard():
-    """accelerate takes FSDP2 only where it finds an accelerator, so it is told that it has found one."""
+    """accelerate takes FSDP2 only where it finds an accelerator, so it is told that it has found
+    one."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -103,7 +133,10 @@ def mutate(monkeypatch):
     from streambp.layer.function import StreamedLayer
 
     real = StreamedLayer.backward
-    scaled = lambda ctx, *grads: real(ctx, *(None if grad is None else 1.001 * grad for grad in grads))  # noqa: E731
+
+    def scaled(ctx, *grads):
+        return real(ctx, *(None if grad is None else 1.001 * grad for grad in grads))
+
     monkeypatch.setattr(StreamedLayer, "backward", staticmethod(scaled))
 
 
@@ -145,7 +178,12 @@ def train(folder, objective, what, world_size):
 
 def main():
     rank, port, folder, objective, whats, world_size = sys.argv[1:]
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ |= {"MASTER_PORT": port}
     if not whats.endswith(("alone", "ddp")):
         let_accelerate_shard()

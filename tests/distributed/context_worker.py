@@ -2,8 +2,8 @@
 
 python -m tests.distributed.context_worker RANK PORT '{"gradients": [{"mode": "packed"}], "training": [{}], ...}' WORLD_SIZE
 
-Every case is computed by the unpatched model in a single process, on whole sequences, and by streamed layers under torch's
-own context manager, whose chunks differ between ranks.
+Every case is computed by the unpatched model in a single process, on whole sequences, and by
+streamed layers under torch's own context manager, whose chunks differ between ranks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,29 @@ from streambp.known_names import GATHER, REDUCE_SCATTER
 from streambp.sharded import gathered, layer
 from tests.distributed import context_mutants, ring_on_cpu
 from tests.distributed.recorded import Recorded
-from tests.distributed.split_worker import float64_gradients, gradients_of, lifted, model_for, whole_batch
+from tests.distributed.split_worker import (
+    float64_gradients,
+    gradients_of,
+    lifted,
+    model_for,
+    whole_batch,
+)
 from tests.oracle import relative_l2, worst_error
 
 CHUNKS = (5, 7, 3, 12)  # of each rank
 OTHER_CHUNKS = (12, 1, 2, 3)
 STEPS = 4
-EXCHANGES = {"lists": ("all_gather",), "gathers": GATHER, "sums": REDUCE_SCATTER, "trades": ("all_to_all_single",)}
+EXCHANGES = {
+    "lists": ("all_gather",),
+    "gathers": GATHER,
+    "sums": REDUCE_SCATTER,
+    "trades": ("all_to_all_single",),
+}
 
 
 def as_trainer_gives(case):
-    """Whole sequences with labels shifted before they are split, as Trainer hands them to `context_parallel`."""
+    """Whole sequences with labels shifted before they are split, as Trainer hands them to
+    `context_parallel`."""
     batch = whole_batch(case)
     batch["position_ids"] = batch["position_ids"].clone()
     batch["shift_labels"] = pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
@@ -62,7 +74,9 @@ def split(mesh, batch, case):
     try:
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
             for name in outside:
-                batch[name] = batch[name].chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+                batch[name] = (
+                    batch[name].chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+                )
             yield
     finally:
         _cp_options.enable_load_balance = before
@@ -70,7 +84,8 @@ def split(mesh, batch, case):
 
 @contextlib.contextmanager
 def noted(found):
-    """Which collectives are issued, in order, with the elements that this rank hands in; pairs that are attended."""
+    """Which collectives are issued, in order, with the elements that this rank hands in; pairs that
+    are attended."""
     found["issued"], found["pairs"] = [], 0
     with pytest.MonkeyPatch.context() as patch:
         for kind, names in EXCHANGES.items():
@@ -87,7 +102,9 @@ def noted(found):
             for block in layout.blocks(chunk.start, chunk.stop, Tiling()):
                 assert block.kind in (Kind.FULL, Kind.CAUSAL, Kind.BAND)
                 read = sum(
-                    k <= q if block.kind is Kind.CAUSAL else block.kind is Kind.FULL or k > q - block.window
+                    k <= q
+                    if block.kind is Kind.CAUSAL
+                    else block.kind is Kind.FULL or k > q - block.window
                     for q in range(block.q0, block.q1)
                     for k in range(block.k0, block.k1)
                 )
@@ -106,8 +123,14 @@ def everyones(mine):
 
 def config_of(case, rank):
     chunks = OTHER_CHUNKS if case.get("chunks") == "others" else case.get("chunks", CHUNKS)
-    settings = {"chunk_size": chunks[rank], **case.get("config", {}), **case.get("configs", [{}] * 9)[rank]}
-    return streambp.StreamConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+    settings = {
+        "chunk_size": chunks[rank],
+        **case.get("config", {}),
+        **case.get("configs", [{}] * 9)[rank],
+    }
+    return streambp.StreamConfig(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    )
 
 
 def gradients(case, rank, mesh):
@@ -116,7 +139,9 @@ def gradients(case, rank, mesh):
     expected_loss = expected = None
     batch, items = as_trainer_gives(case)
     if rank == 0:
-        expected_loss, expected, _ = gradients_of(model_for(case), whole_batch(case), items, reduce=False)
+        expected_loss, expected, _ = gradients_of(
+            model_for(case), whole_batch(case), items, reduce=False
+        )
     if case.get("stock"):
         with ring_on_cpu.rotations() as rotated:
             result["unpatched"] = ring_error(case, batch, items, mesh, expected)
@@ -127,7 +152,12 @@ def gradients(case, rank, mesh):
         if case.get("heads") == 1:
             patch.setattr(gathered, "ROOM", 1)
         alike = Recorded(json.dumps(case)) if "configs" in case else contextlib.nullcontext()
-        with split(mesh, batch, case), noted(found), context_mutants.applied(case.get("mutant")), alike:
+        with (
+            split(mesh, batch, case),
+            noted(found),
+            context_mutants.applied(case.get("mutant")),
+            alike,
+        ):
             loss, ours, _ = gradients_of(model, batch, items, reduce=False)
     loss, ours = summed(loss, ours)
     result["issued alike"] = all(issued == found["issued"] for issued in everyones(found["issued"]))
@@ -149,17 +179,24 @@ def ring_error(case, batch, items, mesh, expected):
     with ring_on_cpu.enabled(), split(mesh, batch, case):
         named = {**batch}
         named.pop("attention_mask", None)  # accelerate's hooks take it away
-        loss, found, _ = gradients_of(ring_on_cpu.causal(model_for(case)), named, items, reduce=False)
+        loss, found, _ = gradients_of(
+            ring_on_cpu.causal(model_for(case)), named, items, reduce=False
+        )
     _, found = summed(loss, found)
     return worst_error(found, expected) if expected is not None else None
 
 
 def precision(case, rank, mesh):
-    """Errors of the whole gradient against float64: of streamed layers, and of torch's unpatched ring."""
+    """Errors of the whole gradient against float64: of streamed layers, and of torch's unpatched
+    ring."""
     result, truth = {"case": case}, float64_gradients(case)
     for name in ("stock", "ours"):
         model, (batch, items) = model_for(case), as_trainer_gives(case)
-        model = ring_on_cpu.causal(model) if name == "stock" else streambp.patch(model, config_of(case, rank))
+        model = (
+            ring_on_cpu.causal(model)
+            if name == "stock"
+            else streambp.patch(model, config_of(case, rank))
+        )
         with ring_on_cpu.enabled(widens=True), split(mesh, batch, case):
             result[name] = relative_l2(gradients_of(model, batch, items, reduce=True)[1], truth)
     return result
@@ -199,7 +236,10 @@ def entered(case, rank, mesh):
 
 def training(case, rank, mesh):
     """Weights after a few steps of SGD, in float32, against a single process."""
-    streams = {"ours": streambp.patch(model_for(case), config_of(case, rank)), "alone": model_for(case)}
+    streams = {
+        "ours": streambp.patch(model_for(case), config_of(case, rank)),
+        "alone": model_for(case),
+    }
     for name, model in streams.items():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(STEPS):
@@ -214,7 +254,10 @@ def training(case, rank, mesh):
                     dist.all_reduce(parameter.grad)
             optimizer.step()
             optimizer.zero_grad()
-    found = [{name: p.detach().double() for name, p in model.named_parameters()} for model in streams.values()]
+    found = [
+        {name: p.detach().double() for name, p in model.named_parameters()}
+        for model in streams.values()
+    ]
     return {"case": case, "error": worst_error(*found)}
 
 
@@ -225,11 +268,20 @@ RUNS = {
 
 
 def main():
-    rank, port, runs, world_size = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+    rank, port, runs, world_size = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        json.loads(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    cases = list(itertools.chain.from_iterable([(what, case) for case in cases] for what, cases in runs.items()))
+    cases = list(
+        itertools.chain.from_iterable(
+            [(what, case) for case in cases] for what, cases in runs.items()
+        )
+    )
     results = {what: [] for what in runs}
     for what, case in cases:
         results[what].append(RUNS[what](case, rank, mesh))

@@ -1,10 +1,11 @@
-"""What one rank may decide by itself, as a worker that has each rank decide otherwise. [Note: what a rank decides alone]
+"""What one rank may decide by itself, as a worker that has each rank decide otherwise. [Note: what
+a rank decides alone]
 
 python -m tests.distributed.decisions RANK PORT '[{"engine": "zero-3", "decisions": ["short", "lazy, read"]}, ...]' RANKS
 
-Each case trains STEPS steps under an engine, patched and unpatched, on the same batches; `Recorded` raises at the first
-collective that another rank does not issue. A case's "mutant" takes a cure away; on the rank "fails_in_a_trial" the second
-layer raises in each trial.
+Each case trains STEPS steps under an engine, patched and unpatched, on the same batches; `Recorded`
+raises at the first collective that another rank does not issue. A case's "mutant" takes a cure
+away; on the rank "fails_in_a_trial" the second layer raises in each trial.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ from tests.distributed.watch import engines_seen
 from tests.distributed.worker import DONE, distance
 from tests.families import make_batch
 
-STEPS = 2  # the first is looked at, and ZeRO-3 writes down its order of gathers; the second is decided
+STEPS = (
+    2  # the first is looked at, and ZeRO-3 writes down its order of gathers; the second is decided
+)
 SECONDS = 60  # of a case; then a rank that hangs says where, and ends
 ENGINES = {
     "ddp": (adapters.DDP, {}), "fsdp2": (adapters.FSDP2, {}),
@@ -55,7 +58,9 @@ ENGINES = {
 
 def own_loss(model, batch):
     labels = batch["labels"][:, 1:]
-    logits = model(**{name: x for name, x in batch.items() if name != "labels"}, use_cache=False).logits
+    logits = model(
+        **{name: x for name, x in batch.items() if name != "labels"}, use_cache=False
+    ).logits
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels.flatten())
 
 
@@ -65,8 +70,12 @@ def read_logits(model, batch):
     loss = output.loss
     if isinstance(model, FSDPModule):  # beside a loss it gives no logits
         return loss
-    if type(output.logits) is torch.Tensor:  # unpatched ZeRO-3 wants all ranks to use as many outputs
-        loss = F.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten())
+    if (
+        type(output.logits) is torch.Tensor
+    ):  # unpatched ZeRO-3 wants all ranks to use as many outputs
+        loss = F.cross_entropy(
+            output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
+        )
     loss = loss + 0.1 * output.logits.float().logsumexp(-1).mean()
     with torch.no_grad():
         assert 0 <= (output.logits.argmax(-1) == batch["labels"]).double().mean() <= 1
@@ -77,17 +86,24 @@ def read_logits(model, batch):
 def nothing_labelled(model, batch):
     labels = torch.full_like(batch["labels"], -100)
     output = model(**{**batch, "labels": labels}, use_cache=False)
-    return output.loss if output.logits is None else 0.0 * output.logits.sum()  # unpatched the loss is NaN
+    return (
+        output.loss if output.logits is None else 0.0 * output.logits.sum()
+    )  # unpatched the loss is NaN
 
 
 def nothing_counted(model, batch):
-    """The loss as a Trainer asks for it that counted no label: unpatched NaN, with gradients of zero."""
+    """The loss as a Trainer asks for it that counted no label: unpatched NaN, with gradients of
+    zero."""
     labels = torch.full_like(batch["labels"], -100)
-    return model(**{**batch, "labels": labels}, num_items_in_batch=torch.tensor(0), use_cache=False).loss
+    return model(
+        **{**batch, "labels": labels}, num_items_in_batch=torch.tensor(0), use_cache=False
+    ).loss
 
 
 def per_token(model, batch):
-    if not hasattr(getattr(model, "module", model), "_streambp") and not hasattr(model, "_streambp"):
+    if not hasattr(getattr(model, "module", model), "_streambp") and not hasattr(
+        model, "_streambp"
+    ):
         return model(**batch, use_cache=False).loss
     found = model(**batch, use_cache=False, output_log_probs=True).log_probs
     return -found.sum() / (batch["labels"][:, 1:] != -100).sum()
@@ -101,9 +117,11 @@ def mixed(engine):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What one rank does: its settings, batch and loss; what its `describe` says where it is done (engine -> text).
+    """What one rank does: its settings, batch and loss; what its `describe` says where it is done
+    (engine -> text).
 
-    prepare: is done to the rank's engine, patched and unpatched. between: to the patched state, before backward.
+    prepare: is done to the rank's engine, patched and unpatched. between: to the patched state,
+    before backward.
     """
 
     stream: dict = dataclasses.field(default_factory=dict)
@@ -145,7 +163,9 @@ COMPUTED = tuple((name, "were computed as") for name in EVERY)
 AS_GIVEN = tuple((name, "rows: computed as given: ") for name in EVERY)
 PADDING = {  # of ranks with padding and without
     "padded": Decision(PACKS, batch="padded", says=COMPUTED),
-    "padded, offloaded": Decision({**PACKS, "saves": ("kv",), "offload": "cpu"}, batch="padded", says=COMPUTED),
+    "padded, offloaded": Decision(
+        {**PACKS, "saves": ("kv",), "offload": "cpu"}, batch="padded", says=COMPUTED
+    ),
     "padded, lazy": Decision({**PACKS, "lazy_logits": True}, batch="padded", loss=own_loss),
     "padded, packed": Decision(SHARES, batch="padded", says=COMPUTED),
     "full": Decision(PACKS, masked=True),  # of which describe says nothing
@@ -170,7 +190,10 @@ def batches(rank, decision):
 
 
 def rows_of(case):
-    return next((found for name in case["decisions"] if (found := EVERY_DECISION[name].stream.get("rows"))), "as_given")
+    return next(
+        (found for name in case["decisions"] if (found := EVERY_DECISION[name].stream.get("rows"))),
+        "as_given",
+    )
 
 
 def make_engine(case, rank, decision, patched):
@@ -178,8 +201,15 @@ def make_engine(case, rank, decision, patched):
     # To share is a setting of the run, as an engine is; what comes of it is decided by each rank.
     stream = {**decision.stream, "rows": rows_of(case)}
     settings = {**settings, "stream": {k: v for k, v in stream.items() if k != "lazy_logits"}}
-    settings |= {"one_chunk_on": rank if decision.one_chunk else None, "logits": stream.get("lazy_logits", False)}
-    kind = type("Deciding", (base,), {"loss": lambda self, batch: (decision.loss or its_loss)(self.wrapped, batch)})
+    settings |= {
+        "one_chunk_on": rank if decision.one_chunk else None,
+        "logits": stream.get("lazy_logits", False),
+    }
+    kind = type(
+        "Deciding",
+        (base,),
+        {"loss": lambda self, batch: (decision.loss or its_loss)(self.wrapped, batch)},
+    )
     engine = kind(settings, rank, patched)
     if decision.prepare is not None:
         decision.prepare(engine)
@@ -195,7 +225,8 @@ def state_of(engine):
 
 
 def train(case, rank, decision, patched, name):
-    """Gradients of each step and the weights at the end; how many collectives; whether something was raised."""
+    """Gradients of each step and the weights at the end; how many collectives; whether something
+    was raised."""
     engine, found, raised = make_engine(case, rank, decision, patched), {}, []
     recorded, real = Recorded(name), unpatched.UnpatchedRuns.enter_layer
 
@@ -212,7 +243,9 @@ def train(case, rank, decision, patched, name):
         return call(layer, args, kwargs)
 
     projection = {}
-    watched = projection_seen(engine, projection) if case.get("projection") else contextlib.nullcontext()
+    watched = (
+        projection_seen(engine, projection) if case.get("projection") else contextlib.nullcontext()
+    )
     with pytest.MonkeyPatch.context() as patch, engines_seen() as seen, watched:
         if patched and decision.raises:
             patch.setattr(unpatched.UnpatchedRuns, "enter_layer", enter_layer)
@@ -228,12 +261,17 @@ def train(case, rank, decision, patched, name):
     found |= {f"weight {key}": weight for key, weight in engine.weights().items()}
     assert seen == {case["engine"]}, seen
     said = str(streambp.describe(engine.wrapped)) if patched else ""
-    return found, len(recorded.issued), {"raised": len(raised), "said": said, "projection": projection}
+    return (
+        found,
+        len(recorded.issued),
+        {"raised": len(raised), "said": said, "projection": projection},
+    )
 
 
 @contextlib.contextmanager
 def projection_seen(engine, found):
-    """While layers run, forward and backward: bytes of the output projection that are on this rank, gathered or copied."""
+    """While layers run, forward and backward: bytes of the output projection that are on this rank,
+    gathered or copied."""
     head, copies, borrow = engine.module.get_output_embeddings(), [], deferring.Borrowed.forward
     weight = next(iter(head.parameters()))
 
@@ -276,7 +314,11 @@ def gathers_where_used():
     """A3: each result of the logits asks the engine for the weights."""
     heads, forward, products = [], deferring.HeldHead.forward, Hub.products
     return [
-        (deferring.HeldHead, "forward", lambda head, x: (heads.append(head._head[0]), forward(head, x))[1]),
+        (
+            deferring.HeldHead,
+            "forward",
+            lambda head, x: (heads.append(head._head[0]), forward(head, x))[1],
+        ),
         (Hub, "products", lambda hub: (heads[-1](hub.hidden), products(hub))[1]),
     ]
 
@@ -288,16 +330,29 @@ def tries_alone():
 
 def stops_in_a_trial():
     """A rank leaves the others in the middle of a trial's forward."""
-    return [(wrappers.LayerForward, "_on_trial", lambda layer, _, args, kwargs: layer._call(args, kwargs))]
+    return [
+        (
+            wrappers.LayerForward,
+            "_on_trial",
+            lambda layer, _, args, kwargs: layer._call(args, kwargs),
+        )
+    ]
 
 
 def gradients_as_they_come():
     """A layer that runs whole gives its gradients one by one."""
-    return [(checkpointed, "_as_one", lambda site, args, kwargs: (contextlib.nullcontext(), args, kwargs))]
+    return [
+        (
+            checkpointed,
+            "_as_one",
+            lambda site, args, kwargs: (contextlib.nullcontext(), args, kwargs),
+        )
+    ]
 
 
 def scales_zeros():
-    """Gradients that are zero for want of labels are multiplied by an infinite upstream gradient."""
+    """Gradients that are zero for want of labels are multiplied by an infinite upstream
+    gradient."""
     return [(HeadInputs, "labelled", 1)]
 
 
@@ -319,7 +374,13 @@ MUTANTS = {
 def expected(engine, decisions, rank, projection):
     """What the unpatched engine gives for the same batches and losses."""
     case = {"engine": engine, "decisions": decisions, "projection": projection}
-    return train(case, rank, EVERY_DECISION[decisions[rank]], None, f"unpatched {engine} {decisions} {projection}")
+    return train(
+        case,
+        rank,
+        EVERY_DECISION[decisions[rank]],
+        None,
+        f"unpatched {engine} {decisions} {projection}",
+    )
 
 
 def like(name):
@@ -343,12 +404,21 @@ def run(case, rank, number):
             patch.setattr(owner, attribute, value)
         found, issued, did = train(case, rank, decision, case.get("patched", "before"), name)
     row = {"issued": issued, **did}
-    stock = expected(case["engine"], tuple(like(other) for other in case["decisions"]), rank, case.get("projection"))
+    stock = expected(
+        case["engine"],
+        tuple(like(other) for other in case["decisions"]),
+        rank,
+        case.get("projection"),
+    )
     row["error"], row["projection unpatched"] = distance(found, stock[0]), stock[2]["projection"]
     told = [text for engine, text in decision.says if engine == case["engine"]]
-    alone = case["engine"] in HELD and "no mask" in case["decisions"]  # no other rank tries that kind of call
+    alone = (
+        case["engine"] in HELD and "no mask" in case["decisions"]
+    )  # no other rank tries that kind of call
     told = ["a mask on some"] if told and decision.batch == "padded" and alone else told
-    if rows_of(case) != "as_given" and "as the unpatched model" in told:  # where rows may share, nothing runs as unpatched
+    if (
+        rows_of(case) != "as_given" and "as the unpatched model" in told
+    ):  # where rows may share, nothing runs as unpatched
         told = []
     row["done"] = all(text in row["said"] for text in told)
     gc.collect()
@@ -356,7 +426,12 @@ def run(case, rank, number):
 
 
 def main():
-    rank, port, cases, size = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+    rank, port, cases, size = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        json.loads(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     os.environ.update(
         LOCAL_RANK="0",
         MASTER_ADDR="127.0.0.1",
@@ -389,10 +464,14 @@ def pairs():
 
 
 def fours():
-    """Twenty times four of the sixteen decisions, such that every two of them come together once: the lines of the affine
-    plane over the field of four elements, whose sums are those of bits."""
+    """Twenty times four of the sixteen decisions, such that every two of them come together once:
+    the lines of the affine plane over the field of four elements, whose sums are those of bits."""
     times = [[0, 0, 0, 0], [0, 1, 2, 3], [0, 2, 3, 1], [0, 3, 1, 2]]
-    lines = [[4 * x + (times[slope][x] ^ start) for x in range(4)] for slope in range(4) for start in range(4)]
+    lines = [
+        [4 * x + (times[slope][x] ^ start) for x in range(4)]
+        for slope in range(4)
+        for start in range(4)
+    ]
     lines += [[4 * x + y for y in range(4)] for x in range(4)]
     names = list(DECISIONS)
     return [[names[point] for point in line] for line in lines]

@@ -1,9 +1,11 @@
-"""One adapter for each engine: what a training loop, a checkpoint and a comparison need of it, unpatched and patched.
+"""One adapter for each engine: what a training loop, a checkpoint and a comparison need of it,
+unpatched and patched.
 
-A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero", "options", "reshard", "offload".
-The model's: "model", "tied", "frozen", "lora", "router", "experts", "zero_init", "dtype". "stream" is the StreamConfig;
-"one_chunk_on" is a rank whose sequences are not cut. "eval" and "resume" are what happens between steps; with "logits" the
-loss is computed from lazy logits.
+A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero",
+"options", "reshard", "offload". The model's: "model", "tied", "frozen", "lora", "router",
+"experts", "zero_init", "dtype". "stream" is the StreamConfig; "one_chunk_on" is a rank whose
+sequences are not cut. "eval" and "resume" are what happens between steps; with "logits" the loss is
+computed from lazy logits.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def model_for(case, seed=0):
     changes = {"tie_word_embeddings": True} if case.get("tied") else {}
     if case.get("zero_init"):  # weights are elsewhere as soon as they are made
         model_class, config_class, extra = FAMILIES[name]
-        return model_class(config_class(**{**SIZES, **extra, "pad_token_id": None}, attn_implementation="sdpa")).train()
+        return model_class(
+            config_class(**{**SIZES, **extra, "pad_token_id": None}, attn_implementation="sdpa")
+        ).train()
     if case.get("dtype"):
         changes = {**changes, **WIDER}
     if name not in FAMILIES:
@@ -48,14 +52,23 @@ def model_for(case, seed=0):
     if case.get("lora"):
         import peft
 
-        targets = ["q_proj", "v_proj", {"qwen3_moe": "o_proj", "qwen3_5_text": "out_proj"}.get(name, "down_proj")]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        targets = [
+            "q_proj",
+            "v_proj",
+            {"qwen3_moe": "o_proj", "qwen3_5_text": "out_proj"}.get(name, "down_proj"),
+        ]
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        )
     return model
 
 
 def config_for(case, rank):
     """Chunks differ in size, and so in number, between ranks."""
-    stream = {name: tuple(value) if isinstance(value, list) else value for name, value in case.get("stream", {}).items()}
+    stream = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in case.get("stream", {}).items()
+    }
     size = 64 if case.get("one_chunk_on") == rank else 5 + 2 * rank
     if case.get("one_chunk_on") is not None:
         stream.setdefault("rows", "as_given")  # packed ones stream
@@ -63,9 +76,12 @@ def config_for(case, rank):
 
 
 def loss_on_logits(model, batch):
-    """Log-probabilities and entropies as GRPO trainers take them: several results of the same logits."""
+    """Log-probabilities and entropies as GRPO trainers take them: several results of the same
+    logits."""
     labels = batch["labels"][:, 1:]
-    logits = model(**{name: x for name, x in batch.items() if name != "labels"}, use_cache=False).logits
+    logits = model(
+        **{name: x for name, x in batch.items() if name != "labels"}, use_cache=False
+    ).logits
     logits = logits[:, :-1].float() / 0.9
     picked = torch.gather(logits, -1, labels.clamp(min=0)[..., None])[..., 0]
     log_probs = picked - torch.stack([row.logsumexp(-1) for row in logits])
@@ -104,7 +120,9 @@ class SingleProcess:
         return model
 
     def make_optimizer(self, model):
-        learning_rate = 0.0 if self.case.get("dtype") else 0.1  # errors of gradients are compared at the same weights
+        learning_rate = (
+            0.0 if self.case.get("dtype") else 0.1
+        )  # errors of gradients are compared at the same weights
         trainable = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9)
 
@@ -126,7 +144,9 @@ class SingleProcess:
 
     def gradients(self):
         """Before `step`: of every trainable parameter, averaged over ranks, whole."""
-        return {name: None if p.grad is None else whole(p.grad) for name, p in self.trainable().items()}
+        return {
+            name: None if p.grad is None else whole(p.grad) for name, p in self.trainable().items()
+        }
 
     def weights(self):
         return {name: whole(p) for name, p in self.trainable().items()}
@@ -163,7 +183,9 @@ class DDP(SingleProcess):
 
     def save(self, folder: Path):
         if dist.get_rank() == 0:
-            torch.save((self.module.state_dict(), self.optimizer.state_dict()), folder / "checkpoint.pt")
+            torch.save(
+                (self.module.state_dict(), self.optimizer.state_dict()), folder / "checkpoint.pt"
+            )
         dist.barrier()
 
     def load(self, folder: Path):
@@ -197,7 +219,10 @@ class FSDP2(SingleProcess):
         super().micro_step(batch, last)
 
     def _state(self):
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
 
         return {
             "model": get_model_state_dict(self.module),
@@ -208,7 +233,10 @@ class FSDP2(SingleProcess):
         dcp.save(self._state(), checkpoint_id=str(folder))
 
     def load(self, folder: Path):
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
 
         state = self._state()
         dcp.load(state, checkpoint_id=str(folder))
@@ -241,7 +269,9 @@ class DeepSpeed(SingleProcess):
     def wrap(self, model):
         import deepspeed
 
-        engine, *_ = deepspeed.initialize(model=model, optimizer=self.make_optimizer(model), config=self.settings())
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self.make_optimizer(model), config=self.settings()
+        )
         return engine
 
     def micro_step(self, batch, last):

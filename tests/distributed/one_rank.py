@@ -1,4 +1,5 @@
-"""A group of one rank, so that split sequences can be tried in one process: an exchange gives back what was sent."""
+"""A group of one rank, so that split sequences can be tried in one process: an exchange gives back
+what was sent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Runs a module on several ranks and brings back what they printed.
 
-[Note: ranks that are forked] A fresh Python takes seconds for its imports. Ranks are forked from one server instead, that
-imports torch and the workers' modules once for each process of tests, and does nothing with them: each rank still starts
-without a process group, without DeepSpeed and without a tensor.
+[Note: ranks that are forked] A fresh Python takes seconds for its imports. Ranks are forked from
+one server instead, that imports torch and the workers' modules once for each process of tests, and
+does nothing with them: each rank still starts without a process group, without DeepSpeed and
+without a tensor.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from tests.hangs import HANG
 
 
 def run(engine, cases):
-    """Rank 0's rows of the worker on two ranks, one for each case, all of whose runs trained under that engine."""
+    """Rank 0's rows of the worker on two ranks, one for each case, all of whose runs trained under
+    that engine."""
     if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     if any(case.get("lora") for case in cases):
         pytest.importorskip("peft", reason="peft is not installed")
-    outputs, _ = launch("tests.distributed.worker", engine, json.dumps(cases), seconds=SECONDS * len(cases) + 60)
+    outputs, _ = launch(
+        "tests.distributed.worker", engine, json.dumps(cases), seconds=SECONDS * len(cases) + 60
+    )
     rows = [line.removeprefix(DONE) for line in outputs[0].splitlines() if line.startswith(DONE)]
     if len(rows) < len(cases):
         raise AssertionError("\n".join(output[-4000:] for output in outputs))
@@ -51,19 +55,24 @@ def run_split(*arguments, ranks=2):
     """What rank 0 of the worker for split sequences prints after RESULT."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    return result_of(*launch("tests.distributed.split_worker", *arguments, ranks=ranks, seconds=HANG))
+    return result_of(
+        *launch("tests.distributed.split_worker", *arguments, ranks=ranks, seconds=HANG)
+    )
 
 
 def result_of(outputs, codes):
     """What rank 0 printed after RESULT, if no rank failed."""
     for output, code in zip(outputs, codes, strict=True):
         assert code == 0, output[-4000:]
-    return json.loads(next(x for x in outputs[0].splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
+    return json.loads(
+        next(x for x in outputs[0].splitlines() if x.startswith("RESULT ")).removeprefix("RESULT ")
+    )
 
 
 @functools.cache
 def server() -> BaseContext:
-    """[Note: ranks that are forked] Not all libraries survive a fork elsewhere than on Linux: there each rank imports."""
+    """[Note: ranks that are forked] Not all libraries survive a fork elsewhere than on Linux: there
+    each rank imports."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -82,9 +91,11 @@ def server() -> BaseContext:
 
 
 def as_program(module: str, arguments: tuple[str, ...], output: Path) -> None:
-    """In a rank: the module's `main` as `python -m module *arguments` calls it. What it prints goes to a file.
+    """In a rank: the module's `main` as `python -m module *arguments` calls it. What it prints goes
+    to a file.
 
-    A file, not a pipe: a rank whose pipe is full of warnings would wait for its reader, and the other rank for it.
+    A file, not a pipe: a rank whose pipe is full of warnings would wait for its reader, and the
+    other rank for it.
     """
     with output.open("w") as file:
         for printed in (1, 2):
@@ -94,14 +105,17 @@ def as_program(module: str, arguments: tuple[str, ...], output: Path) -> None:
 
 
 def launch(module, *arguments, ranks=2, seconds):
-    """Outputs and exit codes of `python -m module RANK PORT *arguments`, killed when the time is over."""
+    """Outputs and exit codes of `python -m module RANK PORT *arguments`, killed when the time is
+    over."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(ranks)]
         processes = [
-            server().Process(target=as_program, args=(module, (str(rank), port, *arguments), file), daemon=True)
+            server().Process(
+                target=as_program, args=(module, (str(rank), port, *arguments), file), daemon=True
+            )
             for rank, file in enumerate(files)
         ]
         deadline = time.monotonic() + seconds
@@ -115,4 +129,6 @@ def launch(module, *arguments, ranks=2, seconds):
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        return [file.read_text() if file.exists() else "" for file in files], [process.exitcode for process in processes]
+        return [file.read_text() if file.exists() else "" for file in files], [
+            process.exitcode for process in processes
+        ]

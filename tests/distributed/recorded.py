@@ -1,7 +1,9 @@
-"""What each rank asks of the others, in order: a difference raises where it begins, on every rank, instead of a hang.
+"""What each rank asks of the others, in order: a difference raises where it begins, on every rank,
+instead of a hang.
 
-Each collective is recorded where torch dispatches it, whoever calls it, with its shapes, and is told to a store before it
-is issued. A rank waits there, and not in the collective, for what the others are about to issue.
+Each collective is recorded where torch dispatches it, whoever calls it, with its shapes, and is
+told to a store before it is issued. A rank waits there, and not in the collective, for what the
+others are about to issue.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ class DifferentError(AssertionError):
 
 
 class Recorded(TorchDispatchMode):
-    """Within, every collective of this rank: `issued`. All ranks enter it with one name, which no other time had.
+    """Within, every collective of this rank: `issued`. All ranks enter it with one name, which no
+    other time had.
 
     Raises:
-        DifferentError: another rank of the collective's group issues another one, or ends, or issues none for SECONDS.
+        DifferentError: another rank of the collective's group issues another one, or ends, or
+            issues none for SECONDS.
     """
 
     def __init__(self, name):
@@ -38,7 +42,11 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in COLLECTIVES and not func._schema.name.endswith("wait_tensor"):
             leaves = tree_leaves((args, kwargs or {}))
-            shapes = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in leaves if isinstance(x, torch.Tensor)]
+            shapes = [
+                f"{x.dtype}{list(x.shape)}".removeprefix("torch.")
+                for x in leaves
+                if isinstance(x, torch.Tensor)
+            ]
             self.tell(f"{func._schema.name.split('::')[1]} {' '.join(shapes)}", self._ranks(leaves))
         return func(*args, **(kwargs or {}))
 
@@ -54,7 +62,9 @@ class Recorded(TorchDispatchMode):
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
                 group = dist.ProcessGroup.unbox(leaf)
                 if group.size() < len(self.everyone):
-                    return tuple(dist.get_process_group_ranks(_resolve_process_group(group.group_name)))
+                    return tuple(
+                        dist.get_process_group_ranks(_resolve_process_group(group.group_name))
+                    )
         return self.everyone
 
     def _say(self, what, ranks):
@@ -71,8 +81,12 @@ class Recorded(TorchDispatchMode):
             self.store.wait(keys, datetime.timedelta(seconds=SECONDS))
         except RuntimeError as error:
             raise DifferentError(
-                f"collective {number}: rank {self.rank} is at {what}, and one of {ranks} is nowhere for {SECONDS} s"
+                f"collective {number}: rank {self.rank} is at {what}, and one of {ranks} is "
+                f"nowhere for {SECONDS} s"
             ) from error
         for other, said in zip(ranks, self.store.multi_get(keys), strict=True):
             if said.decode() != what:
-                raise DifferentError(f"collective {number}: rank {self.rank} is at {what}, rank {other} at {said.decode()}")
+                raise DifferentError(
+                    f"collective {number}: rank {self.rank} is at {what}, rank {other} at "
+                    f"{said.decode()}"
+                )

@@ -1,4 +1,5 @@
-"""torch's ring attention on a CPU, for unpatched models: DTensor has no handler for the CPU's fused kernel.
+"""torch's ring attention on a CPU, for unpatched models: DTensor has no handler for the CPU's fused
+kernel.
 
 The handler below calls torch's own ring with that kernel. Streamed layers do not need it.
 """
@@ -24,7 +25,15 @@ def handler(op_call, args, kwargs):
     if op_call is FORWARD:
         q, k, v, dropout, is_causal = (*local, *(0.0, False)[len(local) - 3 :])[:5]
         found = ring._templated_ring_attention(
-            mesh.get_group(), 2, FORWARD, query=q, key=k, value=v, dropout_p=dropout, is_causal=is_causal, **kwargs
+            mesh.get_group(),
+            2,
+            FORWARD,
+            query=q,
+            key=k,
+            value=v,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            **kwargs,
         )
     else:
         grad, q, k, v, out, lse, dropout, is_causal = local
@@ -37,7 +46,8 @@ def handler(op_call, args, kwargs):
 
 @contextlib.contextmanager
 def enabled(widens=False):
-    """Within, `context_parallel` works on a CPU; widens: it adds up in float32, its default, else in its tensors' dtype."""
+    """Within, `context_parallel` works on a CPU; widens: it adds up in float32, its default, else
+    in its tensors' dtype."""
     before, convert = dict(ring.custom_ops), ring._cp_options.convert_to_f32
     ring.custom_ops.update({FORWARD: handler, BACKWARD: handler})
     ring._cp_options.convert_to_f32 = widens
@@ -51,7 +61,8 @@ def enabled(widens=False):
 
 @contextlib.contextmanager
 def rotations():
-    """A set that fills with how the ring within passes K and V on, by the names of `set_rotate_method`."""
+    """A set that fills with how the ring within passes K and V on, by the names of
+    `set_rotate_method`."""
     found, real = set(), ring._create_rotater
 
     def create(group, dim, method=None):

@@ -1,9 +1,10 @@
-"""HF Trainer on sequences that accelerate splits with Ulysses, unpatched or patched; rank 0 saves the weights.
+"""HF Trainer on sequences that accelerate splits with Ulysses, unpatched or patched; rank 0 saves
+the weights.
 
 torchrun --nproc-per-node 2 -m tests.distributed.split_trainer OUTPUT {stock,streamed,"streamed from stock",...}
 
-"streamed from stock" goes on, streamed, from the checkpoint of "stock", and starts the data anew: accelerate 1.15 cannot
-skip batches that it splits. So the data repeat themselves from that step on.
+"streamed from stock" goes on, streamed, from the checkpoint of "stock", and starts the data anew:
+accelerate 1.15 cannot skip batches that it splits. So the data repeat themselves from that step on.
 """
 
 from __future__ import annotations
@@ -61,16 +62,30 @@ def main():
     rank = int(os.environ["RANK"])
     if patched == "streamed":
         streambp.patch(model, streambp.StreamConfig(chunk_size=(5, 7)[rank], saves=("attn_out",)))
-    trainer = InOrder(model, arguments, train_dataset=2 * rows(PERIOD, seed=1), eval_dataset=rows(4, seed=2))
+    trainer = InOrder(
+        model, arguments, train_dataset=2 * rows(PERIOD, seed=1), eval_dataset=rows(4, seed=2)
+    )
     with engines_seen() as engines:
-        trainer.train(resume_from_checkpoint=str(output / saved / f"checkpoint-{SAVED_AT}") if saved else None)
+        trainer.train(
+            resume_from_checkpoint=str(output / saved / f"checkpoint-{SAVED_AT}") if saved else None
+        )
     weights = {}
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             weights[name] = parameter.detach().double().clone()
     if rank == 0:
-        logged = [entry[key] for entry in trainer.state.log_history for key in ("eval_loss", "train_loss") if key in entry]
-        found = {"weights": weights, "logged": logged, "engines": sorted(engines), "steps": trainer.state.global_step}
+        logged = [
+            entry[key]
+            for entry in trainer.state.log_history
+            for key in ("eval_loss", "train_loss")
+            if key in entry
+        ]
+        found = {
+            "weights": weights,
+            "logged": logged,
+            "engines": sorted(engines),
+            "steps": trainer.state.global_step,
+        }
         torch.save(found, output / f"{what}.pt")
     torch.distributed.destroy_process_group()
 

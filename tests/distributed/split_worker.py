@@ -1,10 +1,12 @@
-"""One rank of a run of two (or four: two groups of two) in which sequences are split over the ranks by DeepSpeed Ulysses.
+"""One rank of a run of two (or four: two groups of two) in which sequences are split over the ranks
+by DeepSpeed Ulysses.
 
 python -m tests.distributed.split_worker RANK PORT '{"gradients": [{"mode": "packed"}, ...], "engines": [...]}' WORLD_SIZE
 
-Every case is computed in a single process, unpatched; by unpatched Ulysses where it can; and by streamed layers, whose
-chunks differ between ranks: "gradients" of one step, in float64 with float32 casts lifted unless the case says otherwise;
-weights after a few steps under "engines", in float32; the error of "bf16" gradients.
+Every case is computed in a single process, unpatched; by unpatched Ulysses where it can; and by
+streamed layers, whose chunks differ between ranks: "gradients" of one step, in float64 with float32
+casts lifted unless the case says otherwise; weights after a few steps under "engines", in float32;
+the error of "bf16" gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def model_for(case):
     if case.get("lora"):
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+        )
         seed_torch(7)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -63,12 +67,15 @@ def whole_batch(case):
 
 
 def shard(batch, rank):
-    """This rank's part, with labels shifted before the cut, as DeepSpeed's data loader adapter makes it."""
+    """This rank's part, with labels shifted before the cut, as DeepSpeed's data loader adapter
+    makes it."""
     labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     whole = {**batch, "labels": labels, "shift_labels": labels}
     length = labels.shape[1] // RANKS
     part = slice(rank * length, (rank + 1) * length)
-    return {name: tensor[:, part].contiguous() for name, tensor in whole.items()}, (labels != -100).sum()
+    return {name: tensor[:, part].contiguous() for name, tensor in whole.items()}, (
+        labels != -100
+    ).sum()
 
 
 class counted:  # noqa: N801 - used like a function
@@ -120,7 +127,11 @@ def register():
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     return UlyssesSPAttentionHF.register_with_transformers(
-        build("qwen3"), "sdpa", sequence_parallel_size=RANKS, micro_batch_size=2, disable_in_eval=True
+        build("qwen3"),
+        "sdpa",
+        sequence_parallel_size=RANKS,
+        micro_batch_size=2,
+        disable_in_eval=True,
     )
 
 
@@ -129,19 +140,31 @@ def compare(case, rank, reference):
     loss, gradients, _ = reference
     result = {"case": case}
     if case.get("stock"):
-        stock_loss, stock, result["stock counts"] = gradients_of(model_for(case), dict(batch), items, reduce=True)
+        stock_loss, stock, result["stock counts"] = gradients_of(
+            model_for(case), dict(batch), items, reduce=True
+        )
         model = model_for(case)
         model.gradient_checkpointing_enable()
         *_, result["checkpointing counts"] = gradients_of(model, dict(batch), items, reduce=False)
         result["stock"] = max(worst_error(stock, gradients), abs(stock_loss / loss - 1).item())
     for sizes in CHUNKS:
-        settings = {"chunk_size": sizes[rank], **case.get("config", {}), **case.get("configs", [{}] * 9)[rank]}
-        config = streambp.StreamConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        settings = {
+            "chunk_size": sizes[rank],
+            **case.get("config", {}),
+            **case.get("configs", [{}] * 9)[rank],
+        }
+        config = streambp.StreamConfig(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+        )
         model = streambp.patch(model_for(case), config)
-        alike = Recorded(json.dumps([case, sizes])) if "configs" in case else contextlib.nullcontext()
+        alike = (
+            Recorded(json.dumps([case, sizes])) if "configs" in case else contextlib.nullcontext()
+        )
         with alike:
             ours_loss, ours, counts = gradients_of(model, dict(batch), items, reduce=True)
-        result[f"single process, chunks {sizes}"] = max(worst_error(ours, gradients), abs(ours_loss / loss - 1).item())
+        result[f"single process, chunks {sizes}"] = max(
+            worst_error(ours, gradients), abs(ours_loss / loss - 1).item()
+        )
         if case.get("stock"):
             result[f"unpatched Ulysses, chunks {sizes}"] = worst_error(ours, stock)
         result["counts"], result["layers"] = counts, model.config.num_hidden_layers
@@ -158,14 +181,18 @@ def engine_batches(case, replica):
 def train_alone(case):
     """The same steps in a single process on whole sequences.
 
-    DeepSpeed 0.19 averages gradients over all ranks in ZeRO-3, but sums those of one sequence's ranks in ZeRO-1 and -2,
-    where it trains on RANKS times the loss.
+    DeepSpeed 0.19 averages gradients over all ranks in ZeRO-3, but sums those of one sequence's
+    ranks in ZeRO-1 and -2, where it trains on RANKS times the loss.
     """
     scale = RANKS if case["stage"] < 3 else 1
     model, accumulation = model_for({"dtype": "float32", **case}), case.get("accumulation", 1)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+    )
     replicas = case.get("ranks", RANKS) // RANKS
-    for index, batches in enumerate(zip(*(engine_batches(case, replica) for replica in range(replicas)), strict=True)):
+    for index, batches in enumerate(
+        zip(*(engine_batches(case, replica) for replica in range(replicas)), strict=True)
+    ):
         for batch in batches:
             loss = model(**batch, use_cache=False).loss
             (scale * loss / accumulation / replicas).backward()
@@ -176,8 +203,9 @@ def train_alone(case):
 
 
 def share_of_mean(loss, batch, group):
-    """Has the gradient of the mean over all labels of the sequences. accelerate and Trainer form it with a differentiable
-    all_gather, whose backward adds up all ranks' means (and which gloo does not have in a group without rank 0)."""
+    """Has the gradient of the mean over all labels of the sequences. accelerate and Trainer form it
+    with a differentiable all_gather, whose backward adds up all ranks' means (and which gloo does
+    not have in a group without rank 0)."""
     mine = (batch["shift_labels"] != -100).sum()
     total = mine.clone()
     dist.all_reduce(total, group=group)
@@ -199,7 +227,9 @@ def train_split(rank, case, mpu, patched):
     config = streambp.StreamConfig(chunk_size=CHUNKS[0][rank % RANKS], **case.get("config", {}))
     if patched == "before":
         streambp.patch(model, config)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+    )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if patched == "after":
         streambp.patch(engine.module, config)
@@ -227,7 +257,11 @@ def train_split(rank, case, mpu, patched):
             if parameter.requires_grad:
                 found[name] = parameter.detach().double().clone()
     micro_steps = STEPS * accumulation
-    counts = {name: count / micro_steps for name, count in counter.counts.items() if name.startswith("all_to_all")}
+    counts = {
+        name: count / micro_steps
+        for name, count in counter.counts.items()
+        if name.startswith("all_to_all")
+    }
     counts["engines"] = sorted(engines)
     if case["stage"] == 3:
         counts["gathers in the first micro-step"] = max(first.values())
@@ -240,7 +274,10 @@ def compare_training(case, rank, alone):
     result = {"case": case, "stock": worst_error(stock, alone), "stock counts": counts}
     for patched in ("before", "after"):
         found, counts = train_split(rank, case, register(), patched)
-        errors = {"unpatched Ulysses": worst_error(found, stock), "single process": worst_error(found, alone)}
+        errors = {
+            "unpatched Ulysses": worst_error(found, stock),
+            "single process": worst_error(found, alone),
+        }
         result[patched] = {**errors, "counts": counts}
     return result
 
@@ -271,13 +308,16 @@ def compare_bf16(case, rank, truth):
     for name in ("stock", "ours"):
         if name == "ours":
             streambp.patch(model, streambp.StreamConfig(chunk_size=case["chunks"][rank]))
-        _, gradients, result[f"{name} counts"] = gradients_of(model, dict(batch), items, reduce=True)
+        _, gradients, result[f"{name} counts"] = gradients_of(
+            model, dict(batch), items, reduce=True
+        )
         result[name] = relative_l2(gradients, truth)
         model.zero_grad(set_to_none=True)
     return result
 
 
-# What is computed in a single process, before Ulysses takes the attention functions over; and what is compared with it.
+# What is computed in a single process, before Ulysses takes the attention functions over; and what
+# is compared with it.
 RUNS = {
     "gradients": (lifted(single_process), lifted(compare)),
     "bf16": (float64_gradients, compare_bf16),
@@ -286,8 +326,18 @@ RUNS = {
 
 
 def main():
-    rank, port, runs, world_size = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size, "DS_ACCELERATOR": "cpu"}
+    rank, port, runs, world_size = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        json.loads(sys.argv[3]),
+        sys.argv[4],
+    )
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world_size,
+        "DS_ACCELERATOR": "cpu",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     import deepspeed
 
@@ -295,7 +345,10 @@ def main():
     alone = {what: [RUNS[what][0](case) for case in cases] for what, cases in runs.items()}
     register()
     results = {
-        what: [RUNS[what][1](case, rank, reference) for case, reference in zip(cases, alone[what], strict=True)]
+        what: [
+            RUNS[what][1](case, rank, reference)
+            for case, reference in zip(cases, alone[what], strict=True)
+        ]
         for what, cases in runs.items()
     }
     if rank == 0:

@@ -1,4 +1,5 @@
-"""Collectives of a micro-step, unpatched and plain checkpointing beside ours; `pytest -s -m full` prints the table.
+"""Collectives of a micro-step, unpatched and plain checkpointing beside ours; `pytest -s -m full`
+prints the table.
 
 covers: distributed/engines.py, distributed/zero.py
 """
@@ -24,23 +25,37 @@ ROWS = (
     "gathers per parameter", "gathered x trainable parameters", "calls gathered", "reduced x trainable parameters",
     "calls reduced",
 )  # fmt: skip
-NEVER_MORE = {"ddp": ROWS, "fsdp": ROWS, "deepspeed": ("gathers per parameter", "reduced x trainable parameters")}
+NEVER_MORE = {
+    "ddp": ROWS,
+    "fsdp": ROWS,
+    "deepspeed": ("gathers per parameter", "reduced x trainable parameters"),
+}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", CASES)
 def test_collectives(engine):
-    cases = [{**case, "count": True, "checkpointing": True, "patched": ["before"]} for case in CASES[engine]]
+    cases = [
+        {**case, "count": True, "checkpointing": True, "patched": ["before"]}
+        for case in CASES[engine]
+    ]
     for row, case in zip(run(engine, cases), CASES[engine], strict=True):
         streamed, unpatched = row["before"]["counts"], row["unpatched"]["counts"]
-        print(f"\n{engine} {case}\n{'of a micro-step':<32}", *(f"{column:>14}" for column in COLUMNS))
+        print(
+            f"\n{engine} {case}\n{'of a micro-step':<32}", *(f"{column:>14}" for column in COLUMNS)
+        )
         for name in ROWS:
-            values = (streamed.get(name, 0), unpatched.get(name, 0), row["checkpointing"]["counts"].get(name, 0))
+            values = (
+                streamed.get(name, 0),
+                unpatched.get(name, 0),
+                row["checkpointing"]["counts"].get(name, 0),
+            )
             print(f"{name:<32}", *(f"{value:>14.2f}" for value in values))
         for name in NEVER_MORE[engine]:
             assert streamed.get(name, 0) <= unpatched.get(name, 0), (case, name)
         assert streamed.get("gathers per parameter", 0) <= 2
-        # Bytes of gradients on the wire: once a backward, or once an optimizer step. Buckets and units may be padded.
+        # Bytes of gradients on the wire: once a backward, or once an optimizer step. Buckets and
+        # units may be padded.
         once_a_step = engine == "ddp" or engine == "fsdp" or case.get("stage") == 1
         share = 1 / case.get("accumulation", 1) if once_a_step else 1
         assert share <= streamed["reduced x trainable parameters"] <= 1.05 * share, case

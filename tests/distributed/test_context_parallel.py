@@ -1,7 +1,8 @@
-"""Two and four ranks, gloo, CPU: sequences split by torch's context parallelism, streamed, against a single process.
+"""Two and four ranks, gloo, CPU: sequences split by torch's context parallelism, streamed, against
+a single process.
 
-covers: distributed/context_parallel.py, distributed/engines.py, sharded/call.py, sharded/gathered.py, sharded/layer.py,
-sharded/masks.py, sharded/shards.py, model/split.py
+covers: distributed/context_parallel.py, distributed/engines.py, sharded/call.py,
+sharded/gathered.py, sharded/layer.py, sharded/masks.py, sharded/shards.py, model/split.py
 """
 
 from __future__ import annotations
@@ -43,20 +44,37 @@ FAST = {
     ],
     "training": [{"mode": "right-padded", "dtype": "float32"}],
 }  # fmt: skip
-FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "gpt_oss", "qwen3_moe", "deepseek_v3", "gemma2", "gemma3n_text")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma3",
+    "mistral",
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3n_text",
+)
 SAVES = [{"saves": saves, "offload": offload}
          for saves in ([], ["attn_out"], ["kv"], ["attn_out", "kv", "self_attn.*"])
          for offload in ("none", "cpu")]  # fmt: skip
 
 
 ORDERS = ("head-tail", "consecutive")
-ROTATED = [{"rotate": rotate, "mode": mode} for rotate in ("allgather", "alltoall") for mode in ("plain", "packed")]
+ROTATED = [
+    {"rotate": rotate, "mode": mode}
+    for rotate in ("allgather", "alltoall")
+    for mode in ("plain", "packed")
+]
 
 
 def settings(ranks):
-    """Every family and mode; saves, offloading, heads at a time, orders and numbers of chunks take turns."""
+    """Every family and mode; saves, offloading, heads at a time, orders and numbers of chunks take
+    turns."""
     size = {"length": 2 * LENGTH} if ranks == 4 else {}  # a shard must show where windows end
-    for family, part in itertools.groupby(itertools.product(FAMILIES, MODES), key=lambda pair: pair[0]):
+    for family, part in itertools.groupby(
+        itertools.product(FAMILIES, MODES), key=lambda pair: pair[0]
+    ):
         cases = []
         for number, (name, mode) in enumerate(part):
             if (name, mode) == ("gemma3n_text", "left-padded"):
@@ -64,16 +82,52 @@ def settings(ranks):
             for turn in range(2):
                 index = 2 * number + turn + FAMILIES.index(family)
                 extra = {"heads": 1} if index % 3 else {}
-                order = {"order": "consecutive"} if (number + FAMILIES.index(family)) % 4 == 1 else {}
+                order = (
+                    {"order": "consecutive"} if (number + FAMILIES.index(family)) % 4 == 1 else {}
+                )
                 chunks = {"chunks": "others"} if turn else {}
-                cases.append({"family": name, "mode": mode, "config": SAVES[index % 8], **size, **extra, **order, **chunks})
+                cases.append(
+                    {
+                        "family": name,
+                        "mode": mode,
+                        "config": SAVES[index % 8],
+                        **size,
+                        **extra,
+                        **order,
+                        **chunks,
+                    }
+                )
         yield ranks, {"gradients": cases}
-    yield ranks, {"gradients": [{"stock": True, "order": order, **more, **size} for order in ORDERS for more in ROTATED]}
+    yield (
+        ranks,
+        {
+            "gradients": [
+                {"stock": True, "order": order, **more, **size}
+                for order in ORDERS
+                for more in ROTATED
+            ]
+        },
+    )
     if ranks == 2:
-        yield ranks, {"gradients": [{"config": config, "heads": heads} for config in SAVES for heads in (1, 2)]}
+        yield (
+            ranks,
+            {
+                "gradients": [
+                    {"config": config, "heads": heads} for config in SAVES for heads in (1, 2)
+                ]
+            },
+        )
         yield ranks, {"gradients": [{"stock": True, "mode": mode} for mode in MODES[2:]]}
-        uncertain = {"saves": ["attn_out", "kv"], "offload": "cpu", "on_host_full": "recompute", "host_memory": 3000}
-        yield ranks, {"gradients": [{"config": uncertain, "heads": 1}, {"lora": True}, {"frozen": True}]}
+        uncertain = {
+            "saves": ["attn_out", "kv"],
+            "offload": "cpu",
+            "on_host_full": "recompute",
+            "host_memory": 3000,
+        }
+        yield (
+            ranks,
+            {"gradients": [{"config": uncertain, "heads": 1}, {"lora": True}, {"frozen": True}]},
+        )
     yield ranks, {"training": [{"mode": mode, "dtype": "float32"} for mode in MODES]}
 
 
@@ -85,14 +139,17 @@ def product(family, ranks):
 
 
 def run(runs, ranks):
-    outputs, codes = launch("tests.distributed.context_worker", json.dumps(runs), str(ranks), ranks=ranks, seconds=HANG)
+    outputs, codes = launch(
+        "tests.distributed.context_worker", json.dumps(runs), str(ranks), ranks=ranks, seconds=HANG
+    )
     results = result_of(outputs, codes)
     assert {what: [row["case"] for row in rows] for what, rows in results.items()} == runs
     return results
 
 
 def check_collectives(row, ranks, layers=2):
-    """So many for a layer whatever its chunks: facts of the model and the settings decide. The same on every rank."""
+    """So many for a layer whatever its chunks: facts of the model and the settings decide. The same
+    on every rank."""
     case, issued = row["case"], Counter(row["issued"])
     assert row["issued alike"]
     assert issued["trades"] == 0
@@ -102,7 +159,9 @@ def check_collectives(row, ranks, layers=2):
     backward = 2 * groups if groups == 1 or certain else 4 * groups
     assert issued["sums"] == 2 * groups * layers
     assert issued["gathers"] == (2 * groups + backward) * layers
-    assert issued["lists"] <= 5  # what the shards are, positions, padding; what each kind of mask shows
+    assert (
+        issued["lists"] <= 5
+    )  # what the shards are, positions, padding; what each kind of mask shows
 
 
 def check(runs, ranks):
@@ -111,22 +170,41 @@ def check(runs, ranks):
         case, pairs = row["case"], row["pairs"]
         length = case.get("length", LENGTH)
         loaded = max(pairs) * ranks / sum(pairs)
-        print(case, row["error"], "unpatched ring:", row.get("unpatched"), f"most loaded rank / mean: {loaded:.3f}")
+        print(
+            case,
+            row["error"],
+            "unpatched ring:",
+            row.get("unpatched"),
+            f"most loaded rank / mean: {loaded:.3f}",
+        )
         if "mutant" in case:
             assert row["error"] > 0.1, case
             continue
         assert row["error"] <= GRADIENT_BAR, case
         assert row["issued alike"], case
         assert f"split over {ranks} ranks (context parallelism)" in row["described"]
-        if case.get("family", "qwen3") == "qwen3" and not case.get("frozen"):  # a frozen layer has no backward
+        if case.get("family", "qwen3") == "qwen3" and not case.get(
+            "frozen"
+        ):  # a frozen layer has no backward
             check_collectives(row, ranks)
             saves = case.get("config", {})
-            if case.get("mode", "plain") == "plain" and "order" not in case and "on_host_full" not in saves:
-                attended = 1 if "attn_out" in saves.get("saves", ()) else 2  # in forward, and again in backward
-                assert len(set(pairs)) == 1  # each rank as many; together the causal half, of 2 layers, 4 heads and 2 rows
+            if (
+                case.get("mode", "plain") == "plain"
+                and "order" not in case
+                and "on_host_full" not in saves
+            ):
+                attended = (
+                    1 if "attn_out" in saves.get("saves", ()) else 2
+                )  # in forward, and again in backward
+                assert (
+                    len(set(pairs)) == 1
+                )  # each rank as many; together the causal half, of 2 layers, 4 heads and 2 rows
                 assert sum(pairs) == attended * 2 * 4 * 2 * length * (length + 1) // 2
         if case.get("stock"):
-            dropped = case["mode"] in ("packed", "left-padded")  # the unpatched ring attends across documents and padding
+            dropped = case["mode"] in (
+                "packed",
+                "left-padded",
+            )  # the unpatched ring attends across documents and padding
             assert row["unpatched"] > 0.1 if dropped else row["unpatched"] <= GRADIENT_BAR
             assert row["rotated"] == [case.get("rotate", "allgather")]
     for row in results.get("training", []):
@@ -157,7 +235,9 @@ def test_every_setting(ranks, runs):
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3"]
+)
 def test_whole_product(family, ranks):
     """A window, sinks, experts and latent attention among them."""
     check({"gradients": list(product(family, ranks))}, ranks)
@@ -169,7 +249,11 @@ def test_settings_cover_every_pair(ranks):
     rows = []
     for _, runs in itertools.islice(settings(ranks), len(FAMILIES)):
         for case in runs["gradients"]:
-            choices = {"heads": case.get("heads"), "order": case.get("order"), "chunks": case.get("chunks")}
+            choices = {
+                "heads": case.get("heads"),
+                "order": case.get("order"),
+                "chunks": case.get("chunks"),
+            }
             rows.append({"family": case["family"], "mode": case["mode"], "saves": tuple(case["config"]["saves"]),
                          "offload": case["config"]["offload"], **choices})  # fmt: skip
     rows = [row for row in rows if row["family"] != "gemma3n_text"]  # a mode of it is left out
@@ -182,15 +266,23 @@ def test_settings_cover_every_pair(ranks):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_as_precise_as_the_unpatched_ring(dtype):
-    sizes = {"length": 128, "chunks": [29, 43], "changes": {"num_hidden_layers": 3, "hidden_size": 64}}
-    rows = run({"precision": [{"seed": seed, "dtype": dtype, **sizes} for seed in range(10)]}, 2)["precision"]
+    sizes = {
+        "length": 128,
+        "chunks": [29, 43],
+        "changes": {"num_hidden_layers": 3, "hidden_size": 64},
+    }
+    rows = run({"precision": [{"seed": seed, "dtype": dtype, **sizes} for seed in range(10)]}, 2)[
+        "precision"
+    ]
     assert_as_precise((row["ours"], row["stock"]) for row in rows)
 
 
 @pytest.mark.full
 def test_a_rank_that_does_not_split_its_batch():
     """The one that does says why it cannot go on."""
-    outputs, codes = launch("tests.distributed.context_worker", '{"entered": [{}]}', "2", seconds=HANG)
+    outputs, codes = launch(
+        "tests.distributed.context_worker", '{"entered": [{}]}', "2", seconds=HANG
+    )
     assert codes == [1, 0]
     assert "did not all begin this forward" in outputs[0]
 
@@ -199,7 +291,13 @@ def trained(folder, objective, what):
     """What rank 0 saved of that run of `context_trainer.py`."""
     ranks = {"alone": 1, "stock twice": 4, "streamed twice": 4}.get(what, 2)
     outputs, codes = launch(
-        "tests.distributed.context_trainer", str(folder), objective, what, str(ranks), ranks=ranks, seconds=HANG
+        "tests.distributed.context_trainer",
+        str(folder),
+        objective,
+        what,
+        str(ranks),
+        ranks=ranks,
+        seconds=HANG,
     )
     assert not any(codes), [output[-4000:] for output in outputs]
     found = torch.load(folder / f"{objective}-{what}.pt")
@@ -209,14 +307,20 @@ def trained(folder, objective, what):
 
 def distance(a, b):
     """Between two updates, relative."""
-    before = {name: parameter.detach() for name, parameter in build("qwen3", torch.float64).named_parameters()}
-    return worst_error(*({name: run["weights"][name] - value for name, value in before.items()} for run in (a, b)))
+    before = {
+        name: parameter.detach()
+        for name, parameter in build("qwen3", torch.float64).named_parameters()
+    }
+    return worst_error(
+        *({name: run["weights"][name] - value for name, value in before.items()} for run in (a, b))
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("objective", ["trainer", "sft"])
 def test_trainers(objective, tmp_path):
-    """accelerate's cp_size=2 on FSDP2, accumulation, evaluation, and training that goes on from a checkpoint."""
+    """accelerate's cp_size=2 on FSDP2, accumulation, evaluation, and training that goes on from a
+    checkpoint."""
     pytest.importorskip("trl", reason="SFTTrainer is TRL's")
     names = ("alone", "stock", "streamed", "streamed from streamed", "streamed from stock")
     found = {what: trained(tmp_path, objective, what) for what in names}

@@ -1,6 +1,8 @@
-"""Ranks that decide differently: all collectives alike, gradients the unpatched engine's. [Note: what a rank decides alone]
+"""Ranks that decide differently: all collectives alike, gradients the unpatched engine's. [Note:
+what a rank decides alone]
 
-covers: distributed/agreement.py, distributed/engines.py, model/deferring.py, model/state.py, admission/checkpointed.py
+covers: distributed/agreement.py, distributed/engines.py, model/deferring.py, model/state.py,
+admission/checkpointed.py
 """
 
 from __future__ import annotations
@@ -20,14 +22,25 @@ from tests.distributed.worker import DONE
 BAR = 1e-6  # of the gradients of all steps and the weights after the last, in float32
 ALONE = {  # one case for each cure; that of FSDP2 has its own ranks
     "begun_again": {"engine": "fsdp2", "decisions": ["begun again", "chunks"]},
-    "reads_the_weight": {"engine": "zero-3", "decisions": ["own loss", "chunks"], "projection": True},
+    "reads_the_weight": {
+        "engine": "zero-3",
+        "decisions": ["own loss", "chunks"],
+        "projection": True,
+    },
     "gathers_where_used": {"engine": "zero-3", "decisions": ["lazy, read", "lazy, unread"]},
     "tries_alone": {"engine": "fsdp2", "decisions": ["shares, mask", "shares"]},
-    "stops_in_a_trial": {"engine": "fsdp2", "decisions": ["shares", "shares"], "fails_in_a_trial": 0},
+    "stops_in_a_trial": {
+        "engine": "fsdp2",
+        "decisions": ["shares", "shares"],
+        "fails_in_a_trial": 0,
+    },
     "gradients_as_they_come": {"engine": "zero-2", "decisions": ["chunks", "a hook mixes"]},
 }
 IN_ZERO = {**ALONE["stops_in_a_trial"], "engine": "zero-3"}
-HOOKED = {"engine": "zero-2", "decisions": ["lazy, read", "lazy, unread"]}  # logits of which a loss was made before
+HOOKED = {
+    "engine": "zero-2",
+    "decisions": ["lazy, read", "lazy, unread"],
+}  # logits of which a loss was made before
 AFTER = {"engine": "zero-3", "decisions": ["a hook mixes", "own loss, lazy"], "patched": "after"}
 
 
@@ -37,7 +50,11 @@ def rows_of(cases):
     if engine.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     outputs, _ = launch(
-        "tests.distributed.decisions", json.dumps(cases), str(ranks), ranks=ranks, seconds=60 + SECONDS * len(cases)
+        "tests.distributed.decisions",
+        json.dumps(cases),
+        str(ranks),
+        ranks=ranks,
+        seconds=60 + SECONDS * len(cases),
     )
     lines = [line.removeprefix(DONE) for line in outputs[0].splitlines() if line.startswith(DONE)]
     return [json.loads(line) for line in lines], outputs
@@ -45,7 +62,9 @@ def rows_of(cases):
 
 def check(cases):
     rows, outputs = rows_of(cases)
-    assert len(rows) == len(cases), "\n".join([str(cases[len(rows)]), *(output[-3000:] for output in outputs)])
+    assert len(rows) == len(cases), "\n".join(
+        [str(cases[len(rows)]), *(output[-3000:] for output in outputs)]
+    )
     for row, case in zip(rows, cases, strict=True):
         assert row["case"] == case
         for rank, name in zip(row["ranks"], case["decisions"], strict=True):
@@ -54,17 +73,20 @@ def check(cases):
             assert rank["done"], (case, name, rank["said"])
             assert rank["issued"] == row["ranks"][0]["issued"]
     print(
-        f"\n{cases[0]['engine']}, {len(cases[0]['decisions'])} ranks: {len(rows)} cases, all collectives alike; "
-        f"worst {max(rank['error'] for row in rows for rank in row['ranks']):.1e}, "
-        f"longest {max(rank['seconds'] for row in rows for rank in row['ranks']):.0f} s"
+        f"\n{cases[0]['engine']}, {len(cases[0]['decisions'])} ranks: {len(rows)} cases, all "
+        "collectives alike; worst "
+        f"{max(rank['error'] for row in rows for rank in row['ranks']):.1e}, longest "
+        f"{max(rank['seconds'] for row in rows for rank in row['ranks']):.0f} s"
     )
     return rows
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero-2", pytest.param("zero-3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", "zero-2", pytest.param("zero-3", marks=pytest.mark.full)]
+)
 def test_what_one_rank_alone_did(engine):
-    """Each was a hang: a forward begun again, a weight looked at, logits used on one rank, a trial, or one that fails;
-    and a layer that one rank alone cannot cut."""
+    """Each was a hang: a forward begun again, a weight looked at, logits used on one rank, a trial,
+    or one that fails; and a layer that one rank alone cannot cut."""
     cases = [case for case in (*ALONE.values(), IN_ZERO, AFTER, HOOKED) if case["engine"] == engine]
     rows = check(cases)
     for row in rows:
@@ -75,7 +97,11 @@ def test_what_one_rank_alone_did(engine):
             assert "were computed as" in second["said"]
         if row["case"].get("projection"):
             for rank in row["ranks"]:
-                assert rank["projection"] == rank["projection unpatched"] == {"forward": 0, "backward": 0}
+                assert (
+                    rank["projection"]
+                    == rank["projection unpatched"]
+                    == {"forward": 0, "backward": 0}
+                )
 
 
 @pytest.mark.full
@@ -84,10 +110,15 @@ def test_without_its_cure(mutant):
     """The first collective that differs is named; the ranks do not wait for each other."""
     case = {**ALONE[mutant], "mutant": mutant}
     rows, outputs = rows_of([case])
-    if rows:  # the same collectives, but the weight stays, or buckets hold other gradients on each rank
+    if (
+        rows
+    ):  # the same collectives, but the weight stays, or buckets hold other gradients on each rank
         assert mutant in ("reads_the_weight", "gradients_as_they_come")
         ranks = rows[0]["ranks"]
-        assert any(rank["projection"].get("forward") for rank in ranks) or max(rank["error"] for rank in ranks) > 100 * BAR
+        assert (
+            any(rank["projection"].get("forward") for rank in ranks)
+            or max(rank["error"] for rank in ranks) > 100 * BAR
+        )
     else:
         assert any(DifferentError.__name__ in output for output in outputs), outputs[0][-2000:]
 
@@ -95,7 +126,11 @@ def test_without_its_cure(mutant):
 @pytest.mark.fast("zero-3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_some_decisions(engine):
-    chosen = [["short", "own loss, lazy"], ["begun again", "no label"], ["per token", "kept graphs"]]
+    chosen = [
+        ["short", "own loss, lazy"],
+        ["begun again", "no label"],
+        ["per token", "kept graphs"],
+    ]
     cases = [{"engine": engine, "decisions": names} for names in chosen]
     check(cases)
 
@@ -113,21 +148,29 @@ def test_a_rank_without_labels(engine):
     check([{"engine": engine, "decisions": names} for names in NO_LABELS])
 
 
-SPOILED = ["ddp", *(pytest.param(name, marks=pytest.mark.full) for name in ENGINES if name != "ddp")]
+SPOILED = [
+    "ddp",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ENGINES if name != "ddp"),
+]
 
 
 @pytest.mark.parametrize("engine", SPOILED)
 def test_zeros_that_are_scaled_turn_that_red(engine):
     """The weights become NaN, if the engine does not refuse the gradients before."""
-    rows, outputs = rows_of([{"engine": engine, "decisions": NO_LABELS[0], "mutant": "scales_zeros"}])
+    rows, outputs = rows_of(
+        [{"engine": engine, "decisions": NO_LABELS[0], "mutant": "scales_zeros"}]
+    )
     errors = [rank["error"] for row in rows for rank in row["ranks"]]
-    assert any(map(math.isnan, errors)) or any("AssertionError" in output for output in outputs), outputs[0][-2000:]
+    assert any(map(math.isnan, errors)) or any("AssertionError" in output for output in outputs), (
+        outputs[0][-2000:]
+    )
 
 
 @pytest.mark.fast("ddp")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_with_padding_and_one_without(engine):
-    """As rows="packed" and rows="auto" take a batch, with labels and lazy logits; and two ranks with unlike padding."""
+    """As rows="packed" and rows="auto" take a batch, with labels and lazy logits; and two ranks
+    with unlike padding."""
     chosen = [["padded", "full"], ["full", "padded, lazy"], ["padded, offloaded", "padded"]]
     chosen += [["padded, packed", "full, packed"], ["no mask", "padded"]] if engine != "ddp" else []
     check([{"engine": engine, "decisions": names} for names in chosen])
@@ -165,9 +208,13 @@ IN_SPLITS = {  # what a rank decides that holds a part of each sequence; saves o
 
 
 def in_splits():
-    """Every pair of these, as cases of the workers for split sequences, with padding and without."""
+    """Every pair of these, as cases of the workers for split sequences, with padding and
+    without."""
     for number, names in enumerate(itertools.combinations_with_replacement(IN_SPLITS, 2)):
-        yield {"configs": [IN_SPLITS[name] for name in names], "mode": ("packed", "left-padded", "plain")[number % 3]}
+        yield {
+            "configs": [IN_SPLITS[name] for name in names],
+            "mode": ("packed", "left-padded", "plain")[number % 3],
+        }
 
 
 @pytest.mark.full
@@ -180,7 +227,9 @@ def test_every_pair_where_sequences_are_split(split):
         errors = [row[name] for row in found for name in row if name.startswith("single process")]
     else:
         runs = json.dumps({"gradients": cases})
-        found = result_of(*launch("tests.distributed.context_worker", runs, "2", seconds=60 * len(cases)))["gradients"]
+        found = result_of(
+            *launch("tests.distributed.context_worker", runs, "2", seconds=60 * len(cases))
+        )["gradients"]
         errors = [row["error"] for row in found]
         assert all(row["issued alike"] for row in found)
     print(f"\n{split}, 2 ranks: {len(found)} cases, all collectives alike; worst {max(errors):.1e}")

@@ -1,4 +1,5 @@
-"""Two ranks, gloo, CPU: streamed models under DDP, FSDP2 and DeepSpeed against the bare engine and a single process.
+"""Two ranks, gloo, CPU: streamed models under DDP, FSDP2 and DeepSpeed against the bare engine and
+a single process.
 
 covers: distributed/engines.py, distributed/host.py, distributed/zero.py
 """
@@ -10,20 +11,28 @@ import pytest
 from tests.distributed.ranks import run
 from tests.versions import HYBRID_PATHS
 
-BAR = 1e-6  # of all gradients of four steps taken together, of all weights, and of evaluation losses
+BAR = (
+    1e-6  # of all gradients of four steps taken together, of all weights, and of evaluation losses
+)
 EACH = 1e-5  # of any one gradient; a term that is lost or counted twice changes one by percents
-# The gradients of adapters are few and cancel: from draw to draw float32's own error in them differs tenfold. Two runs of
-# equal precision lie two errors apart, one within a factor of 2 of the other (the spread of its logarithm is 0.32).
+# The gradients of adapters are few and cancel: from draw to draw float32's own error in them
+# differs tenfold. Two runs of equal precision lie two errors apart, one within a factor of 2 of the
+# other (the spread of its logarithm is 0.32).
 ROUNDING = 3
 HALF = 1.05  # in half precision: times the unpatched engine's own error
 MODELS = ("llama", "qwen3", "qwen3_moe")
-# A gated delta rule; Mamba 2; Mamba 1, whose mixer runs under a substituted forward; a unit that keeps its states itself.
+# A gated delta rule; Mamba 2; Mamba 1, whose mixer runs under a substituted forward; a unit that
+# keeps its states itself.
 HYBRIDS = ("qwen3_5_text", "bamba", "jamba", "recurrent_gemma")
 CACHED = HYBRIDS[:3]  # have their states in a cache; the last keeps them on itself
 NOTHING_CACHED = {
     "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
 }  # fmt: skip
-SMALL = {"reduce_bucket_size": 500, "allgather_bucket_size": 500, "stage3_prefetch_bucket_size": 100}
+SMALL = {
+    "reduce_bucket_size": 500,
+    "allgather_bucket_size": 500,
+    "stage3_prefetch_bucket_size": 100,
+}
 CPU = {"device": "cpu"}
 STREAM = {"offload": "cpu", "saves": ["attn_out", "kv"]}
 
@@ -33,11 +42,26 @@ def zero_settings():
     for accumulation in (1, 3):
         for stage in (1, 2, 3):
             cached = NOTHING_CACHED if stage == 3 else {}
-            settings = [{"overlap_comm": True}, {**SMALL, "overlap_comm": True}, {"offload_optimizer": CPU}]
-            settings += [{"offload_param": CPU}, {"offload_param": CPU, "offload_optimizer": CPU}] if stage == 3 else []
+            settings = [
+                {"overlap_comm": True},
+                {**SMALL, "overlap_comm": True},
+                {"offload_optimizer": CPU},
+            ]
+            settings += (
+                [{"offload_param": CPU}, {"offload_param": CPU, "offload_optimizer": CPU}]
+                if stage == 3
+                else []
+            )
             for zero in settings:
-                patched = ["before", "after"] if stage == 3 else [("before", "after")[accumulation == 3]]
-                yield {"stage": stage, "accumulation": accumulation, "zero": {**cached, **zero}, "patched": patched}
+                patched = (
+                    ["before", "after"] if stage == 3 else [("before", "after")[accumulation == 3]]
+                )
+                yield {
+                    "stage": stage,
+                    "accumulation": accumulation,
+                    "zero": {**cached, **zero},
+                    "patched": patched,
+                }
 
 
 ENGINES = ("ddp", "fsdp", "deepspeed")
@@ -127,16 +151,34 @@ def check(engine, cases):
         bars = bars_of(row["unpatched"].get("rounding", {}))
         for when in case.get("patched", ["before", "after"]):
             found = row[when]
-            print(case, "patched", when, {name: found[name] for name in found.keys() - {"counts", "paths"}})
+            print(
+                case,
+                "patched",
+                when,
+                {name: found[name] for name in found.keys() - {"counts", "paths"}},
+            )
             for reference in ("unpatched", "single process"):
                 distances = found.get(reference, {})
                 assert distances or case.get("zero_init")
-                assert all(value <= bars[name] for name, value in distances.items()), (case, when, found, bars)
-            assert found["paths"] == sorted(HYBRID_PATHS if case.get("model") in CACHED else {"streams"})
-            # The head's, for each of what is taken of lazy logits: a logit, its logsumexp (known by then), an entropy.
+                assert all(value <= bars[name] for name, value in distances.items()), (
+                    case,
+                    when,
+                    found,
+                    bars,
+                )
+            assert found["paths"] == sorted(
+                HYBRID_PATHS if case.get("model") in CACHED else {"streams"}
+            )
+            # The head's, for each of what is taken of lazy logits: a logit, its logsumexp (known by
+            # then), an entropy.
             more = 3 * bool(case.get("logits"))
-            uses = 2 if case.get("tied") or case.get("model") in TIED else 1  # embeddings and head each gather theirs
-            assert found["counts"].get("gathers per parameter", 0) <= uses * (2 + bool(case.get("eval"))) + more
+            uses = (
+                2 if case.get("tied") or case.get("model") in TIED else 1
+            )  # embeddings and head each gather theirs
+            assert (
+                found["counts"].get("gathers per parameter", 0)
+                <= uses * (2 + bool(case.get("eval"))) + more
+            )
             if case.get("logits"):
                 expected = (
                     "as its caller computes it"
@@ -145,20 +187,25 @@ def check(engine, cases):
                 )
                 assert found["head"].startswith(expected)
             if "one_chunk_on" in case:  # [Note: micro-batches as unpatched]
-                assert ("as the unpatched model" in found["saves"]) == (case.get("engine", engine) == "ddp")
+                assert ("as the unpatched model" in found["saves"]) == (
+                    case.get("engine", engine) == "ddp"
+                )
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
                 check_host(case, found["host"])
 
 
 def check_host(case, host):
-    """What the engine itself keeps on the host of this rank's half, in float32, is what `describe` says."""
+    """What the engine itself keeps on the host of this rank's half, in float32, is what `describe`
+    says."""
     shard, zero = host["trainable"] / 2, case.get("zero", {})
     parameters = shard if case.get("offload") or "offload_param" in zero else 0
     optimizer = 3 * shard if "offload_optimizer" in zero else 0  # weights, gradients, momentum
     assert host["parameters"] == pytest.approx(parameters, rel=0.05)  # padding
     assert host["optimizer"] == pytest.approx(optimizer, rel=0.05)
-    assert host["to_come"] == (3 * host["parameters"] if case.get("offload") else 0)  # gradients are None again
+    assert host["to_come"] == (
+        3 * host["parameters"] if case.get("offload") else 0
+    )  # gradients are None again
     assert ("B of parameters" in host["describe"]) == bool(parameters)
     assert ("B of optimizer state" in host["describe"]) == bool(optimizer)
 
@@ -175,7 +222,9 @@ ON_ONE_RANK = {
 
 
 def check_sharing(engine, **more):
-    settings = [{}, {"engine": "fsdp"}] if engine == "ddp" else [{"stage": 3, "zero": NOTHING_CACHED}]
+    settings = (
+        [{}, {"engine": "fsdp"}] if engine == "ddp" else [{"stage": 3, "zero": NOTHING_CACHED}]
+    )
     for row in run(engine, [{**ON_ONE_RANK, **setting, **more} for setting in settings]):
         found = row["before"]
         for reference in ("unpatched", "single process"):
@@ -189,8 +238,8 @@ def check_sharing(engine, **more):
 @pytest.mark.full
 @pytest.mark.parametrize("engine", FAST)
 def test_rows_share_prefixes_on_one_rank_alone(engine):
-    """Its forward is over a packed row, the other rank's over its rows; both try the model at their first call, and make
-    the same collectives."""
+    """Its forward is over a packed row, the other rank's over its rows; both try the model at their
+    first call, and make the same collectives."""
     check_sharing(engine)
 
 
@@ -198,7 +247,9 @@ def test_rows_share_prefixes_on_one_rank_alone(engine):
 @pytest.mark.parametrize("engine", FAST)
 @pytest.mark.parametrize("model", ["qwen3_5_text", "bamba"])
 def test_branches_of_layers_with_states_on_one_rank_alone(engine, model):
-    check_sharing(engine, model=model, longer=20)  # a branch is a chunk of its own, which long prefixes pay for
+    check_sharing(
+        engine, model=model, longer=20
+    )  # a branch is a chunk of its own, which long prefixes pay for
 
 
 @pytest.mark.full
@@ -237,13 +288,21 @@ def test_router_loss(engine):
 @pytest.mark.full
 @pytest.mark.parametrize(("engine", "case"), listed(IN_BF16), ids=str)
 def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
-    draws = {"steps": 16 // case.get("accumulation", 1), "longer": 4}  # one ratio of two errors has a spread of 4 %
+    draws = {
+        "steps": 16 // case.get("accumulation", 1),
+        "longer": 4,
+    }  # one ratio of two errors has a spread of 4 %
     cases = [{**case, **draws, "dtype": "bfloat16", "model": model} for model in ("llama", "qwen3")]
     for row, case in zip(run(engine, cases), cases, strict=True):
         stock = row["unpatched"]["single process"]["gradients"]
         for when in ("before", "after"):
             ours = row[when]["single process"]["gradients"]
-            print(case, "patched", when, f"error {ours:.3e}, unpatched {stock:.3e}, ratio {ours / stock:.3f}")
+            print(
+                case,
+                "patched",
+                when,
+                f"error {ours:.3e}, unpatched {stock:.3e}, ratio {ours / stock:.3f}",
+            )
             assert 1e-3 < ours <= HALF * stock
 
 

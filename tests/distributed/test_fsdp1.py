@@ -29,9 +29,15 @@ def group():
 
 def sharded(model, layers, original):
     classes = {type(model.model.layers[0])}
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes) if layers else None
+    policy = (
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        if layers
+        else None
+    )
     cpu = torch.device("cpu")
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=original, device_id=cpu)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=original, device_id=cpu
+    )
 
 
 @pytest.mark.parametrize("layers", [False, True])

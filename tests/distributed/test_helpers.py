@@ -1,5 +1,6 @@
-"""Public helpers that put hooks on parameters, or wait for gradients, under each engine and in both orders of wrapping: the
-steps are those of the unpatched engine, or the helper is refused with the engine's name and leaves the model usable.
+"""Public helpers that put hooks on parameters, or wait for gradients, under each engine and in both
+orders of wrapping: the steps are those of the unpatched engine, or the helper is refused with the
+engine's name and leaves the model usable.
 
 covers: integrations/in_backward.py, distributed/engines.py, model/warming.py, verify/compare.py
 """
@@ -45,7 +46,11 @@ def apply(case, model):
     helper, batch = case["helper"], make_batch("plain", length=17, seed=99)
     if helper == "optimizer_in_backward":
         hidden = case["order"] == "before the group"
-        with mock.patch.object(dist, "is_initialized", return_value=False) if hidden else mock.MagicMock():
+        with (
+            mock.patch.object(dist, "is_initialized", return_value=False)
+            if hidden
+            else mock.MagicMock()
+        ):
             return optimizer_in_backward(model, sgd)
     if helper == "warm_up":
         return streambp.warm_up(model, **batch, use_cache=False)
@@ -53,7 +58,8 @@ def apply(case, model):
 
 
 def adapter(case, rank, helped):
-    """The engine's adapter (`engines.py`), patched, with the helper called around it as the case says; or unpatched."""
+    """The engine's adapter (`engines.py`), patched, with the helper called around it as the case
+    says; or unpatched."""
     name = case["engine"]
     base = ENGINES["deepspeed" if name in STAGES else name]
 
@@ -69,7 +75,11 @@ def adapter(case, rank, helped):
                 streambp.patch(model, config_for({}, rank))
             return super().wrap(model)
 
-    zero = {"stage": STAGES[name], "zero": {"stage3_param_persistence_threshold": 0}} if name in STAGES else {}
+    zero = (
+        {"stage": STAGES[name], "zero": {"stage3_param_persistence_threshold": 0}}
+        if name in STAGES
+        else {}
+    )
     found = Around({**case, **zero}, rank)
     if helped and case["order"] == "after":
         given = found.wrapped if case.get("given") != "inner" else found.module
@@ -99,8 +109,8 @@ def trained(engine, case, rank, handle=None):
 
 
 def run(case, rank):
-    """What became of a case: how far its weights are from the unpatched engine's, or the words of its refusal; whether it
-    trains after that."""
+    """What became of a case: how far its weights are from the unpatched engine's, or the words of
+    its refusal; whether it trains after that."""
     if case["engine"] == "pipeline":
         return run_pipeline(case, rank)
     expected, _ = trained(adapter(case, rank, helped=False), case, rank)
@@ -108,7 +118,9 @@ def run(case, rank):
     try:
         engine = adapter(case, rank, helped=True)
         before = engine.weights()
-        found, row["engines"] = trained(engine, case, rank, getattr(engine.handle, "optimizers", None) and engine.handle)
+        found, row["engines"] = trained(
+            engine, case, rank, getattr(engine.handle, "optimizers", None) and engine.handle
+        )
     except StreamBPError as error:
         row["refused"] = str(error)
         row["in"] = "the first step" if engine is not None else "the call"
@@ -125,7 +137,8 @@ def run(case, rank):
 
 
 def run_pipeline(case, rank):
-    """Two stages. An error of one rank would leave the other in the schedule, so a late refusal is asked of the stage."""
+    """Two stages. An error of one rank would leave the other in the schedule, so a late refusal is
+    asked of the stage."""
     train = example()
     batch = make_batch("plain", 21, 0, 4)
     inputs = {"x": batch["input_ids"] if rank == 0 else torch.randn(4, 21, 32, dtype=torch.float64)}
@@ -137,9 +150,15 @@ def run_pipeline(case, rank):
         row, handle = {"engines": ["pipeline"]}, None
         try:
             if helped:
-                streambp.patch(stage, streambp.StreamConfig(chunk_size=(5, 8)[rank], saves=("attn_out",)))
+                streambp.patch(
+                    stage, streambp.StreamConfig(chunk_size=(5, 8)[rank], saves=("attn_out",))
+                )
                 row["in"] = "the call"
-                handle = streambp.warm_up(stage, **inputs) if case["helper"] == "warm_up" else apply(case, stage)
+                handle = (
+                    streambp.warm_up(stage, **inputs)
+                    if case["helper"] == "warm_up"
+                    else apply(case, stage)
+                )
             if handle is not None:
                 row["in"] = "the first step"
                 stage(**inputs)
@@ -156,7 +175,12 @@ def main():
     """One rank's: `RANK PORT RANKS LIBRARY CASES`."""
     rank, port, ranks, library, cases = int(sys.argv[1]), *sys.argv[2:5], json.loads(sys.argv[5])
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=ranks, DS_ACCELERATOR="cpu"
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        RANK=str(rank),
+        LOCAL_RANK="0",
+        WORLD_SIZE=ranks,
+        DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
     if library == "deepspeed":
@@ -174,7 +198,12 @@ def main():
     dist.destroy_process_group()
 
 
-NAMES = {"ddp": "DDP", "fsdp": "fully_shard", "pipeline": "pipeline", **dict.fromkeys(STAGES, "ZeRO")}
+NAMES = {
+    "ddp": "DDP",
+    "fsdp": "fully_shard",
+    "pipeline": "pipeline",
+    **dict.fromkeys(STAGES, "ZeRO"),
+}
 ORDERS = ("before the group", "before", "after")
 
 
@@ -187,7 +216,9 @@ def cases(helper, engines):
     orders = ORDERS if helper == "optimizer_in_backward" else ORDERS[1:]
     found = [case(helper, engine, order) for engine in engines for order in orders]
     return found + [
-        case(helper, engine, "after", given="inner") for engine in engines if engine not in ("fsdp", "pipeline")
+        case(helper, engine, "after", given="inner")
+        for engine in engines
+        if engine not in ("fsdp", "pipeline")
     ]
 
 
@@ -195,7 +226,11 @@ def expected(one, ranks):
     """Where a case is refused; None: its steps are those of the unpatched engine."""
     helper, engine, order = one["helper"], one["engine"], one["order"]
     if helper != "optimizer_in_backward":
-        if order == "before" or engine == "pipeline" or (engine == "ddp" and one.get("given") == "inner"):
+        if (
+            order == "before"
+            or engine == "pipeline"
+            or (engine == "ddp" and one.get("given") == "inner")
+        ):
             return None
         return "the call"
     if engine == "fsdp":
@@ -211,7 +246,12 @@ def check(library, given, ranks=2):
     if library == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     there = launch(
-        "tests.distributed.test_helpers", str(ranks), library, json.dumps(given), ranks=ranks, seconds=SECONDS * len(given)
+        "tests.distributed.test_helpers",
+        str(ranks),
+        library,
+        json.dumps(given),
+        ranks=ranks,
+        seconds=SECONDS * len(given),
     )
     for row, one in zip(result_of(*there), given, strict=True):
         engine = one["engine"]
@@ -221,8 +261,14 @@ def check(library, given, ranks=2):
         where = expected(one, ranks)
         assert ("refused" in row) == (where is not None), (one, row)
         if where is not None:
-            name = "FSDP2" if engine == "fsdp" and one["helper"] != "optimizer_in_backward" else NAMES[engine]
-            if where == "the call" and one["order"] == "before":  # there are ranks, and no engine yet
+            name = (
+                "FSDP2"
+                if engine == "fsdp" and one["helper"] != "optimizer_in_backward"
+                else NAMES[engine]
+            )
+            if (
+                where == "the call" and one["order"] == "before"
+            ):  # there are ranks, and no engine yet
                 name = f"a process group of {ranks} ranks"
             assert name in row["refused"], (one, row)
             assert row["in"] == where, (one, row)
@@ -268,14 +314,18 @@ def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("when", ["before the call", "before the first step", "before a part is called"])
+@pytest.mark.parametrize(
+    "when", ["before the call", "before the first step", "before a part is called"]
+)
 def test_several_ranks_with_whole_weights(when, monkeypatch):
     """Mutants below."""
     model, handle = tiny(), None
     before = weights(model)
     if when == "before the call":
         in_group(monkeypatch, 2)
-        with pytest.raises(ConfigError, match="DDP, a pipeline or a split sequence over a process group of 2 ranks"):
+        with pytest.raises(
+            ConfigError, match="DDP, a pipeline or a split sequence over a process group of 2 ranks"
+        ):
             optimizer_in_backward(model, sgd)
     else:
         handle = optimizer_in_backward(model, sgd)
@@ -292,7 +342,9 @@ def test_several_ranks_with_whole_weights(when, monkeypatch):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("when", ["before the call", "before the first step", "before a part is called"])
+@pytest.mark.parametrize(
+    "when", ["before the call", "before the first step", "before a part is called"]
+)
 def test_mutant_nobody_asks_for_ranks(when, monkeypatch):
     monkeypatch.setattr(in_backward, "reduces_later", lambda weight: None)
     with pytest.raises(pytest.fail.Exception):
@@ -306,7 +358,9 @@ def test_weights_that_others_took_the_place_of():
     model[1].weight = torch.nn.Parameter(torch.randn(2, 4))
     with torch.no_grad():
         model(torch.randn(5, 3))
-    with pytest.raises(ConfigError, match=r"1.weight has an optimizer in backward, and is no parameter"):
+    with pytest.raises(
+        ConfigError, match=r"1.weight has an optimizer in backward, and is no parameter"
+    ):
         model(torch.randn(5, 3))
     handle.remove()
     model(torch.randn(5, 3)).sum().backward()

@@ -1,4 +1,5 @@
-"""Host memory that several takers share: the ranks of a machine, an engine's offloading and that of activations.
+"""Host memory that several takers share: the ranks of a machine, an engine's offloading and that of
+activations.
 
 covers: distributed/host.py, model/wrappers.py, offload/arena.py
 """
@@ -53,7 +54,9 @@ def test_describe_names_the_engines_share_and_training_leaves_it_alone(monkeypat
     use = HostUse(parameters=2**31, optimizer=2**32, to_come=2**60)
     for module in (wrappers, importlib.import_module("streambp.model.describe")):
         monkeypatch.setattr(module, "engine_host_use", lambda model: use)
-    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5, saves=(), offload="cpu"))
+    model = streambp.patch(
+        build("qwen3"), streambp.StreamConfig(chunk_size=5, saves=(), offload="cpu")
+    )
     gradients(model, **make_batch("plain"))
     described = streambp.describe(model).offload
     assert "2.0 GiB of parameters and 4.0 GiB of optimizer state" in described

@@ -1,4 +1,5 @@
-"""Layers that make collectives by themselves are refused by name, at their first call on every rank.
+"""Layers that make collectives by themselves are refused by name, at their first call on every
+rank.
 
 covers: admission/collectives.py, layer/shadows.py
 """
@@ -24,7 +25,8 @@ from tests.hangs import HANG
 
 
 class Reduced(nn.Module):
-    """A row-parallel Linear as DeepSpeed's AutoTP makes one: plain parameters, and a sum over ranks inside its forward."""
+    """A row-parallel Linear as DeepSpeed's AutoTP makes one: plain parameters, and a sum over ranks
+    inside its forward."""
 
     def __init__(self, linear, make):
         super().__init__()
@@ -105,7 +107,12 @@ def run(name, rank, mutant):
 
 def main():
     """One rank's: `RANK PORT CASES MUTANT`."""
-    rank, port, cases, mutant = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
+    rank, port, cases, mutant = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        json.loads(sys.argv[3]),
+        json.loads(sys.argv[4]),
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -114,7 +121,12 @@ def main():
 
 
 def found(cases, mutant=False):
-    there = launch("tests.distributed.test_layers_with_collectives", json.dumps(cases), json.dumps(mutant), seconds=HANG)
+    there = launch(
+        "tests.distributed.test_layers_with_collectives",
+        json.dumps(cases),
+        json.dumps(mutant),
+        seconds=HANG,
+    )
     return result_of(*there)
 
 
@@ -122,7 +134,11 @@ def test_layers_that_speak_to_other_ranks_are_refused():
     plain, *others = found(["plain", *LAYERS, "DTensor, trained", "DTensor, frozen"])
     assert plain == [["streams"], True]
     for (said, trains), name in zip(others, (*LAYERS, *["DTensor"] * 2), strict=True):
-        expected = "is a DTensor while the layer computes" if name == "DTensor" else "makes collectives inside its forward"
+        expected = (
+            "is a DTensor while the layer computes"
+            if name == "DTensor"
+            else "makes collectives inside its forward"
+        )
         assert expected in said, (name, said)
         assert trains, name
 

@@ -1,4 +1,5 @@
-"""The stages of examples/pipeline_parallel on two ranks, gloo, CPU: gradients against one process on the whole batch.
+"""The stages of examples/pipeline_parallel on two ranks, gloo, CPU: gradients against one process
+on the whole batch.
 
 covers: layer/unchanged.py, model/patching.py, model/wrappers.py, model/causal_lm.py
 """
@@ -31,8 +32,17 @@ ROWS, LENGTH, STEPS = 4, 21, 2
 WINDOWS = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
 CASES = [
     {"family": "qwen3", "schedule": "1f1b"},
-    {"family": "qwen3", "schedule": "gpipe", "stream": {"saves": ["attn_out", "kv"], "offload": "cpu"}},
-    {"family": "gemma3", "schedule": "1f1b", "mode": "packed", "model": WINDOWS},  # embedding and head are tied
+    {
+        "family": "qwen3",
+        "schedule": "gpipe",
+        "stream": {"saves": ["attn_out", "kv"], "offload": "cpu"},
+    },
+    {
+        "family": "gemma3",
+        "schedule": "1f1b",
+        "mode": "packed",
+        "model": WINDOWS,
+    },  # embedding and head are tied
     {"family": "llama", "schedule": "gpipe", "mode": "right-padded"},
     {"family": "qwen3", "schedule": "1f1b", "mutant": True},
 ]
@@ -46,9 +56,12 @@ def example():
 
 
 def run(case, rank):
-    """The worst error of this rank's gradients, their names, how its layers ran, and the names of all ranks' parameters."""
+    """The worst error of this rank's gradients, their names, how its layers ran, and the names of
+    all ranks' parameters."""
     train, family = example(), case["family"]
-    batches = [make_batch(case.get("mode", "left-padded"), LENGTH, seed, ROWS) for seed in range(STEPS)]
+    batches = [
+        make_batch(case.get("mode", "left-padded"), LENGTH, seed, ROWS) for seed in range(STEPS)
+    ]
     sizes = {"num_hidden_layers": 4, **case.get("model", {})}
     whole = build(family, torch.float64, **sizes)
     for batch in batches:
@@ -68,7 +81,12 @@ def run(case, rank):
         stage.sum_tied()
     found = {names[id(p)]: p.grad for p in stage.parameters()}
     paths = sorted({layer.path for layer in streambp.describe(stage).layers})
-    return worst_error(found, {name: expected[name] for name in found}), sorted(found), paths, sorted(expected)
+    return (
+        worst_error(found, {name: expected[name] for name in found}),
+        sorted(found),
+        paths,
+        sorted(expected),
+    )
 
 
 def main():
@@ -93,21 +111,30 @@ def test_zero_bubble_schedules_are_refused_by_name(patched):
     output = model.model(inputs_embeds=x, use_cache=False).last_hidden_state
 
     def both():
-        _, groups = _backward.stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
+        _, groups = _backward.stage_backward_input(
+            [output], [torch.ones_like(output)], [x], model.parameters()
+        )
         _backward.stage_backward_weight(model.parameters(), groups)
 
-    refused = pytest.raises(BackwardError, match=r"Zero-bubble pipelines .* use 1F1B, interleaved 1F1B or GPipe")
+    refused = pytest.raises(
+        BackwardError, match=r"Zero-bubble pipelines .* use 1F1B, interleaved 1F1B or GPipe"
+    )
     with refused if patched else contextlib.nullcontext():
         both()
 
 
 @pytest.mark.full
 def test_gradients():
-    """Four micro-batches with different numbers of labels, two steps of accumulation, numbers of chunks that differ."""
-    outputs, codes = launch("tests.distributed.test_pipeline_parallel", json.dumps(CASES), seconds=HANG)
+    """Four micro-batches with different numbers of labels, two steps of accumulation, numbers of
+    chunks that differ."""
+    outputs, codes = launch(
+        "tests.distributed.test_pipeline_parallel", json.dumps(CASES), seconds=HANG
+    )
     assert codes == [0, 0], [output[-4000:] for output in outputs]
     first, last = (
-        json.loads(next(x for x in output.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
+        json.loads(
+            next(x for x in output.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT ")
+        )
         for output in outputs
     )
     for case, *ranks in zip(CASES, first, last, strict=True):

@@ -17,7 +17,10 @@ from streambp.integrations import deepspeed as plugin
 from tests.families import build
 from tests.test_training import train
 
-SETTINGS = {"zero_optimization": {"stage": 2}, "streambp": {"chunk_size": 512, "saves": ["kv"], "head": False}}
+SETTINGS = {
+    "zero_optimization": {"stage": 2},
+    "streambp": {"chunk_size": 512, "saves": ["kv"], "head": False},
+}
 
 
 @pytest.mark.parametrize("form", ["dictionary", "file", "base64"])
@@ -31,16 +34,24 @@ def test_initialize_patches_and_hands_on_the_rest(form, tmp_path, monkeypatch):
     config = {"dictionary": SETTINGS, "file": str(path), "base64": encoded}[form]
     model = build("qwen3")
     assert plugin.initialize(model=model, config=config, optimizer="optimizer") == "engine"
-    assert seen == {"model": model, "config": {"zero_optimization": {"stage": 2}}, "optimizer": "optimizer"}
+    assert seen == {
+        "model": model,
+        "config": {"zero_optimization": {"stage": 2}},
+        "optimizer": "optimizer",
+    }
     description = streambp.describe(model)
     assert (description.chunk_size, description.saves) == ("512", ("kv",))
     assert SETTINGS["streambp"]
 
 
 def test_without_a_section_nothing_is_patched(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(initialize=lambda **kwargs: kwargs))
+    monkeypatch.setitem(
+        sys.modules, "deepspeed", types.SimpleNamespace(initialize=lambda **kwargs: kwargs)
+    )
     model = build("qwen3")
-    plugin.initialize(types.SimpleNamespace(deepspeed_config=None), model, config={"train_batch_size": 2})
+    plugin.initialize(
+        types.SimpleNamespace(deepspeed_config=None), model, config={"train_batch_size": 2}
+    )
     with pytest.raises(streambp.StreamBPError, match="not patched"):
         streambp.describe(model)
 
@@ -52,7 +63,10 @@ def test_without_a_section_nothing_is_patched(monkeypatch):
         ({"streambp": {"chunk_size": "large"}}, "chunk_size"),
         ({"streambp": {"saves": "kv"}}, "saves"),
         ({"streambp": ["kv"]}, "streambp"),
-        ({"streambp": {}, "activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing"),
+        (
+            {"streambp": {}, "activation_checkpointing": {"partition_activations": True}},
+            "activation_checkpointing",
+        ),
     ],
 )
 def test_bad_sections_name_the_key(settings, key):
@@ -65,7 +79,9 @@ def test_callback_patches_a_trainers_model(tmp_path, attended_chunks):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    arguments.deepspeed = {"streambp": {"chunk_size": 5}}  # set afterwards: DeepSpeed itself is not under test here
+    arguments.deepspeed = {
+        "streambp": {"chunk_size": 5}
+    }  # set afterwards: DeepSpeed itself is not under test here
     model = build("qwen3")
     plugin.StreamCallback().on_init_end(arguments, None, None, model=model)
     train(model, tmp_path)

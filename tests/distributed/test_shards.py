@@ -1,4 +1,5 @@
-"""The exchange of tokens for heads, all ranks simulated in this process; and what is read off the shards' tokens.
+"""The exchange of tokens for heads, all ranks simulated in this process; and what is read off the
+shards' tokens.
 
 covers: attention/spans.py, model/split.py, sharded/shards.py
 """
@@ -24,7 +25,8 @@ class Sent(Exception):  # noqa: N818 - ends a rank's first run
 
 
 def on_all_ranks(shards, method, tensors, *args):
-    """What `method` returns on every rank: run once to see what each sends, and again to hand everybody's parts around."""
+    """What `method` returns on every rank: run once to see what each sends, and again to hand
+    everybody's parts around."""
     sent = []
 
     def capture(received, parts, group=None):
@@ -39,7 +41,11 @@ def on_all_ranks(shards, method, tensors, *args):
                 getattr(shards, method)(tensor, *args)
         for rank, tensor in enumerate(tensors):
             received = torch.stack([parts[rank] for parts in sent])
-            patch.setattr(dist, "all_to_all_single", lambda out, parts, group=None, given=received: out.copy_(given))
+            patch.setattr(
+                dist,
+                "all_to_all_single",
+                lambda out, parts, group=None, given=received: out.copy_(given),
+            )
             results.append(getattr(shards, method)(tensor, *args))
     return results
 
@@ -66,20 +72,27 @@ def test_exchange(ranks, heads):
 
 def test_copies_of_a_head_are_summed_in_float32():
     shards = Shards(None, 4, 1, Spans.causal(1, 4))
-    parts = [torch.full((1, 1, 4, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
+    parts = [
+        torch.full((1, 1, 4, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)
+    ]
     back = on_all_ranks(shards, "tokens", parts, 1)
     assert all(found.item() == 260.0 for found in back)  # 256 if every sum were rounded
 
 
 def test_heads_that_cannot_be_split():
-    with pytest.raises(UnsupportedModelError, match="6 attention heads cannot be split over 4 ranks"):
+    with pytest.raises(
+        UnsupportedModelError, match="6 attention heads cannot be split over 4 ranks"
+    ):
         Shards(None, 4, 2, Spans.causal(1, 8)).queries(torch.randn(1, 6, 2, 3))
 
 
 def gather(patch, rank, batch, agreed=(0, 0)):
     """What two ranks with these halves of a batch agree on, as `rank` sees it."""
     halves = [{name: tensor.chunk(2, 1)[r] for name, tensor in batch.items()} for r in range(2)]
-    headers = [torch.tensor([2, 4, 2 * len(batch["position_ids"]) + len(batch) - 1, agreed[r], 0]) for r in range(2)]
+    headers = [
+        torch.tensor([2, 4, 2 * len(batch["position_ids"]) + len(batch) - 1, agreed[r], 0])
+        for r in range(2)
+    ]
     queue = [headers, [half["position_ids"] for half in halves]]
     if "attention_mask" in batch:
         queue.append([half["attention_mask"].to(torch.uint8) for half in halves])
@@ -94,7 +107,9 @@ def gather(patch, rank, batch, agreed=(0, 0)):
     patch.setattr(dist, "get_rank", lambda group=None: rank)
     patch.setattr(dist, "all_gather", all_gather)
     mine, tokens = halves[rank], torch.zeros(2, 4)
-    return gather_shards(Shards, None, tokens, mine["position_ids"], mine.get("attention_mask"), agreed[rank])
+    return gather_shards(
+        Shards, None, tokens, mine["position_ids"], mine.get("attention_mask"), agreed[rank]
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -133,7 +148,8 @@ def test_a_rank_that_does_not_split_its_batch_leaves_the_others_waiting(monkeypa
 
 @pytest.mark.parametrize("after_a_step", [False, True])
 def test_a_layer_that_no_model_has_told_of_its_shard_is_refused(monkeypatch, after_a_step):
-    """Called by itself it would attend within this rank's tokens, and train another model without a word."""
+    """Called by itself it would attend within this rank's tokens, and train another model without a
+    word."""
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
     hidden_states = torch.randn(1, 11, model.config.hidden_size)  # [B, T, h]
     positions = model.model.rotary_emb(hidden_states, torch.arange(11)[None])

@@ -1,6 +1,8 @@
-"""Two ranks, gloo, CPU: sequences split by DeepSpeed Ulysses, streamed, against unpatched Ulysses and a single process.
+"""Two ranks, gloo, CPU: sequences split by DeepSpeed Ulysses, streamed, against unpatched Ulysses
+and a single process.
 
-covers: distributed/ulysses.py, sharded/call.py, sharded/halves.py, sharded/layer.py, sharded/shards.py
+covers: distributed/ulysses.py, sharded/call.py, sharded/halves.py, sharded/layer.py,
+sharded/shards.py
 """
 
 from __future__ import annotations
@@ -61,7 +63,14 @@ def check(runs):
         assert not drops or row["stock"] > 0.1
         against = ("single process",) if drops else ("single process", "unpatched Ulysses")
         errors = {name: value for name, value in row.items() if name.startswith(against)}
-        print(row["case"], errors, row["counts"], "unpatched itself", row.get("stock"), row.get("stock counts"))
+        print(
+            row["case"],
+            errors,
+            row["counts"],
+            "unpatched itself",
+            row.get("stock"),
+            row.get("stock counts"),
+        )
         print("    unpatched with checkpointing", row.get("checkpointing counts"))
         assert all(error <= GRADIENT_BAR for error in errors.values())
         layers = row["layers"]
@@ -75,18 +84,32 @@ def check(runs):
         assert row["stock counts"]["engines"] == engine
         assert row["stock counts"]["all_to_all_single forward"] > 0
         for when in ("before", "after"):
-            print(row["case"], "patched", when, row[when], "unpatched itself", row["stock"], row["stock counts"])
+            print(
+                row["case"],
+                "patched",
+                when,
+                row[when],
+                "unpatched itself",
+                row["stock"],
+                row["stock counts"],
+            )
             assert row[when]["unpatched Ulysses"] <= TRAINING_BAR
             assert row[when]["single process"] <= TRAINING_BAR
             counts = row[when]["counts"]
             assert counts["engines"] == engine
-            assert (counts["all_to_all_single forward"], counts["all_to_all_single backward"]) == (8, 16)  # of two layers
-            # Embeddings and head each gather a weight that both have. An evaluation is not split, so that its padded rows
-            # are tried as a packed one: two trials of two forwards.
+            assert (counts["all_to_all_single forward"], counts["all_to_all_single backward"]) == (
+                8,
+                16,
+            )  # of two layers
+            # Embeddings and head each gather a weight that both have. An evaluation is not split,
+            # so that its padded rows are tried as a packed one: two trials of two forwards.
             evaluates = row["case"].get("eval", False)
             uses = 2 if row["case"].get("changes", {}).get("tie_word_embeddings") else 1
             assert counts.get("gathers per parameter", 0) <= uses * (2 + evaluates)
-            assert counts.get("gathers in the first micro-step", 0) <= uses * (2 + evaluates) + 4 * evaluates
+            assert (
+                counts.get("gathers in the first micro-step", 0)
+                <= uses * (2 + evaluates) + 4 * evaluates
+            )
     if "bf16" in results:
         counts = [row[f"{name} counts"] for row in results["bf16"] for name in ("ours", "stock")]
         assert all(count["all_to_all_single forward"] for count in counts)
@@ -106,8 +129,8 @@ def test_every_setting(runs):
 
 @pytest.mark.full
 def test_trainer(tmp_path):
-    """accelerate's data loader adapter and Trainer's loss, a rank without a label, evaluation that is not split; training
-    that goes on from a checkpoint of its own, and of the unpatched model."""
+    """accelerate's data loader adapter and Trainer's loss, a rank without a label, evaluation that
+    is not split; training that goes on from a checkpoint of its own, and of the unpatched model."""
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     found = {}
     for what in ("stock", "streamed", "streamed from streamed", "streamed from stock"):
@@ -115,8 +138,15 @@ def test_trainer(tmp_path):
         assert result.returncode == 0, result.stderr[-4000:]
         found[what] = torch.load(tmp_path / f"{what}.pt")
         assert (found[what]["engines"], found[what]["steps"]) == (["zero-3"], 4)
-    errors = {what: worst_error(found[what]["weights"], found["stock"]["weights"]) for what in found}
-    print("weights after 4 steps:", errors, "losses:", {what: run["logged"] for what, run in found.items()})
+    errors = {
+        what: worst_error(found[what]["weights"], found["stock"]["weights"]) for what in found
+    }
+    print(
+        "weights after 4 steps:",
+        errors,
+        "losses:",
+        {what: run["logged"] for what, run in found.items()},
+    )
     assert max(errors.values()) <= TRAINING_BAR
     for name, weight in found["streamed"]["weights"].items():
         assert torch.equal(weight, found["streamed from streamed"]["weights"][name]), name

@@ -1,4 +1,5 @@
-"""HF Trainer on two ranks under DDP and FSDP2; it and accelerate with a DeepSpeed config that says how to stream.
+"""HF Trainer on two ranks under DDP and FSDP2; it and accelerate with a DeepSpeed config that says
+how to stream.
 
 covers: distributed/engines.py, integrations/deepspeed.py
 """
@@ -29,7 +30,15 @@ def train(loop, settings, folder):
     folder.mkdir()
     config, output = folder / "ds.json", folder / "output.pt"
     config.write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+    ]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
@@ -50,17 +59,25 @@ def test_a_config_with_a_section_trains_as_one_without(loop, stage, tmp_path):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     settings = {**CONFIG, "zero_optimization": {"stage": stage}}
     stock = train(loop, settings, tmp_path / "stock")
-    ours = train(loop, {**settings, "streambp": {"chunk_size": 5, "saves": ["attn_out"]}}, tmp_path / "ours")
+    ours = train(
+        loop, {**settings, "streambp": {"chunk_size": 5, "saves": ["attn_out"]}}, tmp_path / "ours"
+    )
     for run in (stock, ours):
         assert (run["engines"], run["distributed_type"]) == ([f"zero-{stage}"], "DEEPSPEED")
     assert stock["chunks"] == []
     assert LENGTH not in ours["chunks"]
     assert ours["chunks"].count(LENGTH % 5) >= 6  # a last chunk of every layer and step
     before = {name: p.detach().double() for name, p in build("qwen3").named_parameters()}
-    weights = {name: {n: w.double() for n, w in run["weights"].items()} for name, run in (("ours", ours), ("stock", stock))}
+    weights = {
+        name: {n: w.double() for n, w in run["weights"].items()}
+        for name, run in (("ours", ours), ("stock", stock))
+    }
     moved = distance(weights["stock"], before)
     assert moved > 1e-3
-    print(f"{loop}, stage {stage}: weights moved by {moved:.1e}, apart {distance(weights['ours'], weights['stock']):.1e}")
+    print(
+        f"{loop}, stage {stage}: weights moved by {moved:.1e}, apart "
+        f"{distance(weights['ours'], weights['stock']):.1e}"
+    )
     assert distance(weights["ours"], weights["stock"]) <= 1e-6
     assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-6)
 
@@ -68,14 +85,22 @@ def test_a_config_with_a_section_trains_as_one_without(loop, stage, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_under_torchs_engines(engine, tmp_path):
-    """Accumulation, clipping, evaluation, and training that goes on from a checkpoint; in float64."""
+    """Accumulation, clipping, evaluation, and training that goes on from a checkpoint; in
+    float64."""
     names = [f"{how} {engine}" for how in ("stock", "streamed", "mutant")]
     names.insert(2, f"streamed {engine} from streamed {engine}")
     outputs, codes = launch(
-        "tests.distributed.context_trainer", str(tmp_path), "trainer", ",".join(names), "2", seconds=HANG
+        "tests.distributed.context_trainer",
+        str(tmp_path),
+        "trainer",
+        ",".join(names),
+        "2",
+        seconds=HANG,
     )
     assert codes == [0, 0], [output[-4000:] for output in outputs]
-    stock, streamed, resumed, mutant = (torch.load(tmp_path / f"trainer-{name}.pt") for name in names)
+    stock, streamed, resumed, mutant = (
+        torch.load(tmp_path / f"trainer-{name}.pt") for name in names
+    )
     assert all(run["engines"] == [engine] for run in (stock, streamed, resumed))
     assert streamed["paths"] == resumed["paths"] == ["streams"]
     before = {name: p.detach() for name, p in build("qwen3", torch.float64).named_parameters()}
@@ -83,7 +108,10 @@ def test_under_torchs_engines(engine, tmp_path):
         distance(a["weights"], b) for a, b in
         ((stock, before), (mutant, stock["weights"]), (streamed, stock["weights"]), (resumed, streamed["weights"]))
     )  # fmt: skip
-    print(f"{engine}: weights moved by {moved:.1e}, apart {apart[0]:.1e}, resumed {apart[1]:.1e}, a mutant {lost:.1e}")
+    print(
+        f"{engine}: weights moved by {moved:.1e}, apart {apart[0]:.1e}, resumed {apart[1]:.1e}, a "
+        f"mutant {lost:.1e}"
+    )
     assert moved > 1e-3
     assert lost > 1e-9
     assert max(apart) <= 1e-12

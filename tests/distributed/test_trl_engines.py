@@ -1,4 +1,5 @@
-"""Our trainers beside TRL's on two ranks, under each engine: losses of every step, and how far the weights moved.
+"""Our trainers beside TRL's on two ranks, under each engine: losses of every step, and how far the
+weights moved.
 
 covers: distributed/engines.py, integrations/trl/trainer.py
 """
@@ -43,14 +44,41 @@ def run(trainers, objectives, engine, folder):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     folder.mkdir(exist_ok=True)
     build("qwen3").save_pretrained(folder / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["-m", "tests.distributed.trl_worker", ",".join(trainers), ",".join(objectives), engine, str(folder)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    arguments = [
+        "-m",
+        "tests.distributed.trl_worker",
+        ",".join(trainers),
+        ",".join(objectives),
+        engine,
+        str(folder),
+    ]
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     result = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=HANG
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    found = {name: [torch.load(folder / f"{name}-{which}.pt") for which in trainers] for name in objectives}
+    found = {
+        name: [torch.load(folder / f"{name}-{which}.pt") for which in trainers]
+        for name in objectives
+    }
     names = {"zero2": "zero-2", "zero3": "zero-3", "ulysses": "zero-3"}
     for which in (one for runs in found.values() for one in runs):
         assert which["engines"] == [names.get(engine, engine)]
@@ -77,7 +105,12 @@ def compare(expected, found):
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("objective", ["SFT", "DPO", "GRPO"])
 def test_as_trls_own(objective, engine, tmp_path):
-    compare(*(run([trainer], [objective], engine, tmp_path)[objective][0] for trainer in ("theirs", "ours")))
+    compare(
+        *(
+            run([trainer], [objective], engine, tmp_path)[objective][0]
+            for trainer in ("theirs", "ours")
+        )
+    )
 
 
 @pytest.mark.full
@@ -92,8 +125,11 @@ def test_under_fsdp2(tmp_path):
 
 @pytest.mark.full
 def test_sft_under_ulysses(tmp_path):
-    """accelerate's sp_size=2 on ZeRO-3. Rows are padded on the right, where unpatched Ulysses loses nothing by its mask."""
-    theirs, ours = (run([trainer], ["SFT"], "ulysses", tmp_path)["SFT"][0] for trainer in ("theirs", "ours"))
+    """accelerate's sp_size=2 on ZeRO-3. Rows are padded on the right, where unpatched Ulysses loses
+    nothing by its mask."""
+    theirs, ours = (
+        run([trainer], ["SFT"], "ulysses", tmp_path)["SFT"][0] for trainer in ("theirs", "ours")
+    )
     compare(theirs, ours)
     assert "split over 2 ranks" in ours["described"]
 
@@ -101,12 +137,17 @@ def test_sft_under_ulysses(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
 def test_ppo_as_under_ddp(engine, tmp_path):
-    compare(*(run(["ours"], ["PPO"], which, tmp_path / which)["PPO"][0] for which in ("ddp", engine)))
+    compare(
+        *(run(["ours"], ["PPO"], which, tmp_path / which)["PPO"][0] for which in ("ddp", engine))
+    )
 
 
-@pytest.mark.parametrize("split", [{"cp_size": 2}, {"sp_size": 2, "sp_backend": "deepspeed"}], ids=str)
+@pytest.mark.parametrize(
+    "split", [{"cp_size": 2}, {"sp_size": 2, "sp_backend": "deepspeed"}], ids=str
+)
 def test_objectives_that_cannot_split_sequences_say_so(split, tmp_path, monkeypatch):
-    """By the config; by TRL itself; and by what accelerate was told elsewhere, which configs do not see."""
+    """By the config; by TRL itself; and by what accelerate was told elsewhere, which configs do not
+    see."""
     parallelism = ParallelismConfig(**split)
     shown = f"{next(iter(split))}=2, which splits each sequence"
     config = StreamDPOConfig(str(tmp_path), parallelism_config=parallelism, bf16=False)
@@ -115,10 +156,17 @@ def test_objectives_that_cannot_split_sequences_say_so(split, tmp_path, monkeypa
     for kind in (StreamGRPOConfig, StreamPPOConfig):
         with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
             kind(str(tmp_path), parallelism_config=parallelism, bf16=False)
-    monkeypatch.setattr(StreamedTrainer, "accelerator", SimpleNamespace(parallelism_config=parallelism), raising=False)
+    monkeypatch.setattr(
+        StreamedTrainer,
+        "accelerator",
+        SimpleNamespace(parallelism_config=parallelism),
+        raising=False,
+    )
     for trainer in (StreamDPOTrainer, StreamGRPOTrainer, StreamPPOTrainer, StreamSFTTrainer):
         monkeypatch.setattr(trainer.__mro__[2], "__init__", lambda self, *args, **kwargs: None)
         with (
-            contextlib.nullcontext() if trainer is StreamSFTTrainer else pytest.raises(streambp.StreamBPError, match=shown)
+            contextlib.nullcontext()
+            if trainer is StreamSFTTrainer
+            else pytest.raises(streambp.StreamBPError, match=shown)
         ):
             StreamedTrainer.__init__(trainer.__new__(trainer))

@@ -1,4 +1,5 @@
-"""What ranks send each other: collectives and their elements, counted where torch dispatches them, whoever calls."""
+"""What ranks send each other: collectives and their elements, counted where torch dispatches them,
+whoever calls."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SMALL = 8  # elements of flags, counts and norms
 class Traffic(TorchDispatchMode):
     """Counts calls of collectives and the elements of the whole tensors that they gather or reduce.
 
-    The number beside an operator in the tables above is that of its argument with the whole tensors.
+    The number beside an operator in the tables above is that of its argument with the whole
+    tensors.
     """
 
     def __init__(self):
@@ -33,7 +35,11 @@ class Traffic(TorchDispatchMode):
             name = func._schema.name.removeprefix("c10d::")
             for kind, table in (("gathered", GATHERS), ("reduced", REDUCTIONS)):
                 if name in table:
-                    elements = sum(t.numel() for t in tree_leaves(args[table[name]]) if isinstance(t, torch.Tensor))
+                    elements = sum(
+                        t.numel()
+                        for t in tree_leaves(args[table[name]])
+                        if isinstance(t, torch.Tensor)
+                    )
                     if elements > SMALL:
                         self.calls[kind] += 1
                         self.elements[kind] += elements
@@ -46,9 +52,14 @@ class Gathers(Counter):
     """How often ZeRO-3 gathers each parameter, by its number; as a context."""
 
     def __enter__(self):
-        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+        from deepspeed.runtime.zero.partitioned_param_coordinator import (
+            PartitionedParameterCoordinator as Coordinator,
+        )
 
-        self.owner, self.real = Coordinator, Coordinator._PartitionedParameterCoordinator__all_gather_params_
+        self.owner, self.real = (
+            Coordinator,
+            Coordinator._PartitionedParameterCoordinator__all_gather_params_,
+        )
 
         def gather(coordinator, params, *args, **kwargs):
             self.update(p.ds_id for p in params)

@@ -1,7 +1,9 @@
-"""torchrun --nproc-per-node 2 -m tests.distributed.trainer_script LOOP CONFIG OUTPUT, for DDP with - for CONFIG
+"""torchrun --nproc-per-node 2 -m tests.distributed.trainer_script LOOP CONFIG OUTPUT, for DDP with
+- for CONFIG
 
-Trains under HF Trainer or a loop on accelerate, with a DeepSpeed config; rank 0 saves weights and what was seen.
-accelerate is not told to use the CPU (`Accelerator(cpu=True)`, ACCELERATE_USE_CPU): it would choose DDP.
+Trains under HF Trainer or a loop on accelerate, with a DeepSpeed config; rank 0 saves weights and
+what was seen. accelerate is not told to use the CPU (`Accelerator(cpu=True)`, ACCELERATE_USE_CPU):
+it would choose DDP.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ STEPS = 3
 
 
 def examples():
-    return [{name: value[0] for name, value in make_batch("plain", seed=seed, rows=1).items()} for seed in range(2 * STEPS)]
+    return [
+        {name: value[0] for name, value in make_batch("plain", seed=seed, rows=1).items()}
+        for seed in range(2 * STEPS)
+    ]
 
 
 def with_trainer(model, config, output):
@@ -37,7 +42,12 @@ def with_trainer(model, config, output):
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=STEPS, seed=seed_of(3),
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=examples(), callbacks=[plugin.StreamCallback()] * (config != "-"))
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=examples(),
+        callbacks=[plugin.StreamCallback()] * (config != "-"),
+    )
     trainer.train()
     return trainer.state.log_history[-1]["train_loss"], trainer.accelerator.distributed_type
 
@@ -48,7 +58,9 @@ def with_accelerate(model, config, output):
         streambp.patch(model, stream)
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     loader = DataLoader(examples(), batch_size=1)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+    )
     model.train()
     for batch in loader:
         loss = model(**batch, use_cache=False).loss
@@ -61,10 +73,14 @@ def with_accelerate(model, config, output):
 def main():
     loop, config, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     chunks, real = [], prefix.ChunkMask.attend
-    prefix.ChunkMask.attend = lambda self, given: chunks.append(given.q.shape[2]) or real(self, given)
+    prefix.ChunkMask.attend = lambda self, given: (
+        chunks.append(given.q.shape[2]) or real(self, given)
+    )
     model = build("qwen3")
     with engines_seen() as engines:
-        loss, kind = {"trainer": with_trainer, "accelerate": with_accelerate}[loop](model, config, output)
+        loss, kind = {"trainer": with_trainer, "accelerate": with_accelerate}[loop](
+            model, config, output
+        )
     weights = {}
     for name, parameter in model.named_parameters():
         with GatheredParameters([parameter]):

@@ -1,6 +1,8 @@
-"""One rank of a run of trainers, TRL's or ours: `python -m tests.distributed.trl_worker TRAINERS OBJECTIVES ENGINE FOLDER`.
+"""One rank of a run of trainers, TRL's or ours: `python -m tests.distributed.trl_worker TRAINERS
+OBJECTIVES ENGINE FOLDER`.
 
-Names are separated by commas. Rank 0 saves the losses and the weights, before and after, to FOLDER/OBJECTIVE-TRAINER.pt.
+Names are separated by commas. Rank 0 saves the losses and the weights, before and after, to
+FOLDER/OBJECTIVE-TRAINER.pt.
 """
 
 from __future__ import annotations
@@ -25,11 +27,19 @@ from tests.families import build
 from tests.integrations import test_trl
 
 ZERO = {
-    **dict.fromkeys(("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping"),
+        "auto",
+    ),
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
-DATA = {"SFT": test_trl.texts, "DPO": test_trl.pairs, "GRPO": test_trl.prompts, "PPO": test_trl.prompts}
+DATA = {
+    "SFT": test_trl.texts,
+    "DPO": test_trl.pairs,
+    "GRPO": test_trl.prompts,
+    "PPO": test_trl.prompts,
+}
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.0}
 SETTINGS = {
     "SFT": {"max_length": 32},
@@ -48,9 +58,13 @@ def engine_settings(engine):
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     settings = {"ddp_backend": "gloo", "deepspeed": {**ZERO, "zero_optimization": zero}}
     if engine == "ulysses":
-        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
+        handler = DeepSpeedSequenceParallelConfig(
+            sp_attn_implementation="sdpa", sp_seq_length_is_variable=True
+        )
         settings["pad_to_multiple_of"] = 32
-        settings["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+        settings["parallelism_config"] = ParallelismConfig(
+            sp_backend="deepspeed", sp_size=2, sp_handler=handler
+        )
     return settings
 
 
@@ -63,7 +77,12 @@ def weights_of(made, engine):
 
 def train(trainer, objective, engine, folder):
     AcceleratorState._reset_state(reset_partial_state=True)
-    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, **engine_settings(engine), **SETTINGS[objective]}
+    settings = {
+        "max_steps": 3,
+        "gradient_accumulation_steps": 2,
+        **engine_settings(engine),
+        **SETTINGS[objective],
+    }
     where, prefix = (trl, "") if trainer == "theirs" else (streamed, "Stream")
     if trainer != "theirs":
         settings["stream_chunk_size"] = "5"
@@ -81,11 +100,23 @@ def train(trainer, objective, engine, folder):
         )  # fmt: skip
     after = weights_of(made, engine)
     if dist.get_rank() == 0:
-        weights = {name.removeprefix("module."): value.float() for name, value in after.items() if name in before}
-        found = {"log": [entry["loss"] for entry in log], "before": before, "after": weights, "engines": sorted(engines)}
+        weights = {
+            name.removeprefix("module."): value.float()
+            for name, value in after.items()
+            if name in before
+        }
+        found = {
+            "log": [entry["loss"] for entry in log],
+            "before": before,
+            "after": weights,
+            "engines": sorted(engines),
+        }
         if trainer != "theirs":
             described = streambp.describe(made.model)
-            found |= {"paths": sorted({layer.path for layer in described.layers}), "described": str(described)}
+            found |= {
+                "paths": sorted({layer.path for layer in described.layers}),
+                "described": str(described),
+            }
         torch.save(found, f"{folder}/{objective}-{trainer}.pt")
     dist.barrier()
 
@@ -97,8 +128,8 @@ def main(trainers, objectives, engine, folder):
         for trainer in trainers.split(","):
             train(trainer, objective, engine, folder)
     dist.destroy_process_group()
-    # At exit threads of gloo or DeepSpeed abort one process in some dozens ("terminate called without an active exception"
-    # with TRL's own trainers, too); what is compared has been written.
+    # At exit threads of gloo or DeepSpeed abort one process in some dozens ("terminate called
+    # without an active exception" with TRL's own trainers, too); what is compared has been written.
     os._exit(0)
 
 

@@ -1,4 +1,5 @@
-"""Under what engine a model trains: read off the modules that are called and their parameters, not off what was asked for.
+"""Under what engine a model trains: read off the modules that are called and their parameters, not
+off what was asked for.
 
 python -m tests.distributed.watch SCRIPT ARGUMENT...     runs a script, and prints it at the end
 """
@@ -30,17 +31,33 @@ def tell(engines):
 
 def _shards(module):
     """The parameters of FSDP2's units in a module, each once: several modules may be one unit."""
-    states = {id(unit): unit for m in module.modules() if isinstance(m, FSDPModule) for unit in [m._get_fsdp_state()]}
-    groups = [getattr(s, FSDP_GROUPS[0], None) or [getattr(s, FSDP_GROUPS[1], None)] for s in states.values()]
-    return [p.sharded_param for found in groups for group in found for p in getattr(group, FSDP_PARAMETERS, ())]
+    states = {
+        id(unit): unit
+        for m in module.modules()
+        if isinstance(m, FSDPModule)
+        for unit in [m._get_fsdp_state()]
+    }
+    groups = [
+        getattr(s, FSDP_GROUPS[0], None) or [getattr(s, FSDP_GROUPS[1], None)]
+        for s in states.values()
+    ]
+    return [
+        p.sharded_param
+        for found in groups
+        for group in found
+        for p in getattr(group, FSDP_PARAMETERS, ())
+    ]
 
 
 def engine_of(module):
-    """What a module is, if it is an engine over several ranks: "ddp", "fsdp2" or "zero-STAGE"; else None."""
+    """What a module is, if it is an engine over several ranks: "ddp", "fsdp2" or "zero-STAGE"; else
+    None."""
     if isinstance(module, DistributedDataParallel):
         return "ddp" if dist.get_world_size(module.process_group) > 1 else None
     if isinstance(module, FSDPModule):
-        shards = _shards(module)  # a forward without a backward leaves the outermost unit's parameters gathered
+        shards = _shards(
+            module
+        )  # a forward without a backward leaves the outermost unit's parameters gathered
         sharded = all(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in shards)
         return "fsdp2" if sharded and len(shards) == len(list(module.parameters())) else None
     deepspeed = sys.modules.get("deepspeed")
@@ -52,7 +69,9 @@ def engine_of(module):
     ranks = dist.get_world_size(module.data_parallel_group)
     over_ranks = isinstance(module.optimizer, ZeROOptimizer) and ranks > 1
     # Rounded up: a value head's bias is one number, on every rank.
-    cut = [hasattr(p, "ds_id") and p.ds_tensor.numel() == -(-p.ds_numel // ranks) for p in parameters]
+    cut = [
+        hasattr(p, "ds_id") and p.ds_tensor.numel() == -(-p.ds_numel // ranks) for p in parameters
+    ]
     if not over_ranks or any(cut) != (stage == 3) or all(cut) != (stage == 3):
         return None
     return f"zero-{stage}"
@@ -60,13 +79,17 @@ def engine_of(module):
 
 @contextlib.contextmanager
 def engines_seen():
-    """A set that fills with the engine of every forward that trains; "none" for a model that is called without one. Without
-    hooks: a model that has others' does not share prefixes."""
+    """A set that fills with the engine of every forward that trains; "none" for a model that is
+    called without one. Without hooks: a model that has others' does not share prefixes."""
     seen, within, real = set(), [], nn.Module.__call__
 
     def call(module, *args, **kwargs):
         found = None if within or not torch.is_grad_enabled() else engine_of(module)
-        outermost = not within and torch.is_grad_enabled() and bool(found or isinstance(module, PreTrainedModel))
+        outermost = (
+            not within
+            and torch.is_grad_enabled()
+            and bool(found or isinstance(module, PreTrainedModel))
+        )
         if not outermost:
             return real(module, *args, **kwargs)
         seen.add(found or "none")

@@ -1,4 +1,5 @@
-"""One rank of a two-rank run: trains tiny models under an engine, unpatched and patched, and prints what it found as JSON.
+"""One rank of a two-rank run: trains tiny models under an engine, unpatched and patched, and prints
+what it found as JSON.
 
 python -m tests.distributed.worker RANK PORT ENGINE '[{"stage": 3, ...}, ...]'
 
@@ -52,9 +53,10 @@ def batches(rank, case):
 
 @dataclasses.dataclass
 class Trained:
-    """Gradients of every step and weights after the last, by name; losses of evaluations; collectives; the engines of its
-    forwards; how its layers ran; what `describe` says about offloading, and the bytes of the engine's own; what it says
-    about the head, about saves, and about rows that share prefixes."""
+    """Gradients of every step and weights after the last, by name; losses of evaluations;
+    collectives; the engines of its forwards; how its layers ran; what `describe` says about
+    offloading, and the bytes of the engine's own; what it says about the head, about saves, and
+    about rows that share prefixes."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
@@ -71,11 +73,15 @@ class Trained:
 def train(engine_class, rank, case, patched):
     """Some optimizer steps under an engine.
 
-    With "resume", a second engine with other weights takes over half-way, from a checkpoint. The first one is unpatched if
-    resume is "from unpatched".
+    With "resume", a second engine with other weights takes over half-way, from a checkpoint. The
+    first one is unpatched if resume is "from unpatched".
     """
     case = copy.deepcopy(case)
-    steps, accumulation, resume = case.get("steps", STEPS), case.get("accumulation", 1), case.get("resume")
+    steps, accumulation, resume = (
+        case.get("steps", STEPS),
+        case.get("accumulation", 1),
+        case.get("resume"),
+    )
     engine = engine_class(case, rank, None if resume == "from unpatched" else patched)
     stream, found = list(batches(rank, case)), Trained()
     traffic, gathers = Traffic(), Gathers()
@@ -91,7 +97,9 @@ def train(engine_class, rank, case, patched):
             ):
                 engine.micro_step(batch, last=micro == accumulation - 1)
             found.engines |= seen
-        found.gradients.update({f"{step}.{name}": gradient for name, gradient in engine.gradients().items()})
+        found.gradients.update(
+            {f"{step}.{name}": gradient for name, gradient in engine.gradients().items()}
+        )
         with counting(case, traffic):
             engine.step()
         if case.get("eval"):
@@ -104,7 +112,10 @@ def train(engine_class, rank, case, patched):
         found.saves = str(described.saves)
         found.shared = [note for note in described.notes if note.startswith("rows: ")]
     if described is not None and "stream" in case:
-        found.host = {"describe": described.offload, **dataclasses.asdict(engine_host_use(engine.module))}
+        found.host = {
+            "describe": described.offload,
+            **dataclasses.asdict(engine_host_use(engine.module)),
+        }
         found.host["trainable"] = 4 * sum(w.numel() for w in found.weights.values())
     return found
 
@@ -128,7 +139,10 @@ def restart(engine, make):
 
 def counts_of(traffic, gathers, weights, micro_steps):
     numel = sum(w.numel() for w in weights.values())
-    counts = {f"{kind} x trainable parameters": n / numel / micro_steps for kind, n in traffic.elements.items()}
+    counts = {
+        f"{kind} x trainable parameters": n / numel / micro_steps
+        for kind, n in traffic.elements.items()
+    }
     counts |= {f"calls {kind}": n / micro_steps for kind, n in traffic.calls.items()}
     if gathers:
         counts["gathers per parameter"] = max(gathers.values()) / micro_steps
@@ -136,7 +150,8 @@ def counts_of(traffic, gathers, weights, micro_steps):
 
 
 def train_alone(case, engine_class=SingleProcess):
-    """The same steps in this process, without an engine and unpatched: gradients averaged over both ranks' batches."""
+    """The same steps in this process, without an engine and unpatched: gradients averaged over both
+    ranks' batches."""
     engine, found = engine_class(case), Trained()
     steps, accumulation = case.get("steps", STEPS), case.get("accumulation", 1)
     streams = [list(batches(rank, case)) for rank in range(2)]
@@ -144,10 +159,14 @@ def train_alone(case, engine_class=SingleProcess):
         for micro in range(step * accumulation, (step + 1) * accumulation):
             for stream in streams:
                 engine.micro_step(stream[micro], last=True, share=1 / len(streams))
-        found.gradients.update({f"{step}.{name}": gradient for name, gradient in engine.gradients().items()})
+        found.gradients.update(
+            {f"{step}.{name}": gradient for name, gradient in engine.gradients().items()}
+        )
         engine.step()
         if case.get("eval"):
-            found.losses[f"{step}"] = engine.evaluate(streams[dist.get_rank()][step * accumulation]).double()
+            found.losses[f"{step}"] = engine.evaluate(
+                streams[dist.get_rank()][step * accumulation]
+            ).double()
     found.weights = engine.weights()
     return found
 
@@ -155,20 +174,35 @@ def train_alone(case, engine_class=SingleProcess):
 def distance(found, expected):
     """Relative, of all entries taken together; None counts as zero."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())[:4]
-    pairs = [(f, e) for f, e in ((found[name], expected[name]) for name in expected) if f is not None or e is not None]
-    difference = sum(float(((0 if f is None else f) - (0 if e is None else e)).square().sum()) for f, e in pairs)
-    return (difference / max(sum(float(e.square().sum()) for _, e in pairs if e is not None), 1e-300)) ** 0.5
+    pairs = [
+        (f, e)
+        for f, e in ((found[name], expected[name]) for name in expected)
+        if f is not None or e is not None
+    ]
+    difference = sum(
+        float(((0 if f is None else f) - (0 if e is None else e)).square().sum()) for f, e in pairs
+    )
+    return (
+        difference / max(sum(float(e.square().sum()) for _, e in pairs if e is not None), 1e-300)
+    ) ** 0.5
 
 
 def worst(found, expected):
-    """The largest relative distance of a single entry, none counted as smaller than a hundredth of the mean entry."""
+    """The largest relative distance of a single entry, none counted as smaller than a hundredth of
+    the mean entry."""
     sizes = {name: 0.0 if e is None else float(e.norm()) for name, e in expected.items()}
     floor = 0.01 * (sum(size**2 for size in sizes.values()) / len(sizes)) ** 0.5
-    return max(distance({0: found[name]}, {0: e}) * sizes[name] / max(sizes[name], floor) for name, e in expected.items())
+    return max(
+        distance({0: found[name]}, {0: e}) * sizes[name] / max(sizes[name], floor)
+        for name, e in expected.items()
+    )
 
 
 def compare(found, expected):
-    row = {"gradients": distance(found.gradients, expected.gradients), "weights": distance(found.weights, expected.weights)}
+    row = {
+        "gradients": distance(found.gradients, expected.gradients),
+        "weights": distance(found.weights, expected.weights),
+    }
     row["worst gradient"] = worst(found.gradients, expected.gradients)
     if expected.losses:
         row["losses"] = distance(found.losses, expected.losses)
@@ -176,14 +210,16 @@ def compare(found, expected):
 
 
 def rounding_of(stock, case):
-    """What float32 alone does to the unpatched engine's gradients: their distances from the same steps in float64."""
+    """What float32 alone does to the unpatched engine's gradients: their distances from the same
+    steps in float64."""
     with pytest.MonkeyPatch.context() as context:
         lift_float32_casts(context)
         return compare(stock, train_alone(case, InFloat64))
 
 
 def run(engine_class, rank, case):
-    """A case's row: the distances of every patched run from the unpatched engine's and from the single process's."""
+    """A case's row: the distances of every patched run from the unpatched engine's and from the
+    single process's."""
     row = {"case": case, "unpatched": {}}
     alone = None if case.get("zero_init") else train_alone(case)
     stock = train(engine_class, rank, {**case, "resume": None}, None)
@@ -197,7 +233,12 @@ def run(engine_class, rank, case):
         row["checkpointing"] = {"counts": found.counts, "engines": sorted(found.engines)}
     for when in case.get("patched", ["before", "after"]):
         found = train(engine_class, rank, case, when)
-        row[when] = {"counts": found.counts, "engines": sorted(found.engines), "paths": found.paths, "head": found.head}
+        row[when] = {
+            "counts": found.counts,
+            "engines": sorted(found.engines),
+            "paths": found.paths,
+            "head": found.head,
+        }
         row[when]["shared"], row[when]["saves"] = found.shared, found.saves
         if "shared_on" in case:
             row[when]["counts of ranks"] = [None] * dist.get_world_size()
@@ -206,7 +247,9 @@ def run(engine_class, rank, case):
         if alone is not None:
             row[when]["single process"] = compare(found, alone)
         if case.get("stream", {}).get("offload"):
-            kept = train(engine_class, rank, {**case, "stream": {**case["stream"], "offload": "none"}}, when)
+            kept = train(
+                engine_class, rank, {**case, "stream": {**case["stream"], "offload": "none"}}, when
+            )
             row[when]["not offloaded"], row[when]["host"] = compare(found, kept), found.host
     return row
 
@@ -214,7 +257,12 @@ def run(engine_class, rank, case):
 def main():
     rank, port, engine, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", DS_ACCELERATOR="cpu"
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        RANK=str(rank),
+        LOCAL_RANK="0",
+        WORLD_SIZE="2",
+        DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
     if engine == "deepspeed":

@@ -8,7 +8,11 @@ import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("start", "how-to", "reference")  # a user's; docs/explanation and docs/ itself are for who wants to know more
+FOLDERS = (
+    "start",
+    "how-to",
+    "reference",
+)  # a user's; docs/explanation and docs/ itself are for who wants to know more
 FOUND = [page for folder in FOLDERS for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
 USERS = ("README.md", *(page.relative_to(ROOT).as_posix() for page in FOUND))
 FENCE = re.compile(r'^```(\w+)?(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
@@ -17,7 +21,8 @@ OUTPUT = "text"  # blocks that show what a program prints
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block: `title` is the file that it is, if it is one; `shown` is the output right behind it."""
+    """One fenced block: `title` is the file that it is, if it is one; `shown` is the output right
+    behind it."""
 
     page: str
     line: int

@@ -1,4 +1,5 @@
-"""Runs a page as its reader does: writes its files, runs its programs and commands, with the stand-ins of `stand_ins`."""
+"""Runs a page as its reader does: writes its files, runs its programs and commands, with the
+stand-ins of `stand_ins`."""
 
 from __future__ import annotations
 
@@ -78,16 +79,21 @@ class Runner:
                 check_yaml(block)
                 return PARSED
             case _:
-                raise PageError(f"{block}: a {block.language or 'nameless'} block without a title cannot be run")
+                raise PageError(
+                    f"{block}: a {block.language or 'nameless'} block without a title cannot be run"
+                )
         return EXECUTED
 
     def _fill(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
-        """`model` and `input_ids`, which blocks may use: a small model on a CPU, and two rows of tokens."""
+        """`model` and `input_ids`, which blocks may use: a small model on a CPU, and two rows of
+        tokens."""
         import torch
         from transformers import AutoModelForCausalLM
 
         if "model" in names and "model" not in namespace:
-            namespace["model"] = AutoModelForCausalLM.from_pretrained(self.made / stand_ins.CHECKPOINTS[0]).train()
+            namespace["model"] = AutoModelForCausalLM.from_pretrained(
+                self.made / stand_ins.CHECKPOINTS[0]
+            ).train()
         if "input_ids" in names and "input_ids" not in namespace:
             namespace["input_ids"] = torch.randint(5, 990, (2, 96))
         if "labels" in names and "labels" not in namespace and "input_ids" in namespace:
@@ -98,7 +104,11 @@ class Runner:
         if reason := not_run(found):
             check_unrun(found, reason, block)
             return PARSED
-        expected = int(code[1]) if (code := re.search(r"# exit code (\d+)", line_of(block, command))) else 0
+        expected = (
+            int(code[1])
+            if (code := re.search(r"# exit code (\d+)", line_of(block, command)))
+            else 0
+        )
         found = [stand_ins.substituted(word, self.made) for word in stand_ins.ranks(found)]
         if found[0] == "streambp" and found[1] != "launch":
             self._ours(found[1:], expected, block)
@@ -113,7 +123,10 @@ class Runner:
     def _ours(self, arguments: list[str], expected: int, block: Block) -> None:
         """A command of streambp, in this process."""
         if arguments[0] == "plan":  # of the real sizes: a plan has to fit, or not, as the page says
-            sizes = {str(self.made / name): str(self.made / size) for name, size in stand_ins.SIZED.items()}
+            sizes = {
+                str(self.made / name): str(self.made / size)
+                for name, size in stand_ins.SIZED.items()
+            }
             arguments = [sizes.get(word, word) for word in arguments]
         elif "--seq-len" in arguments:
             arguments[arguments.index("--seq-len") + 1] = "96"
@@ -121,7 +134,10 @@ class Runner:
             code = cli.main(arguments)
         print(printed.getvalue())
         if code != expected:
-            raise PageError(f"{block}: streambp {' '.join(arguments)} ended with {code}; the page says {expected}")
+            raise PageError(
+                f"{block}: streambp {' '.join(arguments)} ended with {code}; the page says "
+                f"{expected}"
+            )
         check_shown(block, printed.getvalue())
 
     def _script(self, arguments: list[str], block: Block) -> None:
@@ -139,18 +155,42 @@ class Runner:
             found[at : at + 1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         elif found[at] == "trl":
             found[at : at + 1] = [sys.executable, "-m", "trl.cli.main"]
-            found += ["--use_cpu", "--bf16", "false", "--dtype", "float32", "--max_steps", "2", "--report_to", "none"]
+            found += [
+                "--use_cpu",
+                "--bf16",
+                "false",
+                "--dtype",
+                "float32",
+                "--max_steps",
+                "2",
+                "--report_to",
+                "none",
+            ]
             found += ["--max_length", "64", "--per_device_train_batch_size", "2"]
         if found[0] == "streambp":
             found[:1] = [sys.executable, "-m", "streambp"]
         given = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
-        given |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        given |= {
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+        }
         given.pop("ACCELERATE_USE_CPU", None)  # it would mean DDP
         result = subprocess.run(
-            found, cwd=self.folder, env=given, capture_output=True, text=True, check=False, timeout=HANG
+            found,
+            cwd=self.folder,
+            env=given,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANG,
         )
         if result.returncode:
-            raise PageError(f"{block}: {' '.join(found)} ended with {result.returncode}\n{result.stderr[-4000:]}")
+            raise PageError(
+                f"{block}: {' '.join(found)} ended with "
+                f"{result.returncode}\n{result.stderr[-4000:]}"
+            )
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -163,11 +203,14 @@ class Runner:
 
 
 def check_shown(block: Block, printed: str) -> None:
-    """That a command printed the lines which the page shows of it: whole ones, or as far as "..."."""
+    """That a command printed the lines which the page shows of it: whole ones, or as far as
+    "..."."""
     lines = printed.splitlines()
     for wanted in block.shown.splitlines():
         start = wanted.removesuffix("...")
-        if wanted not in lines and (start == wanted or not any(line.startswith(start) for line in lines)):
+        if wanted not in lines and (
+            start == wanted or not any(line.startswith(start) for line in lines)
+        ):
             raise PageError(f"{block}: the page shows {wanted!r}, which was not printed")
 
 
@@ -218,7 +261,9 @@ def count(page: str) -> Counter[str]:
     counts: Counter[str] = Counter()
     for block in blocks(page):
         if block.language != "bash":
-            counts[f"{block.language} blocks, {PARSED if block.language == 'yaml' else EXECUTED}"] += 1
+            counts[
+                f"{block.language} blocks, {PARSED if block.language == 'yaml' else EXECUTED}"
+            ] += 1
             if block.language == "python":
                 ast.parse(block.text)
             continue

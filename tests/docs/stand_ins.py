@@ -1,7 +1,7 @@
 """What stands in for what, where the tests run a page's programs: the one table of substitutions.
 
-A big checkpoint becomes a small one of its kind on disk, a data set some rows in a file, a GPU's dtype float32, and each
-length a short one. Programs keep their calls and their settings' names.
+A big checkpoint becomes a small one of its kind on disk, a data set some rows in a file, a GPU's
+dtype float32, and each length a short one. Programs keep their calls and their settings' names.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-CHECKPOINTS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen2.5-VL-3B-Instruct")
-SIZED = MappingProxyType({CHECKPOINTS[0]: "8B", CHECKPOINTS[2]: "70B"})  # whose real configurations plans read
+CHECKPOINTS = (
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-0.6B",
+    "meta-llama/Llama-3.1-70B",
+    "Qwen/Qwen2.5-VL-3B-Instruct",
+)
+SIZED = MappingProxyType(
+    {CHECKPOINTS[0]: "8B", CHECKPOINTS[2]: "70B"}
+)  # whose real configurations plans read
 DATA = ("trl-lib/Capybara", "trl-lib/ultrafeedback_binarized", "trl-lib/DeepMath-103K")
-LENGTHS = MappingProxyType({8192: 16, 4096: 16})  # of chunks; longer numbers are lengths of sequences
+LENGTHS = MappingProxyType(
+    {8192: 16, 4096: 16}
+)  # of chunks; longer numbers are lengths of sequences
 LONG, SHORT = 10_000, 64
 RANKS = 2
 # Keywords of a trainer's arguments, where they are given, and those that are added.
@@ -29,7 +38,9 @@ GIVEN = MappingProxyType(
 )  # fmt: skip
 ADDED = MappingProxyType({"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"})
 GROUP = ("num_generations", "per_device_train_batch_size")
-DROPPED = MappingProxyType({"from_pretrained": ("quantization_config", "device_map")})  # a CPU has no 4-bit weights
+DROPPED = MappingProxyType(
+    {"from_pretrained": ("quantization_config", "device_map")}
+)  # a CPU has no 4-bit weights
 DTYPES = MappingProxyType({"bfloat16": "float32"})
 
 
@@ -67,10 +78,14 @@ class Smaller(ast.NodeTransformer):
         node.keywords = [keyword for keyword in node.keywords if keyword.arg not in dropped]
         given = {keyword.arg: keyword for keyword in node.keywords}
         if name == "BitsAndBytesConfig":
-            node.func = ast.parse("__import__('tests.docs.stand_ins', fromlist=['bits']).bits", mode="eval").body
+            node.func = ast.parse(
+                "__import__('tests.docs.stand_ins', fromlist=['bits']).bits", mode="eval"
+            ).body
         if "output_dir" in given and name != "launch":
             values: dict[str, Any] = {key: value for key, value in GIVEN.items() if key in given}
-            values |= {key: value for key, value in ADDED.items() if key != "max_steps" or key not in given}
+            values |= {
+                key: value for key, value in ADDED.items() if key != "max_steps" or key not in given
+            }
             if "fsdp" in given:
                 values["use_cpu"] = False  # transformers and accelerate take FSDP for a GPU's
                 self.shards = True
@@ -87,7 +102,9 @@ def python(text: str, folder: Path) -> str:
     smaller = Smaller(folder)
     tree = smaller.visit(ast.parse(text))
     if smaller.shards:
-        tree.body[:0] = ast.parse("import tests.distributed.context_trainer as ranks; ranks.let_accelerate_shard()").body
+        tree.body[:0] = ast.parse(
+            "import tests.distributed.context_trainer as ranks; ranks.let_accelerate_shard()"
+        ).body
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
@@ -148,7 +165,11 @@ def make_tokenizer() -> Any:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )
     made.chat_template = TEMPLATE
     return made
@@ -172,11 +193,15 @@ def make_text_model(vocabulary: int, name: str) -> Any:
 
 
 def make_vision_model(folder: Path, tokenizer: Any) -> None:
-    """A tiny Qwen2.5-VL. Its processor is `Processor`, since the real one wants the real tokenizer."""
+    """A tiny Qwen2.5-VL. Its processor is `Processor`, since the real one wants the real
+    tokenizer."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     text = {key: value for key, value in SIZES.items() if key != "head_dim"}
-    text |= {"vocab_size": 1000, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    text |= {
+        "vocab_size": 1000,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }
     vision = {
         "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
         "spatial_merge_size": 1, "window_size": 8, "fullatt_block_indexes": [1], "temporal_patch_size": 2,
@@ -187,7 +212,8 @@ def make_vision_model(folder: Path, tokenizer: Any) -> None:
 
 
 class Processor:
-    """In place of a vision-language model's processor: its template, and four patches of noise for an image."""
+    """In place of a vision-language model's processor: its template, and four patches of noise for
+    an image."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -198,14 +224,18 @@ class Processor:
 
         return cls(AutoTokenizer.from_pretrained(name))
 
-    def apply_chat_template(self, messages: Any, tokenize: bool, return_dict: bool, return_tensors: str) -> Any:
+    def apply_chat_template(
+        self, messages: Any, tokenize: bool, return_dict: bool, return_tensors: str
+    ) -> Any:
         import torch
         from transformers import BatchFeature
 
         assert tokenize
         assert return_dict
         assert return_tensors == "pt"
-        ids = self.tokenizer(self.tokenizer.apply_chat_template(messages, tokenize=False), return_tensors="pt")["input_ids"]
+        ids = self.tokenizer(
+            self.tokenizer.apply_chat_template(messages, tokenize=False), return_tensors="pt"
+        )["input_ids"]
         picture = {"pixel_values": torch.randn(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
         return BatchFeature({"input_ids": ids, "mm_token_type_ids": (ids == 4).int(), **picture})
 
@@ -226,4 +256,7 @@ def preferences() -> list[dict[str, Any]]:
 
 
 def questions() -> list[dict[str, Any]]:
-    return [{"prompt": [{"role": "user", "content": said(i, 12)}], "solution": f"${i}$"} for i in range(8)]
+    return [
+        {"prompt": [{"role": "user", "content": said(i, 12)}], "solution": f"${i}$"}
+        for i in range(8)
+    ]

@@ -1,7 +1,9 @@
-"""Every block and every command of README.md and the users' pages runs: pages in a folder of their own, top to bottom.
+"""Every block and every command of README.md and the users' pages runs: pages in a folder of their
+own, top to bottom.
 
-Blocks for GPUs and big models run with the stand-ins of `tests/docs/stand_ins.py`; what cannot run has its reason in
-`tests/docs/runner.py`, and is counted apart. covers: cli/runs.py, integrations/trl/__init__.py
+Blocks for GPUs and big models run with the stand-ins of `tests/docs/stand_ins.py`; what cannot run
+has its reason in `tests/docs/runner.py`, and is counted apart. covers: cli/runs.py,
+integrations/trl/__init__.py
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from tests.docs import runner, stand_ins
 from tests.docs.pages import USERS, blocks
 from tests.docs.runner import NOT_RUN, PARSED, PageError, Runner, count
 
-LIGHT = ("docs/how-to/packing-and-padding.md", "docs/how-to/out-of-memory.md", "docs/reference/errors.md")
+LIGHT = (
+    "docs/how-to/packing-and-padding.md",
+    "docs/how-to/out-of-memory.md",
+    "docs/reference/errors.md",
+)
 EIGHT = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
     "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -32,7 +38,8 @@ WITH_CODE = tuple(page for page in USERS if blocks(page))
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """Small checkpoints and data under the names that pages use, and configurations of an 8B and a 70B model for plans."""
+    """Small checkpoints and data under the names that pages use, and configurations of an 8B and a
+    70B model for plans."""
     folder = tmp_path_factory.mktemp("made")
     stand_ins.make(folder)
     for size, config in (("8B", EIGHT), ("70B", SEVENTY)):
@@ -43,11 +50,16 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def inside(made, tmp_path, tmp_path_factory, monkeypatch):
-    """A folder with what earlier pages leave behind: the first program's model, texts, an adapter."""
+    """A folder with what earlier pages leave behind: the first program's model, texts, an
+    adapter."""
     text = made / stand_ins.CHECKPOINTS[0]
     (tmp_path / "first-model").symlink_to(text)
-    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"text": stand_ins.said(i, 30)}) for i in range(8)))
-    (tmp_path / "lengths.txt").write_text("\n".join(map(str, [100, 3000, 200, 400, 800, 100, 90, 1200])))
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(json.dumps({"text": stand_ins.said(i, 30)}) for i in range(8))
+    )
+    (tmp_path / "lengths.txt").write_text(
+        "\n".join(map(str, [100, 3000, 200, 400, 800, 100, 90, 1200]))
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "plans"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -62,9 +74,12 @@ def run(page, inside, made):
     return counts
 
 
-@pytest.mark.skipif(SHARING, reason="pages speak of the defaults, one of which STREAMBP_TEST_ROWS changes")
+@pytest.mark.skipif(
+    SHARING, reason="pages speak of the defaults, one of which STREAMBP_TEST_ROWS changes"
+)
 @pytest.mark.parametrize(
-    "page", [page if page in LIGHT else pytest.param(page, marks=pytest.mark.full) for page in WITH_CODE]
+    "page",
+    [page if page in LIGHT else pytest.param(page, marks=pytest.mark.full) for page in WITH_CODE],
 )
 def test_a_page_runs(page, inside, made, monkeypatch):
     if page == "docs/how-to/vlm.md":
@@ -81,7 +96,9 @@ def adapter(folder, made):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(made / stand_ins.CHECKPOINTS[1])
-    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear")).save_pretrained(folder / "my-adapter")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear")).save_pretrained(
+        folder / "my-adapter"
+    )
 
 
 def test_every_block_is_counted():
@@ -104,11 +121,16 @@ WRONG = [
     ("```bash\npip install '.[no_such_extra]'\n```", PageError),
     ("```yaml\na: 1\n```", PageError),
     ("```bash\nstreambp --version\n```\n\n```text\nstreambp 0.0\n```", PageError),
-    ("```bash\nstreambp launch --no-such-flag -- axolotl train x.yaml\n```", runner.streambp.StreamBPError),
+    (
+        "```bash\nstreambp launch --no-such-flag -- axolotl train x.yaml\n```",
+        runner.streambp.StreamBPError,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("text", "error"), WRONG, ids=[text.split("\n")[1][:30] for text, _ in WRONG])
+@pytest.mark.parametrize(
+    ("text", "error"), WRONG, ids=[text.split("\n")[1][:30] for text, _ in WRONG]
+)
 def test_a_wrong_block_is_found(text, error, inside, made, monkeypatch):
     """A mutant of a page each."""
     monkeypatch.setattr("tests.docs.pages.ROOT", inside)
@@ -123,5 +145,12 @@ def test_stand_ins_keep_what_a_program_does(tmp_path):
         'c = C(output_dir="x", max_length=65536, bf16=True, learning_rate=1e-5, stream_offload="cpu")', tmp_path
     )  # fmt: skip
     assert f"from_pretrained('{tmp_path}/Qwen/Qwen3-8B', dtype=torch.float32)" in found
-    assert "max_length=64, learning_rate=1e-05, stream_offload='cpu', bf16=False, max_steps=2" in found
-    assert stand_ins.ranks(["torchrun", "--nproc-per-node", "8", "a.py"]) == ["torchrun", "--nproc-per-node", "2", "a.py"]
+    assert (
+        "max_length=64, learning_rate=1e-05, stream_offload='cpu', bf16=False, max_steps=2" in found
+    )
+    assert stand_ins.ranks(["torchrun", "--nproc-per-node", "8", "a.py"]) == [
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        "a.py",
+    ]

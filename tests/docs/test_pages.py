@@ -23,9 +23,16 @@ def words(page):
 
 def test_pages_are_short():
     counted = {page: words(page) for page in USERS if page not in NOT_WRITTEN}
-    print(f"\n{sum(counted.values())} words; the longest: {sorted(counted.items(), key=lambda item: -item[1])[:3]}")
+    print(
+        f"\n{sum(counted.values())} words; the longest: "
+        f"{sorted(counted.items(), key=lambda item: -item[1])[:3]}"
+    )
     assert sum(counted.values()) <= ALL
-    assert not {page: n for page, n in counted.items() if page.startswith(("docs/start", "docs/how-to")) and n > LONGEST}
+    assert not {
+        page: n
+        for page, n in counted.items()
+        if page.startswith(("docs/start", "docs/how-to")) and n > LONGEST
+    }
 
 
 @pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes a default")
@@ -37,7 +44,9 @@ def test_pages_say_what_the_code_says(page):
 
 
 def test_a_page_that_is_old_is_found():
-    assert reference.filled("All <!-- from code: families -->7<!-- end --> stream.") != "All 7 stream."
+    assert (
+        reference.filled("All <!-- from code: families -->7<!-- end --> stream.") != "All 7 stream."
+    )
     assert reference.families() in reference.filled("<!-- from code: families --><!-- end -->")
     assert int(reference.families()) > 100
 

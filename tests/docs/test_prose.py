@@ -1,4 +1,5 @@
-"""The words of pages, help and messages: the rules of `.vale`, which Vale reads as well, applied here.
+"""The words of pages, help and messages: the rules of `.vale`, which Vale reads as well, applied
+here.
 
 covers: cli/app.py, errors.py, model/describe.py, planner/report.py
 """
@@ -29,7 +30,10 @@ def rules():
         rule = yaml.safe_load(file.read_text("utf-8"))
         flags = re.IGNORECASE if rule.get("ignorecase") else 0
         if rule["extends"] == "substitution":
-            found |= {re.compile(pattern, flags): f"write {cure}" for pattern, cure in rule["swap"].items()}
+            found |= {
+                re.compile(pattern, flags): f"write {cure}"
+                for pattern, cure in rule["swap"].items()
+            }
         else:
             assert rule["extends"] == "existence", file
             found |= {re.compile(pattern, flags): rule["message"] for pattern in rule["tokens"]}
@@ -40,11 +44,17 @@ def wrong(text):
     """(sentence or line, cure) for each that a rule is against."""
     lines = [line.strip("-*|> ") for line in text.splitlines()]
     sentences = [sentence for line in lines for sentence in re.split(r"(?<=[.:;|]) +", line)]
-    return [(sentence, cure) for pattern, cure in rules().items() for sentence in sentences if pattern.search(sentence)]
+    return [
+        (sentence, cure)
+        for pattern, cure in rules().items()
+        for sentence in sentences
+        if pattern.search(sentence)
+    ]
 
 
 def said(path):
-    """Texts of a module that a user may read: strings with a space, docstrings only where they are help."""
+    """Texts of a module that a user may read: strings with a space, docstrings only where they are
+    help."""
     tree = ast.parse(path.read_text("utf-8"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     hidden = {
@@ -53,7 +63,9 @@ def said(path):
         if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
     }
     hidden = set() if path == ROOT / COMMANDS else hidden
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in hidden)
+    nodes = (
+        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in hidden
+    )
     return [node.value for node in nodes if isinstance(node.value, str) and " " in node.value]
 
 
@@ -88,7 +100,9 @@ def test_a_rule_finds_what_it_is_for(text):
     assert wrong(text)
 
 
-@pytest.mark.parametrize("text", ["What is a chunk?", "host memory", "It runs unpatched.", "a packed row"])
+@pytest.mark.parametrize(
+    "text", ["What is a chunk?", "host memory", "It runs unpatched.", "a packed row"]
+)
 def test_a_rule_leaves_the_right_words(text):
     assert not wrong(text)
 

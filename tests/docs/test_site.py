@@ -1,4 +1,5 @@
-"""The site as a browser shows it: every page of a user, both themes, a telephone and a desk, without a scrollbar below.
+"""The site as a browser shows it: every page of a user, both themes, a telephone and a desk,
+without a scrollbar below.
 
 covers: __init__.py
 """
@@ -25,8 +26,14 @@ BUILDER = os.environ.get("STREAMBP_MKDOCS", sys.executable)  # a Python that has
 HAS_BUILDER = sys.executable != BUILDER or importlib.util.find_spec("material") is not None
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(not (BROWSER and DRIVER), reason="no Chromium with chromedriver was found to look at the site with"),
-    pytest.mark.skipif(not HAS_BUILDER, reason="no mkdocs: install the extra docs, or name a Python in STREAMBP_MKDOCS"),
+    pytest.mark.skipif(
+        not (BROWSER and DRIVER),
+        reason="no Chromium with chromedriver was found to look at the site with",
+    ),
+    pytest.mark.skipif(
+        not HAS_BUILDER,
+        reason="no mkdocs: install the extra docs, or name a Python in STREAMBP_MKDOCS",
+    ),
 ]
 WIDE = """
 const wide = document.documentElement.clientWidth;
@@ -68,7 +75,14 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def addresses():
-    return ["", *(page.removeprefix("docs/").removesuffix(".md") + "/" for page in USERS if page != "README.md")]
+    return [
+        "",
+        *(
+            page.removeprefix("docs/").removesuffix(".md") + "/"
+            for page in USERS
+            if page != "README.md"
+        ),
+    ]
 
 
 @pytest.mark.parametrize("width", [400, 1280])
@@ -97,5 +111,11 @@ def test_no_page_is_wider_than_the_window(site, width, theme, tmp_path):
 def test_the_home_has_the_install_and_a_first_program(site):
     _, folder = site
     home = re.sub("<[^>]*>", "", (folder / "index.html").read_text("utf-8"))
-    for shown in ("pip install", "streambp.patch(model)", "streambp plan", "streambp verify", "streambp launch"):
+    for shown in (
+        "pip install",
+        "streambp.patch(model)",
+        "streambp plan",
+        "streambp verify",
+        "streambp launch",
+    ):
         assert shown in home, shown

@@ -1,7 +1,8 @@
-"""torch's device "emulated": device.cpp, built once for each torch and each state of that file, and `torch.emulated`.
+"""torch's device "emulated": device.cpp, built once for each torch and each state of that file, and
+`torch.emulated`.
 
-It is a process' only accelerator once it is registered, so a process asks for it before anything else:
-STREAMBP_TEST_DEVICE=emulated (tests/device.py). Trainer and accelerate see it, too.
+It is a process' only accelerator once it is registered, so a process asks for it before anything
+else: STREAMBP_TEST_DEVICE=emulated (tests/device.py). Trainer and accelerate see it, too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def why_not() -> str | None:
 
 
 def _find_ninja() -> bool:
-    """Whether there is one, beside Python too: an environment's programs can be called without its being activated."""
+    """Whether there is one, beside Python too: an environment's programs can be called without its
+    being activated."""
     beside = sysconfig.get_path("scripts")
     if beside not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] += os.pathsep + beside
@@ -60,7 +62,12 @@ def library() -> Path:
     """Where the built device is, or is to be: one for each Python, torch and device.cpp."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    return cache / "streambp" / f"{sys.implementation.cache_tag}-torch-{torch.__version__}-{key}" / f"{NAME}.so"
+    return (
+        cache
+        / "streambp"
+        / f"{sys.implementation.cache_tag}-torch-{torch.__version__}-{key}"
+        / f"{NAME}.so"
+    )
 
 
 @functools.lru_cache
@@ -76,8 +83,12 @@ def extension() -> Any:
     else:
         print(f"building {found}, once", file=sys.stderr, flush=True)
         found.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=found.parent) as folder:  # processes that build at once do not meet
-            module = cpp_extension.load(NAME, str(SOURCE), ["-O1", "-g0", "-w"], build_directory=folder, with_cuda=False)
+        with tempfile.TemporaryDirectory(
+            dir=found.parent
+        ) as folder:  # processes that build at once do not meet
+            module = cpp_extension.load(
+                NAME, str(SOURCE), ["-O1", "-g0", "-w"], build_directory=folder, with_cuda=False
+            )
             os.replace(Path(folder) / f"{NAME}.so", found)
     atexit.register(module.shutdown)
     return module
@@ -106,7 +117,8 @@ class Device(contextlib.ContextDecorator):
 
 @functools.lru_cache
 def register() -> types.ModuleType:
-    """Make the device this process' accelerator; `torch.emulated`, which has what programs ask `torch.cuda` for."""
+    """Make the device this process' accelerator; `torch.emulated`, which has what programs ask
+    `torch.cuda` for."""
     torch.utils.rename_privateuse1_backend(NAME)
     c = extension()
     c.set_devices(DEVICES)
@@ -130,8 +142,19 @@ def register() -> types.ModuleType:
             c.set_rng_state(index, state)
 
     vars(module).update(
-        {name: general(name) for name in ("synchronize", "current_stream", "memory_allocated", "max_memory_allocated")},
-        **{name: general(name) for name in ("memory_reserved", "reset_peak_memory_stats", "memory_stats")},
+        {
+            name: general(name)
+            for name in (
+                "synchronize",
+                "current_stream",
+                "memory_allocated",
+                "max_memory_allocated",
+            )
+        },
+        **{
+            name: general(name)
+            for name in ("memory_reserved", "reset_peak_memory_stats", "memory_stats")
+        },
         max_memory_reserved=general("max_memory_reserved"),
         mem_get_info=general("get_memory_info"),
         empty_cache=lambda: torch.accelerator.empty_cache(),
@@ -145,7 +168,9 @@ def register() -> types.ModuleType:
         set_device=lambda device: c.set_device(index_of(device)),
         device=Device,
         stream=stream,
-        Stream=lambda device=None, priority=0: torch.Stream(torch.device(NAME, index_of(device)), priority=priority),
+        Stream=lambda device=None, priority=0: torch.Stream(
+            torch.device(NAME, index_of(device)), priority=priority
+        ),
         Event=lambda enable_timing=False, **_: torch.Event(NAME, enable_timing=enable_timing),
         get_device_name=lambda device=None: "an emulated device",
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16, torch.float32],
@@ -159,6 +184,10 @@ def register() -> types.ModuleType:
         initial_seed=lambda: c.initial_seed(c.current_device()),
     )
     torch._register_device_module(NAME, module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
-    os.environ["ACCELERATE_TORCH_DEVICE"] = NAME  # accelerate, and so Trainer, looks for makers that it knows
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_storage=True
+    )
+    os.environ["ACCELERATE_TORCH_DEVICE"] = (
+        NAME  # accelerate, and so Trainer, looks for makers that it knows
+    )
     return module

@@ -79,7 +79,8 @@ def test_the_host_runs_ahead_of_kernels_and_a_side_stream_of_both(device):
 
 
 def test_a_thread_may_wait_while_another_goes_on(device):
-    """What another thread puts just after the last task of those that are waited for needs nobody else to ask for it."""
+    """What another thread puts just after the last task of those that are waited for needs nobody
+    else to ask for it."""
     rounds, x = threading.Barrier(2, timeout=HANG), torch.zeros(8, device=device)
 
     def ask():
@@ -103,8 +104,19 @@ def test_a_tensor_is_elsewhere_where_torch_would_move_it(device):
         for current in range(backend.DEVICES):
             x = torch.zeros(2, device=f"{backend.NAME}:{index}")
             with backend.Device(current):
-                for wanted in ("cpu", backend.NAME, f"{backend.NAME}:0", torch.device(backend.NAME, 1), 0, 1, x, x.cpu()):
-                    assert is_elsewhere(x, [wanted, torch.float32, False]) == (x.to(wanted).device != x.device), wanted
+                for wanted in (
+                    "cpu",
+                    backend.NAME,
+                    f"{backend.NAME}:0",
+                    torch.device(backend.NAME, 1),
+                    0,
+                    1,
+                    x,
+                    x.cpu(),
+                ):
+                    assert is_elsewhere(x, [wanted, torch.float32, False]) == (
+                        x.to(wanted).device != x.device
+                    ), wanted
 
 
 def test_pinned_memory_makes_copies_asynchronous(device):
@@ -143,8 +155,9 @@ def test_a_number_of_allocations_from_now_one_fails(device):
 
 
 def results(device):
-    """Of operators whose outputs grow, whose shapes are in the data, that add where indices meet; and of one operator for
-    other dimensions, layouts and dtypes, which the device must tell apart where it remembers shapes."""
+    """Of operators whose outputs grow, whose shapes are in the data, that add where indices meet;
+    and of one operator for other dimensions, layouts and dtypes, which the device must tell apart
+    where it remembers shapes."""
     x = torch.linspace(-1, 1, 24, device=device).view(4, 6)  # [4, 6]
     index = torch.tensor([0, 2, 2, 1], device=device)
     out = torch.empty(0, device=device)
@@ -182,7 +195,8 @@ def test_random_numbers_are_the_devices_own(device):
 
 
 def test_what_runs_there_is_told(device):
-    """By `streambp env` before a step, by `describe` after one: other makers' devices have streams and plain products."""
+    """By `streambp env` before a step, by `describe` after one: other makers' devices have streams
+    and plain products."""
     found = {part["device"]: part for part in environment()["devices"]}
     for index in range(backend.DEVICES):
         here = found[f"{backend.NAME}:{index}"]
@@ -193,12 +207,16 @@ def test_what_runs_there_is_told(device):
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=8))
     model(**make_batch("plain"), use_cache=False).loss.backward()
     told = streambp.describe(model).attention
-    assert f"plain products, because FlashAttention cannot: it does not run on {backend.NAME}," in told
+    assert (
+        f"plain products, because FlashAttention cannot: it does not run on {backend.NAME}," in told
+    )
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 def test_what_cannot_run_there_is_refused_by_name(name, device):
-    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=8, attention=name))
+    model = streambp.patch(
+        build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=8, attention=name)
+    )
     with pytest.raises(AttentionChoiceError, match=f"does not run on {backend.NAME}"):
         model(**make_batch("plain"), use_cache=False)
 
@@ -243,7 +261,9 @@ for _ in range(20):
     y = (x @ x).sum()
     y.backward()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

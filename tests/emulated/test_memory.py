@@ -1,4 +1,5 @@
-"""Steps of the default that run out of memory: each allocation in turn fails, and the device's limit is lowered.
+"""Steps of the default that run out of memory: each allocation in turn fails, and the device's
+limit is lowered.
 
 covers: head/recipe.py, layer/oom.py, admission/entry.py, model/steps.py
 """
@@ -25,14 +26,25 @@ from tests.families import build, make_batch
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.emulated
-FEW, MANY = 9, 96  # tokens: few for one allocation after the other, many where activations are to outweigh weights
+FEW, MANY = (
+    9,
+    96,
+)  # tokens: few for one allocation after the other, many where activations are to outweigh weights
 WAYS = {
     "chunks": {},
     "graph": {"chunk_size": 4096, "unpatched_runs": False},
     "unpatched": {"chunk_size": 4096},
 }
-RUN_AS = {"chunks": ("streamed", 2), "graph": ("kept its graph", 1), "unpatched": ("ran unpatched", 1)}
-LEAST_ENDED = {"chunks": 0.5, "graph": 0.5, "unpatched": 0.3}  # of steps in which one allocation fails
+RUN_AS = {
+    "chunks": ("streamed", 2),
+    "graph": ("kept its graph", 1),
+    "unpatched": ("ran unpatched", 1),
+}
+LEAST_ENDED = {
+    "chunks": 0.5,
+    "graph": 0.5,
+    "unpatched": 0.3,
+}  # of steps in which one allocation fails
 PACKAGE = Path(streambp.__file__).parent
 
 
@@ -78,7 +90,10 @@ class Steps:
             self.before_backward()
         loss.backward()
         torch.accelerator.synchronize()
-        return {"loss": loss.detach().cpu(), **{name: p.grad.cpu() for name, p in self.model.named_parameters()}}
+        return {
+            "loss": loss.detach().cpu(),
+            **{name: p.grad.cpu() for name, p in self.model.named_parameters()},
+        }
 
     @property
     def chooser(self):
@@ -122,9 +137,15 @@ def way(request, monkeypatch):
 def tried(monkeypatch):
     """Counts what layers are tried on."""
     seen = []
-    for module, name in ((probe, "_why_not"), (trials, "_writes"), (long_trial, "why_not_at_length")):
+    for module, name in (
+        (probe, "_why_not"),
+        (trials, "_writes"),
+        (long_trial, "why_not_at_length"),
+    ):
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, real=real, name=name: seen.append(name) or real(*args))
+        monkeypatch.setattr(
+            module, name, lambda *args, real=real, name=name: seen.append(name) or real(*args)
+        )
     return seen
 
 
@@ -134,7 +155,8 @@ BEFORE = "torch raised before backward came to us: a gradient of the loss, one n
 
 
 def outcome(steps):
-    """Of a step. What torch raises where nobody of ours is called has a warning beside it. [Note: bare errors]"""
+    """Of a step. What torch raises where nobody of ours is called has a warning beside it. [Note:
+    bare errors]"""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("ignore")  # a hook of a test has a warning of its own
         warnings.filterwarnings("always", ".* ran out of memory")
@@ -151,17 +173,26 @@ def outcome(steps):
         one_number = "Tried to allocate 4 bytes" in text and not through
         deadline = time.monotonic() + (1 if one_number else 60)
         while not (ours or said) and time.monotonic() < deadline:
-            time.sleep(0.001)  # autograd's thread lets go of the callback once it gets Python's lock
+            time.sleep(
+                0.001
+            )  # autograd's thread lets go of the callback once it gets Python's lock
     if one_number and not said:
         return BEFORE
     advice = [str(one.message) for one in said] + [text] * ours
     if len(advice) != 1 or "StreamConfig" not in advice[0]:
         return f"{WRONG}: advice {advice} beside {shown} through {through[-1:]}"
-    return ADVISED if ours else f"{WRONG}: {shown} passed through {through[-1:]}" if through else WARNED
+    return (
+        ADVISED
+        if ours
+        else f"{WRONG}: {shown} passed through {through[-1:]}"
+        if through
+        else WARNED
+    )
 
 
 def after(steps, tried):
-    """What a step that went wrong has left: bytes, without a collection; the next step's outcome, and what it tries."""
+    """What a step that went wrong has left: bytes, without a collection; the next step's outcome,
+    and what it tries."""
     deadline = time.monotonic() + 60
     while (left := steps.allocated() - steps.start) and time.monotonic() < deadline:
         time.sleep(0.001)  # autograd's thread lets go of what failed once it gets Python's lock
@@ -174,7 +205,9 @@ def after(steps, tried):
 CLEAN = (0, ENDED, [])
 
 
-@pytest.mark.parametrize(("first", "stride"), thinned([(35, 71), (0, 1)], lambda first, stride: stride > 1))
+@pytest.mark.parametrize(
+    ("first", "stride"), thinned([(35, 71), (0, 1)], lambda first, stride: stride > 1)
+)
 def test_each_allocation_in_turn_fails(way, first, stride, made, tried):
     steps = made(way, FEW).started()
     found = collections.Counter()
@@ -188,7 +221,9 @@ def test_each_allocation_in_turn_fails(way, first, stride, made, tried):
     finally:
         backend.extension().fail_after(0, -1)
         gc.enable()
-    print(f"{way}, allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}")
+    print(
+        f"{way}, allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(found)}"
+    )
     assert found.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
     assert found[BEFORE] <= 2  # that of the loss, and of the sum that it is a part of
     assert found[ENDED] >= LEAST_ENDED[way] * found.total()
@@ -200,7 +235,10 @@ def test_a_limit_is_lowered(way, share, when, made, tried):
     steps = made(way, MANY).started()
     hooks = []
 
-    limit, set_limit = steps.others + int(share * (steps.peak - steps.others)), backend.extension().set_limit
+    limit, set_limit = (
+        steps.others + int(share * (steps.peak - steps.others)),
+        backend.extension().set_limit,
+    )
 
     def lower(*_):  # closes over numbers alone: what it reached would be watched
         set_limit(0, limit)

@@ -1,4 +1,5 @@
-"""Models of many kinds on the emulated device: gradients are those of the unpatched model on the CPU.
+"""Models of many kinds on the emulated device: gradients are those of the unpatched model on the
+CPU.
 
 covers: offload/engines.py, layer/recompute.py, model/patching.py
 """
@@ -20,7 +21,16 @@ from tests.oracle import EXACT, gradients, worst_error
 from tests.tiers import thinned
 
 pytestmark = [pytest.mark.emulated(any=True), pytest.mark.usefixtures("float64_oracle")]
-FAMILIES = ("qwen3", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3", "qwen3_next", "falcon_h1", "mamba2")
+FAMILIES = (
+    "qwen3",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_moe",
+    "gemma3",
+    "qwen3_next",
+    "falcon_h1",
+    "mamba2",
+)
 ALL = ("attn_out", "kv", "*")
 SAVES = {"none": {"saves": ()}, "all": {"saves": ALL}, "auto": {}}
 OFFLOAD = ("none", "cpu", "auto")
@@ -37,7 +47,9 @@ FAST = ("all-cpu-rows", "all-cpu-shared")
 
 
 def made(family, **fields):
-    return (build if family in ("qwen3", "gemma3") else zoo.build)(family, torch.float64, device="cpu", **fields)
+    return (build if family in ("qwen3", "gemma3") else zoo.build)(
+        family, torch.float64, device="cpu", **fields
+    )
 
 
 def batch_of(mode):
@@ -55,12 +67,17 @@ def truths():
 
 
 @pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting in FAST))
-@pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("qwen3", "qwen3_next")))
+@pytest.mark.parametrize(
+    "family", thinned(FAMILIES, lambda family: family in ("qwen3", "qwen3_next"))
+)
 def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
     """Patched on the CPU and moved, in two steps."""
     mode = "plain" if SETTINGS[setting]["rows"] == "packed" else "left-padded"
-    # Steps of thousands of tokens are counted, in plain products of windows: those of 5 tokens are a minute of them.
-    fields = {"sliding_window": 20} if family == "gpt_oss" and setting.startswith("auto-none") else {}
+    # Steps of thousands of tokens are counted, in plain products of windows: those of 5 tokens are
+    # a minute of them.
+    fields = (
+        {"sliding_window": 20} if family == "gpt_oss" and setting.startswith("auto-none") else {}
+    )
     model, batch, key = made(family, **fields), batch_of(mode), (family, mode, *fields)
     if key not in truths:
         truths[key] = gradients(copy.deepcopy(model), **batch)[1]
@@ -72,17 +89,23 @@ def test_gradients_are_those_of_the_cpu(family, setting, truths, device):
         assert worst_error({name: g.cpu() for name, g in found.items()}, truths[key]) <= EXACT
     if SETTINGS[setting]["offload"] == "cpu":
         transfers = manager_of(model).transfers
-        assert all(type(engine) is engines.AcceleratorEngine for engine in transfers.engines.values())
+        assert all(
+            type(engine) is engines.AcceleratorEngine for engine in transfers.engines.values()
+        )
         assert transfers.bytes[engines.OUT] > 0
 
 
 def divided(model, here, there):
-    """A `device_map`: the first half of the layers, and the rest with the final norm and the head."""
+    """A `device_map`: the first half of the layers, and the rest with the final norm and the
+    head."""
     places = {"lm_head": here if model.config.tie_word_embeddings else there}
     for name, child in model.base_model.named_children():
         path = f"{model.base_model_prefix}.{name}"
         if isinstance(child, torch.nn.ModuleList):
-            places |= {f"{path}.{index}": here if 2 * index < len(child) else there for index in range(len(child))}
+            places |= {
+                f"{path}.{index}": here if 2 * index < len(child) else there
+                for index in range(len(child))
+            }
         else:
             places[path] = there if "norm" in name else here
     return places
@@ -92,7 +115,8 @@ def divided(model, here, there):
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("qwen3", "gemma3")))
 def test_layers_on_two_devices(family, offload, truths):
-    """gemma3's output projection is its embedding: on the first device, where the final norm is on the second."""
+    """gemma3's output projection is its embedding: on the first device, where the final norm is on
+    the second."""
     accelerate = pytest.importorskip("accelerate")
     batch, model = batch_of("left-padded"), made(family)
     if (family, "left-padded") not in truths:
@@ -105,6 +129,9 @@ def test_layers_on_two_devices(family, offload, truths):
     for _ in range(2):
         _, found = gradients(model, **moved)
         assert {g.device.index for g in found.values()} == {0, 1}
-        assert worst_error({name: g.cpu() for name, g in found.items()}, truths[family, "left-padded"]) <= EXACT
+        assert (
+            worst_error({name: g.cpu() for name, g in found.items()}, truths[family, "left-padded"])
+            <= EXACT
+        )
     if offload == "cpu":
         assert len(manager_of(model).transfers.engines) == 2

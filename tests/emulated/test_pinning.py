@@ -1,4 +1,5 @@
-"""Host memory that cannot be locked, as a CUDA device asks for it: copies are synchronous then, and nothing else changes.
+"""Host memory that cannot be locked, as a CUDA device asks for it: copies are synchronous then, and
+nothing else changes.
 
 covers: offload/engines.py, device.py
 """
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.emulated
 
 @pytest.fixture
 def asynchronous(device, monkeypatch):
-    """Whether the copies of the engine might be asynchronous. Its host memory is asked of CUDA's runtime."""
+    """Whether the copies of the engine might be asynchronous. Its host memory is asked of CUDA's
+    runtime."""
     found, real, buffer = [], Tensor.copy_, engines.AcceleratorEngine.host_buffer
 
     def copy(self, source, non_blocking=None):
@@ -51,7 +53,9 @@ class Runtime:
 
 
 @pytest.mark.parametrize("error", [0, 2])
-def test_memory_that_cannot_be_pinned_is_copied_synchronously_with_one_warning(error, asynchronous, monkeypatch):
+def test_memory_that_cannot_be_pinned_is_copied_synchronously_with_one_warning(
+    error, asynchronous, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error))
     expected = step(model_with(BOTH))
     model = offloaded(gpu_memory=1)
@@ -78,7 +82,8 @@ def test_a_copy_that_compute_waits_for_is_counted(device):
 
 
 class FakeRuntime:
-    """CUDA's runtime where nothing can be pinned: the error of a failed call is kept until a launch reports it."""
+    """CUDA's runtime where nothing can be pinned: the error of a failed call is kept until a launch
+    reports it."""
 
     def __init__(self):
         self.pending = 0
@@ -93,7 +98,19 @@ class FakeRuntime:
 class Launches(TorchDispatchMode):
     """Every operation that computes is a launch, after which torch asks for the pending error."""
 
-    QUIET = ("empty", "view", "detach", "slice", "select", "as_strided", "expand", "transpose", "t.", "alias", "reshape")
+    QUIET = (
+        "empty",
+        "view",
+        "detach",
+        "slice",
+        "select",
+        "as_strided",
+        "expand",
+        "transpose",
+        "t.",
+        "alias",
+        "reshape",
+    )
 
     def __init__(self, runtime):
         super().__init__()

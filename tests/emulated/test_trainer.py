@@ -1,4 +1,5 @@
-"""HF's Trainer on the emulated device: it trains as the unpatched model does on the CPU, through all that a run has.
+"""HF's Trainer on the emulated device: it trains as the unpatched model does on the CPU, through
+all that a run has.
 
 covers: model/patching.py, model/wrappers.py
 """
@@ -15,7 +16,10 @@ from tests.oracle import EXACT
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.emulated(any=True)
-ROWS = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1, device="cpu").items()} for seed in range(8)]
+ROWS = [
+    {name: x[0] for name, x in make_batch("plain", seed=seed, rows=1, device="cpu").items()}
+    for seed in range(8)
+]
 
 
 EPSILON = 1e-3  # AdamW divides by the gradient's size plus this: where that is rounding alone, a step is what rounding says
@@ -42,7 +46,12 @@ def train(folder, device, config, resume=False, **arguments):
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_TORCH_DEVICE", device.type)
-        trainer = Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=ROWS, eval_dataset=ROWS[:3])
+        trainer = Trainer(
+            model,
+            TrainingArguments(str(folder), **settings),
+            train_dataset=ROWS,
+            eval_dataset=ROWS[:3],
+        )
         assert trainer.args.device.type == device.type
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
     assert {p.device.type for p in model.parameters()} == {device.type}
@@ -52,7 +61,9 @@ def train(folder, device, config, resume=False, **arguments):
 def told(trainer):
     """Losses, norms and evaluations as logged."""
     names = ("loss", "grad_norm", "eval_loss")
-    return [float(entry[name]) for entry in trainer.state.log_history for name in names if name in entry]
+    return [
+        float(entry[name]) for entry in trainer.state.log_history for name in names if name in entry
+    ]
 
 
 def parameters(model):
@@ -73,7 +84,8 @@ def test_it_trains_as_unpatched_and_goes_on_from_a_checkpoint(offload, device, t
 
 
 def scaled(device, config, half):
-    """Losses, norms and parameters of 3 steps of 2 micro-batches, by hand: accelerate knows makers by name.
+    """Losses, norms and parameters of 3 steps of 2 micro-batches, by hand: accelerate knows makers
+    by name.
 
     half: under float16 autocast; without, in float64.
     """
@@ -91,7 +103,9 @@ def scaled(device, config, half):
             scaler.scale(loss).backward()
             found.append(loss.item())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "float", FLOAT)  # the kernel takes no factor but one in float32
+            patch.setattr(
+                torch.Tensor, "float", FLOAT
+            )  # the kernel takes no factor but one in float32
             scaler.unscale_(optimizer)
         found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         scaler.step(optimizer)

@@ -2,8 +2,9 @@
 
 covers: offload/engines.py, offload/manager.py, offload/transfers.py
 
-A wait is implied if other waits and the order of a stream keep what it keeps ([Note: offload order] says which and why).
-Memory that is freed is overwritten by the stream it belongs to (device.cpp), so a tensor that is read too late shows.
+A wait is implied if other waits and the order of a stream keep what it keeps ([Note: offload order]
+says which and why). Memory that is freed is overwritten by the stream it belongs to (device.cpp),
+so a tensor that is read too late shows.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ SETTINGS = {
     "gpu_memory=1": {"saves": (), "offload": "cpu", "gpu_memory": 1},
     "auto": {"offload": "auto", "gpu_memory": 1},
 }
-SLOW = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}  # seconds a copy, or a kernel
-LONGER = (1, 5, 25)  # a wait that is left out may show itself only in the second or third: the host can be late as well
+SLOW = {
+    "out": (0.08, 0.0, 0.0),
+    "back": (0.0, 0.08, 0.0),
+    "compute": (0.0, 0.0, 0.003),
+}  # seconds a copy, or a kernel
+LONGER = (
+    1,
+    5,
+    25,
+)  # a wait that is left out may show itself only in the second or third: the host can be late as well
 NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in peek": "back", "6 in let_go": "out"}
 IMPLIED = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
 BROKEN_OFF = "4 in _retire"  # reached where a step ends before its backward does
@@ -38,7 +47,11 @@ for module in (transfers, manager):
     lines = inspect.getsource(module).splitlines()
     for number, line in enumerate(lines, 1):
         if ".wait(" in line and "def " not in line:
-            function = next(m[1] for before in reversed(lines[:number]) if (m := re.match(r"\s*def (\w+)", before)))
+            function = next(
+                m[1]
+                for before in reversed(lines[:number])
+                if (m := re.match(r"\s*def (\w+)", before))
+            )
             WAITS[f"{NUMBERED.search(line)[1]} in {function}"] = module.__file__, number
 
 
@@ -56,7 +69,8 @@ class Leaky(engines.AcceleratorEngine):
             super().wait(queue, event)
 
     def spent(self):
-        """Of a link that has room for all: what offload="auto" saves does not depend on the host's other work."""
+        """Of a link that has room for all: what offload="auto" saves does not depend on the host's
+        other work."""
         return {name: 1e-9 * seconds for name, seconds in super().spent().items()}
 
 
@@ -83,7 +97,8 @@ def run(request, device):
         batch = make_batch("plain", rows=1)
 
         def made(**settings):
-            # Values that a wait came too late for are compared here, bit by bit, not by backward itself.
+            # Values that a wait came too late for are compared here, bit by bit, not by backward
+            # itself.
             config = streambp.StreamConfig(chunk_size=8, compare_backward=False, **settings)
             return streambp.patch(build("qwen3", num_hidden_layers=3), config)
 
@@ -104,7 +119,8 @@ class BrokenOffError(Exception):
 
 
 def break_off(model, batch):
-    """A step whose backward raises when the last layer but one has its gradients: tensors of the next are on their way."""
+    """A step whose backward raises when the last layer but one has its gradients: tensors of the
+    next are on their way."""
 
     def refuse(_):
         raise BrokenOffError
@@ -122,7 +138,8 @@ def break_off(model, batch):
 def found(run, wait, slow, broken_off=False, times=1):
     """Whether a step has the gradients of one without offloading, and how many waits it left out.
 
-    broken_off: after one whose backward raised. times: how much longer than in SLOW a copy or a kernel takes.
+    broken_off: after one whose backward raised. times: how much longer than in SLOW a copy or a
+    kernel takes.
     """
     _, model, batch, expected, engine = run
     assert type(engine) is Leaky
@@ -165,18 +182,24 @@ def test_a_wait_that_is_needed(run, wait):
 @pytest.mark.parametrize("wait", IMPLIED)
 def test_a_wait_that_others_imply(run, wait, slow):
     same, left_out = found(run, wait, slow)
-    assert left_out > 0 or (wait == "6 in borrow" and run[0] == "attn_out + kv")  # nothing is borrowed there
+    assert left_out > 0 or (
+        wait == "6 in borrow" and run[0] == "attn_out + kv"
+    )  # nothing is borrowed there
     assert same
 
 
 def after_breaking_off(run, wait, times):
-    """Whether tensors made after a step that broke off keep their values, and how many waits it left out."""
+    """Whether tensors made after a step that broke off keep their values, and how many waits it
+    left out."""
     _, model, batch, _, engine = run
     slow_down(engine, *SLOW["back"], times)
     Leaky.line, Leaky.left_out = WAITS.get(wait), 0
     try:
         break_off(model, batch)
-        taken = [torch.full((size,), 7.0, device=batch["labels"].device) for size in 32 * (64, 128, 256, 512, 1024)]
+        taken = [
+            torch.full((size,), 7.0, device=batch["labels"].device)
+            for size in 32 * (64, 128, 256, 512, 1024)
+        ]
         torch.accelerator.synchronize()
     finally:
         Leaky.line = None
@@ -185,14 +208,17 @@ def after_breaking_off(run, wait, times):
 
 
 def test_the_wait_of_a_step_that_breaks_off(run):
-    """What is on its way back when a backward raises has memory that compute gets next: the copy must not come after."""
+    """What is on its way back when a backward raises has memory that compute gets next: the copy
+    must not come after."""
     assert after_breaking_off(run, None, times=1) == (True, 0)
 
 
 def test_the_wait_of_a_step_that_breaks_off_is_needed(run):
     for times in LONGER:
         kept, left_out = after_breaking_off(run, BROKEN_OFF, times)
-        if run[0] == "gpu_memory=1":  # one layer input at most is on its way, and it may be let go of before this or after
+        if (
+            run[0] == "gpu_memory=1"
+        ):  # one layer input at most is on its way, and it may be let go of before this or after
             assert kept or left_out
             return
         assert left_out > 0

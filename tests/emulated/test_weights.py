@@ -1,4 +1,5 @@
-"""Weights on the host on the emulated device, where a kernel that meets a tensor of the host raises.
+"""Weights on the host on the emulated device, where a kernel that meets a tensor of the host
+raises.
 
 covers: offload/weights.py, offload/ranges.py, offload/gradients.py, integrations/in_backward.py
 """
@@ -58,11 +59,15 @@ def trained(model, batch, micro_batches=1):
 
 
 def same(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[key], expected[key]) for key in expected
+    )
 
 
 @pytest.mark.emulated(any=True)
-@pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("qwen3", "qwen3_next")))
+@pytest.mark.parametrize(
+    "family", thinned(FAMILIES, lambda family: family in ("qwen3", "qwen3_next"))
+)
 def test_a_moved_model_leaves_its_weights_on_the_host(family, device):
     batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
     expected = trained(made(family, weights="device").to(device), batch)
@@ -70,17 +75,25 @@ def test_a_moved_model_leaves_its_weights_on_the_host(family, device):
     for _ in range(2):
         assert same(trained(model, batch), expected)
     frozen = [
-        p for layer in weights_of(model).ranges.sites.values() for p in layer.layer.parameters() if not p.requires_grad
+        p
+        for layer in weights_of(model).ranges.sites.values()
+        for p in layer.layer.parameters()
+        if not p.requires_grad
     ]
     assert {p.device.type for p in frozen} == {"cpu"}
-    assert {p.device for p in model.parameters() if p.requires_grad} == {torch.device(device.type, 0)}
+    assert {p.device for p in model.parameters() if p.requires_grad} == {
+        torch.device(device.type, 0)
+    }
     assert type(weights_of(model)._engine) is engines.AcceleratorEngine
     assert all(layer.memory.is_pinned() for layer in weights_of(model).ranges.layers.values())
 
 
 def trainer_of(make, clipping, weights, device, folder):
     """HF's Trainer after two steps of two micro-batches."""
-    rows = [{name: x[0].cpu() for name, x in make_batch("plain", seed=seed, rows=1).items()} for seed in range(4)]
+    rows = [
+        {name: x[0].cpu() for name, x in make_batch("plain", seed=seed, rows=1).items()}
+        for seed in range(4)
+    ]
     arguments = TrainingArguments(
         str(folder), max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_grad_norm=clipping,
         learning_rate=1e-2, logging_steps=1, eval_strategy="steps", eval_steps=1, report_to=[], disable_tqdm=True,
@@ -92,16 +105,26 @@ def trainer_of(make, clipping, weights, device, folder):
     return trainer
 
 
-@pytest.mark.parametrize("trains", [pytest.param("adapters", marks=pytest.mark.emulated(any=True)), "all"])
+@pytest.mark.parametrize(
+    "trains", [pytest.param("adapters", marks=pytest.mark.emulated(any=True)), "all"]
+)
 def test_trainer_leaves_them_there_and_trains_alike(trains, device, tmp_path):
-    """Without clipping where all trains: torch adds up norms of two devices in another order than those of one. AdamW's
-    steps on the host are a GPU's but for rounding."""
+    """Without clipping where all trains: torch adds up norms of two devices in another order than
+    those of one. AdamW's steps on the host are a GPU's but for rounding."""
     how = {"adapters": (made, 0.3), "all": (whole, 0.0)}[trains]
-    ours, resident = (trainer_of(*how, weights, device, tmp_path / weights) for weights in ("cpu", "device"))
-    assert [{k: v for k, v in entry.items() if "loss" in k and "train" not in k} for entry in ours.state.log_history] == [
-        {k: v for k, v in entry.items() if "loss" in k and "train" not in k} for entry in resident.state.log_history
+    ours, resident = (
+        trainer_of(*how, weights, device, tmp_path / weights) for weights in ("cpu", "device")
+    )
+    assert [
+        {k: v for k, v in entry.items() if "loss" in k and "train" not in k}
+        for entry in ours.state.log_history
+    ] == [
+        {k: v for k, v in entry.items() if "loss" in k and "train" not in k}
+        for entry in resident.state.log_history
     ]
-    for (name, one), other in zip(ours.model.named_parameters(), resident.model.parameters(), strict=True):
+    for (name, one), other in zip(
+        ours.model.named_parameters(), resident.model.parameters(), strict=True
+    ):
         on_host = ".layers." in name and (trains == "all" or not one.requires_grad)
         assert one.device.type == ("cpu" if on_host else device.type), name
         assert torch.equal(one.cpu(), other.cpu()), name
@@ -125,18 +148,21 @@ def made_run(make, device, micro_batches):
 
 @pytest.fixture(scope="module")
 def run(device):
-    """A model with its weights on the host, a batch, the gradients of a step, and the model's engine."""
+    """A model with its weights on the host, a batch, the gradients of a step, and the model's
+    engine."""
     return made_run(made, device, 1)
 
 
 @pytest.fixture(scope="module")
 def whole_run(device):
-    """The same of a model that trains as a whole. Gradients of a second micro-batch are added up when they arrive."""
+    """The same of a model that trains as a whole. Gradients of a second micro-batch are added up
+    when they arrive."""
     return made_run(whole, device, 2)
 
 
 def found(run, wait, slow, times=1):
-    """Whether a step gives the gradients of weights on the device, and how many waits it left out."""
+    """Whether a step gives the gradients of weights on the device, and how many waits it left
+    out."""
     model, batch, expected, engine, micro_batches = run
     assert type(engine) is Leaky
     c, (back, out, compute) = backend.extension(), (times * seconds for seconds in SLOW[slow])
@@ -163,7 +189,9 @@ def test_with_all_waits_a_step_is_right(run, slow):
 def test_with_all_waits_gradients_on_the_host_are_right(whole_run, slow):
     assert found(whole_run, None, slow) == (True, 0)
     model = whole_run[0]
-    layers = {id(p) for site in weights_of(model).ranges.sites.values() for p in site.layer.parameters()}
+    layers = {
+        id(p) for site in weights_of(model).ranges.sites.values() for p in site.layer.parameters()
+    }
     assert {p.grad.device.type for p in model.parameters() if id(p) in layers} == {"cpu"}
     assert "cpu" not in {p.grad.device.type for p in model.parameters() if id(p) not in layers}
     assert all(buffer.memory.is_pinned() for buffer in weights_of(model)._buffers)
@@ -197,7 +225,12 @@ def test_as_many_layers_stay_as_have_room(device):
     expected = trained(made(weights="device").to(device), batch)
     model = made(weights="auto").to(device)
     held, room = weights_of(model), []
-    frozen = [p for site in held.ranges.sites.values() for p in site.layer.parameters() if not p.requires_grad]
+    frozen = [
+        p
+        for site in held.ranges.sites.values()
+        for p in site.layer.parameters()
+        if not p.requires_grad
+    ]
     assert {p.device.type for p in frozen} == {"cpu"}  # nothing is known of a step yet
     size = max(held.ranges.bytes_of(index) for index in held.ranges.sites)
     held.room = lambda device, rows, length: room[-1]
@@ -218,7 +251,8 @@ def test_as_many_layers_stay_as_have_room(device):
 
 
 def test_a_limit_decides_what_stays(device):
-    """By the device's free memory and the step's law: without a limit all layers stay, with one of a GiB none does."""
+    """By the device's free memory and the step's law: without a limit all layers stay, with one of
+    a GiB none does."""
     batch = {name: x.to(device) for name, x in make_batch("plain", rows=1).items()}
     expected = trained(made(weights="device").to(device), batch)
     for limit, staying in ((None, {0, 1, 2, 3}), (2**30, set())):
@@ -233,21 +267,30 @@ def test_a_limit_decides_what_stays(device):
 
 def stepped(model, device, **how):
     """Weights after three steps in backward, on the host, and where the optimizers' states are."""
-    handle = optimizer_in_backward(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), **how)
+    handle = optimizer_in_backward(
+        model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), **how
+    )
     for seed in range(3):
         if seed == 2:
             state = handle.state_dict()
             handle.remove()
-            handle = optimizer_in_backward(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), **how)
+            handle = optimizer_in_backward(
+                model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), **how
+            )
             handle.load_state_dict(state)
         batch = {name: x.to(device) for name, x in make_batch("plain", seed=seed, rows=1).items()}
         model(**batch, use_cache=False).loss.backward()
         assert all(p.grad is None for p in model.parameters())
     torch.accelerator.synchronize()
     moments = [
-        x for optimizer in handle.optimizers.values() for values in optimizer.state.values() for x in values.values()
+        x
+        for optimizer in handle.optimizers.values()
+        for values in optimizer.state.values()
+        for x in values.values()
     ]
-    return {name: p.detach().cpu() for name, p in model.named_parameters()}, {x.device.type for x in moments if x.dim()}
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}, {
+        x.device.type for x in moments if x.dim()
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -262,7 +305,9 @@ def test_embeddings_and_head_step_on_the_host(tied, device):
     ours = model("cpu")
     found, where = stepped(ours, device, on_host=True)
     assert where == {"cpu"}
-    assert {p.device.type for name, p in ours.named_parameters() if ".layers." not in name} == {device.type}
+    assert {p.device.type for name, p in ours.named_parameters() if ".layers." not in name} == {
+        device.type
+    }
     assert same(found, stepped(model("device"), device)[0])
     assert stepped(model("cpu"), device)[1] == {"cpu", device.type}
 

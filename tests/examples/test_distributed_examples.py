@@ -25,10 +25,28 @@ def check_engine(result, engine):
 
 
 def torchrun(script, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=HANG
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=HANG,
     )
 
 
@@ -52,7 +70,9 @@ def test_context_parallel():
     result = torchrun("-m", WATCH, EXAMPLES / "context_parallel" / "train.py")
     assert result.returncode == 0, result.stderr[-3000:]
     check_engine(result, "fsdp2")
-    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)]
+    losses = [
+        float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)
+    ]
     assert len(losses) == 30
     assert losses[-1] < 0.5 * losses[0]
     assert "split over 2 ranks (context parallelism)" in result.stdout
@@ -62,7 +82,9 @@ def test_context_parallel():
 def test_pipeline_parallel():
     result = torchrun(EXAMPLES / "pipeline_parallel" / "train.py")
     assert result.returncode == 0, result.stderr[-3000:]
-    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)]
+    losses = [
+        float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)
+    ]
     assert len(losses) == 40
     assert losses[0] > 4.0
     assert losses[-1] < 1.5  # as in test_loss_falls
@@ -74,10 +96,14 @@ def test_pipeline_parallel():
 def test_sequence_parallel(tmp_path):
     """The asking half of every sequence is on rank 1, what it asks for on rank 0."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    result = torchrun("-m", WATCH, EXAMPLES / "sequence_parallel" / "train.py", "--output", str(tmp_path))
+    result = torchrun(
+        "-m", WATCH, EXAMPLES / "sequence_parallel" / "train.py", "--output", str(tmp_path)
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     check_engine(result, "zero-3")
-    losses = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)]
+    losses = [
+        float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)", result.stdout, re.MULTILINE)
+    ]
     assert len(losses) == 30
     assert losses[-1] < 0.5 * losses[0]
     assert "split over 2 ranks" in result.stdout
@@ -167,7 +193,9 @@ def test_a_rank_that_raises_ends_the_job_with_its_error(engine, phase, tmp_path)
     if engine in ("zero-3", "Ulysses"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     script = tmp_path / "breaks.py"
-    script.write_text(BREAKS_BETWEEN_EXCHANGES if engine in ("Ulysses", "ContextParallel") else BREAKS)
+    script.write_text(
+        BREAKS_BETWEEN_EXCHANGES if engine in ("Ulysses", "ContextParallel") else BREAKS
+    )
     result = torchrun(script, engine, phase)  # a rank that hangs does so for half an hour
     assert result.returncode != 0
     assert "[rank1]: ValueError: injected in the middle of a step" in result.stderr

@@ -1,4 +1,5 @@
-"""The example runs as a user would run it, at a small size; at its default size in the full tier."""
+"""The example runs as a user would run it, at a small size; at its default size in the full
+tier."""
 
 from __future__ import annotations
 
@@ -27,20 +28,29 @@ def run_example(*arguments, **kwargs):
 def run_script(name, *arguments, **kwargs):
     command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, **kwargs)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, **kwargs
+    )
 
 
 def run_here(*arguments, name="long_context_sft.py"):
-    """As `run_script`, in this process. What it exits with is the return code, and the end of stderr."""
+    """As `run_script`, in this process. What it exits with is the return code, and the end of
+    stderr."""
     written = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(written),
+        contextlib.redirect_stderr(written),
+    ):
         patch.setattr(sys, "argv", [name, *map(str, arguments)])
         patch.syspath_prepend(ROOT / "examples")
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         try:
             runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         except SystemExit as end:
-            return subprocess.CompletedProcess(arguments, end.code, written.getvalue(), f"{written.getvalue()}{end.code}")
+            return subprocess.CompletedProcess(
+                arguments, end.code, written.getvalue(), f"{written.getvalue()}{end.code}"
+            )
     return subprocess.CompletedProcess(arguments, 0, written.getvalue(), "")
 
 
@@ -72,7 +82,9 @@ def small_run(tmp_path_factory):
 @pytest.mark.full
 def test_small_run(small_run):
     _, output, result = small_run
-    assert check_run(result, output) < 1  # at this size a block of logits is half the sequence; test_default_run has 0.5
+    assert (
+        check_run(result, output) < 1
+    )  # at this size a block of logits is half the sequence; test_default_run has 0.5
 
 
 @pytest.mark.full
@@ -93,7 +105,9 @@ def test_a_hybrid_as_the_given_model(small_run, tmp_path):
     text, checkpoint, _ = small_run
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.save_pretrained(tmp_path / "hybrid")
-    zoo.build("qwen3_5_text", torch.float32, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "hybrid")
+    zoo.build("qwen3_5_text", torch.float32, vocab_size=len(tokenizer)).save_pretrained(
+        tmp_path / "hybrid"
+    )
     result = run_example(
         "--model", tmp_path / "hybrid", "--data", text, "--seq-len", 512, "--steps", 12, "--chunk-size", 64,
         "--learning-rate", 1e-2, "--output", tmp_path / "out",
@@ -102,7 +116,9 @@ def test_a_hybrid_as_the_given_model(small_run, tmp_path):
     assert "streams: 2 x Qwen3_5DecoderLayer (model.layers.0 .. model.layers.1)" in result.stdout
     assert "checkpoints:" not in result.stdout
     plain, streamed = re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", result.stdout)
-    assert [float(value) for value in streamed] == pytest.approx([float(value) for value in plain], rel=1e-5)
+    assert [float(value) for value in streamed] == pytest.approx(
+        [float(value) for value in plain], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +134,9 @@ def test_a_hybrid_as_the_given_model(small_run, tmp_path):
 def test_bad_usage_says_what_to_do(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("too short")
     monkeypatch.chdir(tmp_path)
-    result = run_here(*arguments)  # any other exception than SystemExit, whose traceback a user would see, ends the test
+    result = run_here(
+        *arguments
+    )  # any other exception than SystemExit, whose traceback a user would see, ends the test
     assert result.returncode not in (0, None)
     assert message in result.stderr
 

@@ -18,7 +18,9 @@ from tests.hangs import HANG
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
-SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name not in ("toy.py", "objectives.py"))
+SCRIPTS = sorted(
+    path for path in EXAMPLES.glob("*.py") if path.name not in ("toy.py", "objectives.py")
+)
 
 
 @pytest.mark.parametrize("name", ["vlm", "embedding"])
@@ -45,9 +47,12 @@ def test_a_pretrained_model_of_images_needs_rows(tmp_path):
     assert "--model and --data go together" in result.stderr
 
 
-@pytest.mark.parametrize("path", sorted((EXAMPLES / "axolotl").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((EXAMPLES / "axolotl").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_axolotls_yaml(path):
-    """Its section, its data, and the commands of its comments; tests/frameworks runs axolotl itself."""
+    """Its section, its data, and the commands of its comments; tests/frameworks runs axolotl
+    itself."""
     yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
     text = path.read_text("utf-8")
     found = yaml.safe_load(text)
@@ -77,9 +82,20 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path):
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
     program = tmp_path / "cells.py"
     program.write_text("\n".join("".join(cell["source"]) for cell in cells), "utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MPLBACKEND": "Agg",
+        "HF_HUB_OFFLINE": "1",
+    }
     result = subprocess.run(
-        [sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment, timeout=HANG
+        [sys.executable, program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=HANG,
     )
     print(result.stdout)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -100,11 +116,18 @@ def test_notebooks_are_notebooks():
 def test_the_index_has_every_example():
     text = (EXAMPLES / "README.md").read_text("utf-8")
     folders = sorted({path.parent.name for path in EXAMPLES.glob("*/train.py")})
-    named = [*(f"examples/{path.name}" for path in SCRIPTS), *(f"examples/{folder}/train.py" for folder in folders)]
+    named = [
+        *(f"examples/{path.name}" for path in SCRIPTS),
+        *(f"examples/{folder}/train.py" for folder in folders),
+    ]
     assert [name for name in named if name not in text] == []
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert [link for link in links if not (EXAMPLES / link).exists()] == []
-    shown = [command for span in re.findall(r"`([^`]+)`", text) for command in commands("", f"```bash\n{span}\n```")]
+    shown = [
+        command
+        for span in re.findall(r"`([^`]+)`", text)
+        for command in commands("", f"```bash\n{span}\n```")
+    ]
     assert [command.text for command in shown if check(command)[1]] == []
 
 
@@ -112,7 +135,9 @@ def test_the_index_has_every_example():
 def test_a_scripts_own_commands_parse(path):
     """The lines of its docstring that start it, and the plans that it names."""
     text = path.read_text("utf-8")
-    lines = re.findall(rf"^\s*((?:python examples/{path.name}|streambp ).*?)(?:  .*)?$", text, re.MULTILINE)
+    lines = re.findall(
+        rf"^\s*((?:python examples/{path.name}|streambp ).*?)(?:  .*)?$", text, re.MULTILINE
+    )
     assert any(path.name in line for line in lines)
     for line in lines:
         for command in commands("", f"```bash\n{line}\n```"):
@@ -120,7 +145,9 @@ def test_a_scripts_own_commands_parse(path):
             problem = check(command)[1]
             flags = [word for word in rest if word.startswith("--")]
             known = text + (EXAMPLES / "toy.py").read_text("utf-8")
-            unknown = [flag for flag in flags if f'"{flag}"' not in known] if program == "python" else []
+            unknown = (
+                [flag for flag in flags if f'"{flag}"' not in known] if program == "python" else []
+            )
             assert unknown == [], line
             assert program == "python" or problem is None, problem
 

@@ -1,4 +1,5 @@
-"""The TRL examples run offline on a CPU and learn, with matplotlib or without; long_context_sft has tests of its own."""
+"""The TRL examples run offline on a CPU and learn, with matplotlib or without; long_context_sft has
+tests of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ LEARNT = {
 }
 DATA = ROOT / "examples" / "data"
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
-UNQUANTISED = pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes, which quantises, is not installed")
+UNQUANTISED = pytest.mark.skipif(
+    not HAS_BITSANDBYTES, reason="bitsandbytes, which quantises, is not installed"
+)
 QUANTISED = [16, pytest.param(4, marks=UNQUANTISED)]
 
 
@@ -51,7 +54,9 @@ def test_default_run_learns(name, tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     key, bar = LEARNT[name]
     assert last(result.stdout, key) >= bar
-    assert (tmp_path / f"{name}.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+    assert (tmp_path / f"{name}.png").exists() == (
+        importlib.util.find_spec("matplotlib") is not None
+    )
 
 
 @pytest.mark.full
@@ -68,7 +73,11 @@ def test_adapters_on_frozen_weights(bits, tmp_path):
 def test_without_bitsandbytes_the_way_out_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else real(name, *a))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "bitsandbytes" else real(name, *a),
+    )
     result = run_here("--steps", 1, "--output", tmp_path, name="qlora.py")
     assert "--bits 16" in str(result.returncode)
 
@@ -82,6 +91,8 @@ def test_the_data_are_conversations_as_trl_has_them():
         "preferences": {"prompt", "chosen", "rejected"},
     }  # fmt: skip
     for name, wanted in columns.items():
-        rows = [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        rows = [
+            json.loads(line) for line in (DATA / f"{name}.jsonl").read_text("utf-8").splitlines()
+        ]
         assert len(rows) == 104
         assert all(set(row) == wanted and is_conversational(row) for row in rows)

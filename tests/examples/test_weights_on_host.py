@@ -13,14 +13,21 @@ from tests.examples.test_long_context_sft import run_script
 
 
 @pytest.mark.full
-@pytest.mark.skipif(backend.why_not() is not None, reason=f"no emulated device: {backend.why_not()}")
+@pytest.mark.skipif(
+    backend.why_not() is not None, reason=f"no emulated device: {backend.why_not()}"
+)
 def test_it_trains_what_does_not_fit():
     result = run_script("weights_on_host.py", "--steps", 4)
     assert result.returncode == 0, result.stderr[-3000:]
-    weights, limit = map(int, re.search(r"weights: (\d+) MiB; .* may use (\d+) MiB", result.stdout).groups())
+    weights, limit = map(
+        int, re.search(r"weights: (\d+) MiB; .* may use (\d+) MiB", result.stdout).groups()
+    )
     assert weights >= 2 * limit
     assert 'weights="device": out of memory' in result.stdout
-    steps = [(float(loss), int(peak)) for loss, peak in re.findall(r"loss ([\d.]+), peak (\d+) MiB", result.stdout)]
+    steps = [
+        (float(loss), int(peak))
+        for loss, peak in re.findall(r"loss ([\d.]+), peak (\d+) MiB", result.stdout)
+    ]
     assert len(steps) == 4
     assert steps[-1][0] < steps[0][0]
     assert max(peak for _, peak in steps) <= limit

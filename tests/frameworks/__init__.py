@@ -1,1 +1,2 @@
-"""Real training frameworks, each in an environment of its own; run by hand: `python -m tests.frameworks.run --help`."""
+"""Real training frameworks, each in an environment of its own; run by hand: `python -m
+tests.frameworks.run --help`."""

@@ -1,4 +1,5 @@
-"""Environments of their own for frameworks, whose requirements no environment could hold together."""
+"""Environments of their own for frameworks, whose requirements no environment could hold
+together."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ DONE = "streambp-test-ready"
 
 
 def make(framework: Framework, folder: Path, python: str) -> Path:
-    """The bin folder of the framework's environment in `folder`; one that is complete is used again, with streambp anew."""
+    """The bin folder of the framework's environment in `folder`; one that is complete is used
+    again, with streambp anew."""
     binaries = folder / "bin"
     if not (folder / DONE).exists():
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
@@ -40,14 +42,19 @@ def cpu_builds(packages: tuple[str, ...], binaries: Path) -> list[str]:
         check=False,
         stderr=subprocess.DEVNULL,
     )
-    return [f"{torch}+cpu" if name == torch and found.returncode == 0 else name for name in packages]
+    return [
+        f"{torch}+cpu" if name == torch and found.returncode == 0 else name for name in packages
+    ]
 
 
 def install_streambp(binaries: Path) -> None:
-    """As its users get it: no editable install, of which frameworks would not see the entry points' metadata change."""
+    """As its users get it: no editable install, of which frameworks would not see the entry points'
+    metadata change."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "source")
-        shutil.copytree(ROOT / "streambp", source / "streambp", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "streambp", source / "streambp", ignore=shutil.ignore_patterns("__pycache__")
+        )
         for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
             shutil.copy(ROOT / name, source)
         pip(binaries, "--no-deps", "--force-reinstall", str(source))
@@ -56,7 +63,9 @@ def install_streambp(binaries: Path) -> None:
 def place_stand_ins(framework: Framework, binaries: Path) -> None:
     """Empty modules under the names of what a framework imports without using it in these runs."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.run([str(binaries / "python"), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    site = subprocess.run(
+        [str(binaries / "python"), "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
     for name, text in framework.stand_ins.items():
         file = Path(site, *name.split(".")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +74,14 @@ def place_stand_ins(framework: Framework, binaries: Path) -> None:
 
 def versions(binaries: Path, *names: str) -> dict[str, str]:
     """Installed versions, and Python's."""
-    code = "import importlib.metadata as m, sys; print(sys.version.split()[0], *map(m.version, sys.argv[1:]))"
+    code = (
+        "import importlib.metadata as m, sys; print(sys.version.split()[0], *map(m.version, "
+        "sys.argv[1:]))"
+    )
     command = [str(binaries / "python"), "-c", code, *names]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tempfile.gettempdir()).stdout.split()
+    found = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=tempfile.gettempdir()
+    ).stdout.split()
     return dict(zip(("python", *names), found, strict=True))
 
 

@@ -1,4 +1,5 @@
-"""A tiny Qwen3 with a tokenizer, and data, as the frameworks read them. Run by an environment's own Python.
+"""A tiny Qwen3 with a tokenizer, and data, as the frameworks read them. Run by an environment's own
+Python.
 
 python inputs.py FOLDER: writes FOLDER/model and FOLDER/data.
 """
@@ -14,7 +15,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-VOCABULARY, ROWS, SHORTEST, LONGEST = 1024, 8, 130, 300  # words of an answer: two or three chunks of 100, and a rest
+VOCABULARY, ROWS, SHORTEST, LONGEST = (
+    1024,
+    8,
+    130,
+    300,
+)  # words of an answer: two or three chunks of 100, and a rest
 SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 CHATML = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
@@ -35,7 +41,9 @@ def write_model(folder: Path) -> None:
 def write_tokenizer(folder: Path) -> None:
     names = [*SPECIAL, "user", "assistant", "system"]
     names += [f"w{number}" for number in range(VOCABULARY - len(names))]
-    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<|unk|>"))
+    words = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<|unk|>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<|pad|>", eos_token="<|im_end|>", bos_token="<|endoftext|>", unk_token="<|unk|>",
@@ -62,15 +70,27 @@ def write_data(folder: Path) -> None:
 
     forms = {
         "alpaca-sft": [{"instruction": q, "input": "", "output": a} for q, a, _ in rows],
-        "alpaca-dpo": [{"instruction": q, "input": "", "chosen": a, "rejected": b} for q, a, b in rows],
+        "alpaca-dpo": [
+            {"instruction": q, "input": "", "chosen": a, "rejected": b} for q, a, b in rows
+        ],
         "messages-sft": [{"messages": said(q, a)} for q, a, _ in rows],
         "messages-dpo": [{"messages": said(q, a), "rejected_response": b} for q, a, b in rows],
-        "chosen-dpo": [{"messages": said(q), "chosen": answer(a), "rejected": answer(b)} for q, a, b in rows],
+        "chosen-dpo": [
+            {"messages": said(q), "chosen": answer(a), "rejected": answer(b)} for q, a, b in rows
+        ],
     }
     for name, found in forms.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    told = {"sft": {"file_name": "alpaca-sft.jsonl"}, "dpo": {"file_name": "alpaca-dpo.jsonl", "ranking": True}}
-    columns = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
+    told = {
+        "sft": {"file_name": "alpaca-sft.jsonl"},
+        "dpo": {"file_name": "alpaca-dpo.jsonl", "ranking": True},
+    }
+    columns = {
+        "prompt": "instruction",
+        "query": "input",
+        "chosen": "chosen",
+        "rejected": "rejected",
+    }
     told["dpo"]["columns"] = columns
     (folder / "dataset_info.json").write_text(json.dumps(told))
 

@@ -1,6 +1,7 @@
 """What each framework is: its environment, and the command that trains with it.
 
-Every command trains in float32 on a CPU with SGD, the learning rate constant, without clipping and without dropout.
+Every command trains in float32 on a CPU with SGD, the learning rate constant, without clipping and
+without dropout.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ KINDS = {
 class Framework:
     """One framework.
 
-    packages: for pip, with what it needs at these runs; `framework` itself is installed without its requirements.
-    stand_ins: modules that it imports and these runs do not use, with the names that it imports from them.
-    variables: of the environment of every run.
-    command: (kind of run, inputs, output) -> the program, the first word of which is in the environment's bin.
-    plugin: the same with the framework's own way to switch streambp on; and the variables that this takes.
+    packages: for pip, with what it needs at these runs; `framework` itself is installed without its
+    requirements. stand_ins: modules that it imports and these runs do not use, with the names that
+    it imports from them. variables: of the environment of every run. command: (kind of run, inputs,
+    output) -> the program, the first word of which is in the environment's bin. plugin: the same
+    with the framework's own way to switch streambp on; and the variables that this takes.
     """
 
     framework: str
@@ -78,7 +79,12 @@ def llama_factory(kind: Kind, inputs: Path, output: Path) -> list[str]:
     if kind.lora:
         settings.update(lora_rank=4, lora_dropout=0.0, lora_target=",".join(ADAPTED))
     if kind.evaluates:
-        settings.update(eval_dataset=kind.stage, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=EVALUATED)
+        settings.update(
+            eval_dataset=kind.stage,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=EVALUATED,
+        )
         settings.update(compute_accuracy=kind.stage == "sft")
     return ["llamafactory-cli", "train", write_yaml(output.with_suffix(".yaml"), settings)]
 
@@ -94,7 +100,12 @@ def ms_swift(kind: Kind, inputs: Path, output: Path) -> list[str]:
         "dataloader_num_workers": 0, "attn_impl": "sdpa",
     }  # fmt: skip
     if kind.evaluates:
-        settings.update(val_dataset=data, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=EVALUATED)
+        settings.update(
+            val_dataset=data,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=EVALUATED,
+        )
         settings.update({"eval_metric": "acc"} if kind.stage == "sft" else {})
     words = ["swift", *(["rlhf", "--rlhf_type", "dpo"] if kind.stage == "dpo" else ["sft"])]
     for name, value in settings.items():
@@ -108,7 +119,13 @@ def ms_swifts_callback(kind: Kind, inputs: Path, output: Path) -> tuple[list[str
     plugin = output.with_name("streambp_plugin.py")
     plugin.parent.mkdir(parents=True, exist_ok=True)
     plugin.write_text("import streambp.integrations.ms_swift\n")
-    words = [*ms_swift(kind, inputs, output), "--external_plugins", str(plugin), "--callbacks", "streambp"]
+    words = [
+        *ms_swift(kind, inputs, output),
+        "--external_plugins",
+        str(plugin),
+        "--callbacks",
+        "streambp",
+    ]
     return words, {"STREAMBP_LAUNCH": json.dumps({"chunk_size": CHUNK})}
 
 
@@ -121,7 +138,11 @@ def axolotl(kind: Kind, inputs: Path, output: Path, **more: object) -> list[str]
         "dataset_prepared_path": str(output.with_name(f"{output.name}-prepared")), "num_epochs": 1, **more,
     }  # fmt: skip
     del settings["lr_scheduler_type"]
-    data: dict[str, object] = {"path": str(inputs / "data"), "ds_type": "json", "type": "chat_template"}
+    data: dict[str, object] = {
+        "path": str(inputs / "data"),
+        "ds_type": "json",
+        "type": "chat_template",
+    }
     if kind.stage == "dpo":
         settings.update(rl="dpo")
         data.update(data_files=["chosen-dpo.jsonl"], type="chat_template.default")
@@ -129,10 +150,20 @@ def axolotl(kind: Kind, inputs: Path, output: Path, **more: object) -> list[str]
         data.update(data_files=["messages-sft.jsonl"], field_messages="messages")
     data.update(path=str(inputs / "data" / data.pop("data_files")[0]))  # type: ignore[index]
     if kind.lora:
-        settings.update(adapter="lora", lora_r=4, lora_alpha=8, lora_dropout=0.0, lora_target_modules=list(ADAPTED))
-        settings.update(lora_mlp_kernel=False, lora_qkv_kernel=False, lora_o_kernel=False)  # Triton: they want a GPU
+        settings.update(
+            adapter="lora",
+            lora_r=4,
+            lora_alpha=8,
+            lora_dropout=0.0,
+            lora_target_modules=list(ADAPTED),
+        )
+        settings.update(
+            lora_mlp_kernel=False, lora_qkv_kernel=False, lora_o_kernel=False
+        )  # Triton: they want a GPU
     if kind.evaluates:
-        settings.update(test_datasets=[data], eval_strategy="steps", eval_steps=1, eval_batch_size=EVALUATED)
+        settings.update(
+            test_datasets=[data], eval_strategy="steps", eval_steps=1, eval_batch_size=EVALUATED
+        )
     path = write_yaml(output.with_suffix(".yaml"), {**settings, "datasets": [data]})
     return ["axolotl", "train", path, "--launcher", "python"]
 

@@ -1,16 +1,18 @@
-"""The default itself, `streambp.patch(model)`, at Qwen3-8B's shape: `python tests/gpu/default_rows.py [--row NAME]`.
+"""The default itself, `streambp.patch(model)`, at Qwen3-8B's shape: `python
+tests/gpu/default_rows.py [--row NAME]`.
 
-1. Rows of the harness, each in a process of its own, with what the last step chose, the memory that was predicted for it
-   and the allocator's peak: "lengths" (2,048 to 65,536 tokens), and at 16,384 tokens "accumulation" (two micro-batches),
-   "AdamW" (its states are there from the second step on), "LoRA", "moved" (patched on the CPU, and moved) and "expandable"
-   (torch's expandable segments). A row fails where its steps do: `paper_repro/figures.py`.
-2. "limit SHARE WHEN": a real lack of memory. Four layers of that shape at 32,768 tokens have a step whose peak is known;
-   then the process may have SHARE of it, from between two steps on, between forward and backward, or from a chunk's middle.
-   The step has to end with the gradients of before, or to raise advice; memory is back at its start, and the next step with
-   all memory is right.
+1. Rows of the harness, each in a process of its own, with what the last step chose, the memory that
+   was predicted for it and the allocator's peak: "lengths" (2,048 to 65,536 tokens), and at 16,384
+   tokens "accumulation" (two micro-batches), "AdamW" (its states are there from the second step
+   on), "LoRA", "moved" (patched on the CPU, and moved) and "expandable" (torch's expandable
+   segments). A row fails where its steps do: `paper_repro/figures.py`.
+2. "limit SHARE WHEN": a real lack of memory. Four layers of that shape at 32,768 tokens have a step
+   whose peak is known; then the process may have SHARE of it, from between two steps on, between
+   forward and backward, or from a chunk's middle. The step has to end with the gradients of before,
+   or to raise advice; memory is back at its start, and the next step with all memory is right.
 
-Exit code 0 if every row holds, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU, whose
-memory has no limit.
+Exit code 0 if every row holds, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
+same code on a CPU, whose memory has no limit.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ from tests.gpu.script import failed
 
 METHOD = "streambp-default"
 LENGTHS, LENGTH = (2048, 4096, 16384, 65536), (16384,)
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+EXPANDABLE = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
 JOBS: dict[str, dict[str, Any]] = {
     "lengths": {"lengths": LENGTHS},
     "accumulation": {"micro_batches": 2},
@@ -85,9 +90,15 @@ def job_row(name: str, args: argparse.Namespace, output: Path, deadline: Deadlin
             before = dict(os.environ)
             stack.callback(lambda: (os.environ.clear(), os.environ.update(before)))
             os.environ.update(EXPANDABLE)
-        found = run(Job(name, METHOD, device=args.device, until_oom=False, **settings), output, deadline)
+        found = run(
+            Job(name, METHOD, device=args.device, until_oom=False, **settings), output, deadline
+        )
     problems = [f"{row.tokens:,} tokens: {row.status}" for row in found if row.status != "ok"]
-    told = "; ".join(f"{row.tokens:,} tokens {row.seconds} s, {row.peak_gib} GiB" for row in found if row.status == "ok")
+    told = "; ".join(
+        f"{row.tokens:,} tokens {row.seconds} s, {row.peak_gib} GiB"
+        for row in found
+        if row.status == "ok"
+    )
     return f"{name:<24}{told}{failed(problems)}", not problems
 
 
@@ -95,13 +106,27 @@ class LimitedSteps:
     """A model that has taken three steps, what the last one gave, and its peak."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+        sizes = {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        }
         sizes |= {"vocab_size": 151936}
         if args.tiny:
-            sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+            sizes = {
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+            }
             sizes |= {"vocab_size": 128}
         config = Qwen3Config(
-            **sizes, num_hidden_layers=4, head_dim=128, attn_implementation="sdpa", tie_word_embeddings=False
+            **sizes,
+            num_hidden_layers=4,
+            head_dim=128,
+            attn_implementation="sdpa",
+            tie_word_embeddings=False,
         )
         torch.manual_seed(0)
         self.device = torch.device(args.device)
@@ -131,7 +156,8 @@ class LimitedSteps:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def apart(self, problems: list[str]) -> str:
-        """From those of the start, which come to the device one by one: the host takes minutes for as many numbers."""
+        """From those of the start, which come to the device one by one: the host takes minutes for
+        as many numbers."""
         found, squares = self.gradients(), [0.0, 0.0]
         problems += ["not all parameters have a gradient"] * (found.keys() != self.expected.keys())
         for name, gradient in found.items():
@@ -166,7 +192,9 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
                 lower()
             elif when == "in a chunk":
                 real = function._differentiated
-                patch.setattr(function, "_differentiated", lambda *given: (lower(), real(*given))[1])  # type: ignore[func-returns-value]
+                patch.setattr(
+                    function, "_differentiated", lambda *given: (lower(), real(*given))[1]
+                )  # type: ignore[func-returns-value]
             one()
             told = ""
     except torch.OutOfMemoryError as error:

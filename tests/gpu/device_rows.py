@@ -1,14 +1,17 @@
-"""What the device at hand does, and what the host spends on it: `python tests/gpu/device_rows.py [--row NAME]`.
+"""What the device at hand does, and what the host spends on it: `python tests/gpu/device_rows.py
+[--row NAME]`.
 
-"rates": those that the planner reckons with, measured (`streambp plan --measure-device`). "blocks NAME": attention as it is
-called in chunks of 8,192 queries, against 8,192, 32,768 and 65,536 keys, TFLOP/s forward and backward beside one causal
-call over all of it. "memory": microseconds of one look at the free memory. "host": microseconds of Python for one layer and
-chunk, forward and backward, of a model so narrow that no kernel takes as long. "pinning": GiB/s at which host memory is
-pinned. "kernels": the 20 largest of one step of four layers of Qwen3-8B's shape at 16,384 tokens. "kernels 64k" and
-"kernels 64k TRL": at 65,536, with attention's outputs, keys and values saved, and of TRL's selective checkpointing.
+"rates": those that the planner reckons with, measured (`streambp plan --measure-device`). "blocks
+NAME": attention as it is called in chunks of 8,192 queries, against 8,192, 32,768 and 65,536 keys,
+TFLOP/s forward and backward beside one causal call over all of it. "memory": microseconds of one
+look at the free memory. "host": microseconds of Python for one layer and chunk, forward and
+backward, of a model so narrow that no kernel takes as long. "pinning": GiB/s at which host memory
+is pinned. "kernels": the 20 largest of one step of four layers of Qwen3-8B's shape at 16,384
+tokens. "kernels 64k" and "kernels 64k TRL": at 65,536, with attention's outputs, keys and values
+saved, and of TRL's selective checkpointing.
 
-Nothing is judged but that it ran. Exit code 0 if every row did, 1 if one did not, 2 without a GPU. `--device cpu --tiny`
-runs the same code on a CPU.
+Nothing is judged but that it ran. Exit code 0 if every row did, 1 if one did not, 2 without a GPU.
+`--device cpu --tiny` runs the same code on a CPU.
 """
 
 from __future__ import annotations
@@ -56,21 +59,33 @@ STEPS: tuple[tuple[str, int, Callable[[], Method]], ...] = (
 def report(args: argparse.Namespace) -> Iterator[Result]:
     rows: list[tuple[str, Callable[[], str]]] = [
         ("rates", functools.partial(rates, args)),
-        *((f"blocks {name}", functools.partial(blocks, name, args)) for name in backends(args.device)),
+        *(
+            (f"blocks {name}", functools.partial(blocks, name, args))
+            for name in backends(args.device)
+        ),
         ("memory", functools.partial(memory, args)),
         ("host", functools.partial(host, args)),
         ("pinning", functools.partial(pinning, args)),
-        *((name, functools.partial(kernels, length, method(), args)) for name, length, method in STEPS),
+        *(
+            (name, functools.partial(kernels, length, method(), args))
+            for name, length, method in STEPS
+        ),
     ]
     yield from each(
-        [(n, lambda n=n, row=row: (f"{n:<16}{row()}", True)) for n, row in rows], args.row, Deadline(args.minutes)
+        [(n, lambda n=n, row=row: (f"{n:<16}{row()}", True)) for n, row in rows],
+        args.row,
+        Deadline(args.minutes),
     )
 
 
 def rates(args: argparse.Namespace) -> str:
     found = measure_device(args.device, CPU if args.tiny else None)
-    attention = f"{found.forward / 1e12:.3g} / {found.backward / 1e12:.3g} in attention forward / backward"
-    others = f"{found.bandwidth / 1e12:.3g} TB/s in other kernels, {found.link / 1e9:.3g} GB/s each way"
+    attention = (
+        f"{found.forward / 1e12:.3g} / {found.backward / 1e12:.3g} in attention forward / backward"
+    )
+    others = (
+        f"{found.bandwidth / 1e12:.3g} TB/s in other kernels, {found.link / 1e9:.3g} GB/s each way"
+    )
     return f"{found.products / 1e12:.3g} TFLOP/s in products, {attention}, {others}"
 
 
@@ -83,9 +98,20 @@ def blocks(name: str, args: argparse.Namespace) -> str:
     device = torch.device(args.device)
     clock, told = functools.partial(seconds_of_run, device=device, times=3), []
     full = [(Kind.FULL, queries, keys) for keys in lengths]
-    for kind, rows, keys in [*full, (Kind.CAUSAL, queries, queries), (Kind.CAUSAL, lengths[-1], lengths[-1])]:
-        q = torch.randn(1, rows, heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2)  # [B, H, T, D]
-        k, v = (torch.randn(1, keys, kv_heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+    for kind, rows, keys in [
+        *full,
+        (Kind.CAUSAL, queries, queries),
+        (Kind.CAUSAL, lengths[-1], lengths[-1]),
+    ]:
+        q = torch.randn(1, rows, heads, size, device=device, dtype=torch.bfloat16).transpose(
+            1, 2
+        )  # [B, H, T, D]
+        k, v = (
+            torch.randn(1, keys, kv_heads, size, device=device, dtype=torch.bfloat16).transpose(
+                1, 2
+            )
+            for _ in range(2)
+        )
         q0 = keys if kind is Kind.FULL else 0
         block = Block(kind, 0, 1, q0, q0 + rows, 0, keys)
         try:
@@ -111,7 +137,8 @@ def memory(args: argparse.Namespace) -> str:
     asked = microseconds(lambda: free_memory(device))
     between = microseconds(lambda: known(device))
     return (
-        f"{asked:.1f} us by the driver, {between:.1f} us by torch's own count, of which a step asks after its first layer"
+        f"{asked:.1f} us by the driver, {between:.1f} us by torch's own count, of which a step "
+        "asks after its first layer"
     )
 
 
@@ -134,9 +161,13 @@ def host(args: argparse.Namespace) -> str:
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config).to(args.device, torch.bfloat16).train()
         if name == "streambp":
-            streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=size, saves=("attn_out",)))
+            streambp.patch(
+                model, streambp.StreamConfig(kernels="own", chunk_size=size, saves=("attn_out",))
+            )
         else:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         ids = torch.randint(0, 256, (1, chunks * size), device=args.device)
         seconds = []
         for _ in range(5):
@@ -146,7 +177,10 @@ def host(args: argparse.Namespace) -> str:
             model(ids, labels=ids, use_cache=False).loss.backward()
             seconds.append(time.perf_counter() - start)  # before the device has done it
         of = layers * chunks if name == "streambp" else layers
-        told.append(f"{1e6 * statistics.median(seconds[2:]) / of:.0f} us a layer{' and chunk' * (of > layers)}, {name}")
+        told.append(
+            f"{1e6 * statistics.median(seconds[2:]) / of:.0f} us a "
+            f"layer{' and chunk' * (of > layers)}, {name}"
+        )
     return f"{layers} layers, {chunks} chunks, until the host is done: {'; '.join(told)}"
 
 
@@ -159,17 +193,36 @@ def pinning(args: argparse.Namespace) -> str:
     engine, start = AcceleratorEngine(device), time.perf_counter()
     buffer = engine.host_buffer(size)
     seconds = time.perf_counter() - start
-    return f"{size / GIB / seconds:.3g} GiB/s, {size / GIB:.3g} GiB {'pinned' if buffer.is_pinned() else 'NOT pinned'}"
+    return (
+        f"{size / GIB / seconds:.3g} GiB/s, {size / GIB:.3g} GiB "
+        f"{'pinned' if buffer.is_pinned() else 'NOT pinned'}"
+    )
 
 
 def kernels(length: int, method: Method, args: argparse.Namespace) -> str:
     """Of the second of three steps: the first one tries the layers."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     sizes |= {"vocab_size": 151936}
     if args.tiny:
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
         sizes |= {"vocab_size": 128}
-    config = Qwen3Config(**sizes, num_hidden_layers=4, head_dim=128, attn_implementation="sdpa", tie_word_embeddings=False)
+    config = Qwen3Config(
+        **sizes,
+        num_hidden_layers=4,
+        head_dim=128,
+        attn_implementation="sdpa",
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     with torch.device(args.device):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16).train()
@@ -184,19 +237,29 @@ def kernels(length: int, method: Method, args: argparse.Namespace) -> str:
         model.zero_grad(set_to_none=True)
         wait(args.device)
         start = time.perf_counter()
-        with kernel_times(spans) if number == 1 and args.device == "cuda" else torch.enable_grad(), method.step(model):
+        with (
+            kernel_times(spans) if number == 1 and args.device == "cuda" else torch.enable_grad(),
+            method.step(model),
+        ):
             method.nll(model, ids).backward()
             wait(args.device)
-        seconds.append(time.perf_counter() - start)  # of the last one, since a timeline takes long to read
+        seconds.append(
+            time.perf_counter() - start
+        )  # of the last one, since a timeline takes long to read
     did = streambp.last_step(model) if method.streams else method.name
     if not spans:
         return f"no times of kernels on this device; {did}"
-    total, count = collections.defaultdict[str, float](float), collections.Counter(name for name, _, _ in spans)
+    total, count = (
+        collections.defaultdict[str, float](float),
+        collections.Counter(name for name, _, _ in spans),
+    )
     for name, begin, end in spans:
         total[name] += end - begin
     largest = sorted(total, key=lambda name: -total[name])[:LARGEST]
     lines = [f"    {1e3 * total[name]:9.2f} ms {count[name]:6} x {name[:100]}" for name in largest]
-    return "\n".join([f"{sum(total.values()):.3f} s in all, a step {seconds[-1]:.3f}; {did}", *lines])
+    return "\n".join(
+        [f"{sum(total.values()):.3f} s in all, a step {seconds[-1]:.3f}; {did}", *lines]
+    )
 
 
 def wait(device: str) -> None:

@@ -1,13 +1,17 @@
 """What no kernel decides, first: `python tests/gpu/exact_rows.py [--row NAME]`, some minutes.
 
-1. "float64 NAME": tiny models of several kinds in float64, against the unpatched model on the same device: 1e-10. Without
-   saves, with all, offloaded, and with a prefix in tiles. Everything but the fused kernels takes part: autograd's thread
-   for the device, streams, pinned memory, random states, routing.
-2. "default ...": the settings that `patch` has by itself, in bfloat16, at most 1.15 x as far off as the unpatched model: a
-   micro-batch that runs as unpatched, one whose saves are chosen, one of each that runs out of memory on its way.
-3. "autocast", "stream", "dropout": backward within autocast; a step in a stream of its own; masks that are drawn again.
+1. "float64 NAME": tiny models of several kinds in float64, against the unpatched model on the same
+   device: 1e-10. Without saves, with all, offloaded, and with a prefix in tiles. Everything but the
+   fused kernels takes part: autograd's thread for the device, streams, pinned memory, random
+   states, routing.
+2. "default ...": the settings that `patch` has by itself, in bfloat16, at most 1.15 x as far off as
+   the unpatched model: a micro-batch that runs as unpatched, one whose saves are chosen, one of
+   each that runs out of memory on its way.
+3. "autocast", "stream", "dropout": backward within autocast; a step in a stream of its own; masks
+   that are drawn again.
 
-Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU.
+Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
+same code on a CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +45,16 @@ from tests.oracle import EXACT, gradients, lift_float32_casts, relative_l2, wors
 from tests.seeds import seed_torch
 
 # None of them has a kernel that a package brings: those know no float64.
-FAMILIES = ("qwen3", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "mamba2", "recurrent_gemma", "lfm2")
+FAMILIES = (
+    "qwen3",
+    "gemma2",
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v3",
+    "mamba2",
+    "recurrent_gemma",
+    "lfm2",
+)
 ALL = {"saves": ("attn_out", "kv", "*")}
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"saves": ()}, ALL, {**ALL, "offload": "cpu"}, {"saves": (), "offload": "cpu", "gpu_memory": 1}
@@ -63,7 +76,11 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
         "dropout": functools.partial(dropout_row, args),
     }
     rows += list(others.items())
-    yield from each([(name, functools.partial(_named, name, row)) for name, row in rows], args.row, Deadline(args.minutes))
+    yield from each(
+        [(name, functools.partial(_named, name, row)) for name, row in rows],
+        args.row,
+        Deadline(args.minutes),
+    )
 
 
 def _named(name: str, row: Callable[[], tuple[str, list[str]]]) -> Result:
@@ -84,19 +101,27 @@ def float64_row(family: str, args: argparse.Namespace) -> tuple[str, list[str]]:
             batch = on(args.device, make_batch(mode))
             _, truth = gradients(plain, **batch)
             for settings in SETTINGS:
-                model = zoo.build(family).to(args.device)  # some layers keep tensors, which cannot be copied
-                streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=7, **settings))
+                model = zoo.build(family).to(
+                    args.device
+                )  # some layers keep tensors, which cannot be copied
+                streambp.patch(
+                    model, streambp.StreamConfig(kernels="own", chunk_size=7, **settings)
+                )
                 for _ in range(2):
                     _, found = gradients(model, **batch)
                 error = worst_error(found, truth)
                 told.append(error)
-                problems += [f"{mode} {settings}: {error:.1e}"] * (not error <= EXACT) + wrong_paths(model)
+                problems += [f"{mode} {settings}: {error:.1e}"] * (
+                    not error <= EXACT
+                ) + wrong_paths(model)
     return f"worst of {len(told)}: {max(told):.1e}", problems
 
 
 def of_bfloat16(args: argparse.Namespace, length: int) -> tuple[Any, Batch, Any, float]:
     """A model, a batch, its true gradient and the unpatched model's error."""
-    model, batch = small_model("plain", length // 4 if args.tiny else length, args.device, 256 if args.tiny else 512)
+    model, batch = small_model(
+        "plain", length // 4 if args.tiny else length, args.device, 256 if args.tiny else 512
+    )
     _, truth = gradients(model.bfloat16().float(), **batch)
     model.bfloat16()
     return model, batch, truth, relative_l2(gradients(model, **batch)[1], truth)
@@ -104,14 +129,18 @@ def of_bfloat16(args: argparse.Namespace, length: int) -> tuple[Any, Batch, Any,
 
 def judged(found: Any, truth: Any, noise: float) -> tuple[str, list[str]]:
     ratio = relative_l2(found, truth) / noise
-    return f"{ratio:.3f} x the model's own error", [f"more than {ROW_BAR} x"] * (not ratio <= ROW_BAR)
+    return f"{ratio:.3f} x the model's own error", [f"more than {ROW_BAR} x"] * (
+        not ratio <= ROW_BAR
+    )
 
 
 def chooser_of(model: Any) -> Any:
     return next(w.site.chooser for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
-def default_row(args: argparse.Namespace, length: int, settings: dict[str, Any], way: type) -> tuple[str, list[str]]:
+def default_row(
+    args: argparse.Namespace, length: int, settings: dict[str, Any], way: type
+) -> tuple[str, list[str]]:
     model, batch, truth, noise = of_bfloat16(args, length)
     if args.tiny and "chunk_size" in settings:
         settings = {"chunk_size": 60}
@@ -120,7 +149,9 @@ def default_row(args: argparse.Namespace, length: int, settings: dict[str, Any],
         _, found = gradients(model, **batch)
     told, problems = judged(found, truth, noise)
     latest = chooser_of(model).latest
-    problems += [f"{latest!r} instead of {way.__name__}"] * (type(latest) is not way) + wrong_paths(model)
+    problems += [f"{latest!r} instead of {way.__name__}"] * (type(latest) is not way) + wrong_paths(
+        model
+    )
     return f"{told}; {streambp.last_step(model)}", problems
 
 
@@ -131,8 +162,11 @@ def run_out(device: str) -> None:
     raise torch.OutOfMemoryError("a test wants it")
 
 
-def full_row(args: argparse.Namespace, length: int, settings: dict[str, Any], in_backward: bool) -> tuple[str, list[str]]:
-    """As `default_row`, but in the third step memory runs out once: in a chunk's backward, or before the head."""
+def full_row(
+    args: argparse.Namespace, length: int, settings: dict[str, Any], in_backward: bool
+) -> tuple[str, list[str]]:
+    """As `default_row`, but in the third step memory runs out once: in a chunk's backward, or
+    before the head."""
     model, batch, truth, noise = of_bfloat16(args, length)
     if args.tiny and "chunk_size" in settings:
         settings = {"chunk_size": 60}
@@ -177,7 +211,9 @@ def autocast_row(args: argparse.Namespace) -> tuple[str, list[str]]:
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     noise = relative_l2(step(False), truth)
-    streambp.patch(model, streambp.StreamConfig(kernels="own", chunk_size=length // 4 + 3, saves=("attn_out",)))
+    streambp.patch(
+        model, streambp.StreamConfig(kernels="own", chunk_size=length // 4 + 3, saves=("attn_out",))
+    )
     step(False)
     told, problems = judged(step(False), truth, noise)
     told_within, more = judged(step(True), truth, noise)

@@ -1,15 +1,17 @@
-"""The headline: Qwen3-8B's shape at 65,536 tokens on one GPU. `python tests/gpu/headline.py [--row NAME] [--minutes 8]`.
+"""The headline: Qwen3-8B's shape at 65,536 tokens on one GPU. `python tests/gpu/headline.py [--row
+NAME] [--minutes 8]`.
 
-1. "check" and "check liger": the gradient of two layers of that shape with a small vocabulary, at that length and in the
-   headline's settings, against float32 with the same weights, beside the error of the unpatched model; without and with
-   Liger's layer kernels in both. At most 1.15 x.
-2. One row for each method of `paper_repro/recipes.py`, all 36 layers, forward and backward: the figures of
-   `paper_repro/figures.py`. Each has a process of its own. A row fails where its gradients are not finite, where its own
-   kernels did not run, and where loss or gradient norm are not those of the first method. Ours have bars, beside TRL's
-   selective checkpointing with Liger's kernels of the same call: seconds, and GiB at the peak.
+1. "check" and "check liger": the gradient of two layers of that shape with a small vocabulary, at
+   that length and in the headline's settings, against float32 with the same weights, beside the
+   error of the unpatched model; without and with Liger's layer kernels in both. At most 1.15 x.
+2. One row for each method of `paper_repro/recipes.py`, all 36 layers, forward and backward: the
+   figures of `paper_repro/figures.py`. Each has a process of its own. A row fails where its
+   gradients are not finite, where its own kernels did not run, and where loss or gradient norm are
+   not those of the first method. Ours have bars, beside TRL's selective checkpointing with Liger's
+   kernels of the same call: seconds, and GiB at the peak.
 
-Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU, and
-judges no bar. `--csv` keeps the rows of methods.
+Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
+same code on a CPU, and judges no bar. `--csv` keeps the rows of methods.
 """
 
 from __future__ import annotations
@@ -43,10 +45,26 @@ from tests.oracle import Gradients, gradients, relative_l2
 PEER, LEAN, FAST = "trl-selective-liger", "streambp-lean-liger", "streambp-fast-liger"
 CHECKS = ("check", "check liger")
 DEFAULT = "streambp-default"
-ORDER = (CHECKS[0], PEER, LEAN, DEFAULT, CHECKS[1], FAST, "trl-selective", "streambp-lean", "checkpointing")
+ORDER = (
+    CHECKS[0],
+    PEER,
+    LEAN,
+    DEFAULT,
+    CHECKS[1],
+    FAST,
+    "trl-selective",
+    "streambp-lean",
+    "checkpointing",
+)
 TINY = (CHECKS[0], "checkpointing", "streambp-lean", "streambp-auto")
-SECONDS, GIB, FAST_SECONDS = 1.00, 34.6, 0.93  # bars: times the peer's seconds, in GiB; and in the peer's memory
-CARD = {FAST: 100}  # GiB: what this one saves is more than a smaller card and a host of 128 GiB hold together
+SECONDS, GIB, FAST_SECONDS = (
+    1.00,
+    34.6,
+    0.93,
+)  # bars: times the peer's seconds, in GiB; and in the peer's memory
+CARD = {
+    FAST: 100
+}  # GiB: what this one saves is more than a smaller card and a host of 128 GiB hold together
 SETTINGS = {"saves": ("attn_out",), "offload": "cpu"}
 
 
@@ -63,22 +81,38 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         output = args.csv or folder / "rows.csv"
         for name in TINY if args.tiny else ORDER:
-            row = check_row if name in CHECKS else functools.partial(method_row, output, deadline, measured)
+            row = (
+                check_row
+                if name in CHECKS
+                else functools.partial(method_row, output, deadline, measured)
+            )
             rows.append((name, functools.partial(row, name, args)))
         yield from each(rows, args.row, deadline)
 
 
 def check_row(name: str, args: argparse.Namespace) -> Result:
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     if args.tiny:
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
     config = Qwen3Config(
         **sizes, vocab_size=8192, head_dim=128, num_hidden_layers=2, attn_implementation="sdpa", tie_word_embeddings=False,
         max_position_embeddings=2**20,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(args.device):
-        model = Qwen3ForCausalLM(config).bfloat16().float().train()  # the same weights in both dtypes
+        model = (
+            Qwen3ForCausalLM(config).bfloat16().float().train()
+        )  # the same weights in both dtypes
         ids = torch.randint(0, config.vocab_size, (1, args.length))
     batch = {"input_ids": ids, "labels": ids}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -97,7 +131,10 @@ def check_row(name: str, args: argparse.Namespace) -> Result:
     error, problems = watched_error(model, batch, truth, args.device)
     ratio = error / noise
     problems += [f"error above {ROW_BAR} x the model's own"] * (not ratio <= ROW_BAR)
-    line = f"{name:<24}gradient error {error:.3e}, unpatched {noise:.3e}, ratio {ratio:.3f} (bar {ROW_BAR})"
+    line = (
+        f"{name:<24}gradient error {error:.3e}, unpatched {noise:.3e}, ratio {ratio:.3f} (bar "
+        f"{ROW_BAR})"
+    )
     return line + failed(problems), not problems
 
 
@@ -107,11 +144,14 @@ def watched_error(
     """Of a streamed step, and what did not run as it should."""
     with AttentionSeen() as seen:
         _, found = gradients(model, **batch)
-    return relative_l2(found, truth), wrong_paths(model) + wrong_kernels(backends(device)[0], "plain", seen.names, device)
+    return relative_l2(found, truth), wrong_paths(model) + wrong_kernels(
+        backends(device)[0], "plain", seen.names, device
+    )
 
 
 def in_float32(model: Qwen3ForCausalLM, batch: dict[str, torch.Tensor]) -> Gradients:
-    """On a GPU by the memory-efficient kernel, whose keys are repeated: plain products would take hundreds of GiB."""
+    """On a GPU by the memory-efficient kernel, whose keys are repeated: plain products would take
+    hundreds of GiB."""
     if not batch["input_ids"].is_cuda:
         return gradients(model, **batch)[1]
     with pytest.MonkeyPatch.context() as patch, sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
@@ -119,16 +159,23 @@ def in_float32(model: Qwen3ForCausalLM, batch: dict[str, torch.Tensor]) -> Gradi
         return gradients(model, **batch)[1]
 
 
-def method_row(output: Path, deadline: Deadline, measured: dict[str, Row], name: str, args: argparse.Namespace) -> Result:
+def method_row(
+    output: Path, deadline: Deadline, measured: dict[str, Row], name: str, args: argparse.Namespace
+) -> Result:
     if args.device == "cuda" and (card := card_gib()) < CARD.get(name, 0):
-        return f"{name:<24}not run: it needs a card of {CARD[name]} GiB, and this one has {card:.0f}", True
+        return (
+            f"{name:<24}not run: it needs a card of {CARD[name]} GiB, and this one has {card:.0f}",
+            True,
+        )
     shape, chunk_size = ("mini", args.length // 4 + 3) if args.tiny else ("Qwen3-8B", "auto")
     job = Job("headline", name, shape, (args.length,), chunk_size=chunk_size, device=args.device)
     row = run(job, output, deadline)[-1]
     measured[name] = row
     if row.status != "ok":
         return f"{name:<24}{failed([row.status])}", False
-    first = next((other for other in measured.values() if other is not row and other.status == "ok"), None)
+    first = next(
+        (other for other in measured.values() if other is not row and other.status == "ok"), None
+    )
     problems = [] if first is None else unlike(row, first)
     told = "gradients as the first's" if first is not None else "the first"
     if args.device == "cuda" and name in (LEAN, FAST):
@@ -139,7 +186,10 @@ def method_row(output: Path, deadline: Deadline, measured: dict[str, Row], name:
 
 def unlike(row: Row, other: Row) -> list[str]:
     """Two runs of one model and batch have one loss and one gradient norm, but for rounding."""
-    pairs = (("loss", row.loss, other.loss, 2**-8), ("gradient norm", row.gradient_norm, other.gradient_norm, 2**-6))
+    pairs = (
+        ("loss", row.loss, other.loss, 2**-8),
+        ("gradient norm", row.gradient_norm, other.gradient_norm, 2**-6),
+    )
     return [
         f"{what} {a} instead of {other.method}'s {b}" for what, a, b, bar in pairs
         if a is None or b is None or not abs(a / b - 1) <= bar

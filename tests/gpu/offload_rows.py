@@ -1,13 +1,15 @@
-"""What offloading is to reach on one GPU, row by row: `python tests/gpu/offload_rows.py [--row NAME] [--minutes 8]`.
+"""What offloading is to reach on one GPU, row by row: `python tests/gpu/offload_rows.py [--row
+NAME] [--minutes 8]`.
 
-Each row trains three steps of a Qwen3-shaped model with random weights in a process of its own, and prints the figures of
-`paper_repro/figures.py`, the share of the third step that compute waited for copies, and the process' host memory. The
-first step pins memory, and so does the second where it saves what the first has chosen. A row fails where a gradient is not
-finite (with an optimizer: a weight), where a layer did not stream, or where no fused kernel attended on a GPU. All rows
-take about half an hour: those for which --minutes do not suffice are named, for another call.
+Each row trains three steps of a Qwen3-shaped model with random weights in a process of its own, and
+prints the figures of `paper_repro/figures.py`, the share of the third step that compute waited for
+copies, and the process' host memory. The first step pins memory, and so does the second where it
+saves what the first has chosen. A row fails where a gradient is not finite (with an optimizer: a
+weight), where a layer did not stream, or where no fused kernel attended on a GPU. All rows take
+about half an hour: those for which --minutes do not suffice are named, for another call.
 
-Exit code 0 if every row holds, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU, where
-nothing is measured against a bar.
+Exit code 0 if every row holds, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
+same code on a CPU, where nothing is measured against a bar.
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """bars: GiB on the device, share of stalls, GiB on the host; None: not judged. limit: GiB that the allocator may have.
+    """bars: GiB on the device, share of stalls, GiB on the host; None: not judged. limit: GiB that
+    the allocator may have.
 
-    train: makes the optimizer's step, given the model; None: forward and backward alone, gradients None at the start.
+    train: makes the optimizer's step, given the model; None: forward and backward alone, gradients
+    None at the start.
     """
 
     shape: str
@@ -67,10 +71,14 @@ def adamw_on_the_host(model: Any, on_gpu: bool) -> Any:
         return adamw(model, on_gpu)
     from torchao.optim import CPUOffloadOptimizer
 
-    return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True)
+    return CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True
+    )
 
 
-own = functools.partial(streambp.StreamConfig, kernels="own")  # bars are those of the model's own norms and MLPs
+own = functools.partial(
+    streambp.StreamConfig, kernels="own"
+)  # bars are those of the model's own norms and MLPs
 LEAN = {"saves": ("attn_out",), "offload": "cpu"}
 ROWS = {
     "8B 65,536": Row("8B", 65536, own(**LEAN), (34.6, 0.02, None)),
@@ -96,12 +104,18 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
         return
     deadline = Deadline(args.minutes)
     others = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
-    yield from each(((name, functools.partial(in_a_child, name, others, deadline)) for name in ROWS), args.row, deadline)
+    yield from each(
+        ((name, functools.partial(in_a_child, name, others, deadline)) for name in ROWS),
+        args.row,
+        deadline,
+    )
 
 
 def in_a_child(name: str, others: list[str], deadline: Deadline) -> tuple[str, bool]:
     lines: list[str] = []
-    ended = run_child([sys.executable, __file__, "--here", name, *others], ROOT, deadline, lines.append)
+    ended = run_child(
+        [sys.executable, __file__, "--here", name, *others], ROOT, deadline, lines.append
+    )
     if ended.code not in (0, 1) or not lines:
         lines.append(f"{name}: FAILED, {ended}")
     return "\n".join(lines), ended.code == 0
@@ -124,7 +138,9 @@ def build(row: Row, device: str, tiny: bool) -> tuple[Any, torch.Tensor]:
     if row.lora:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     return model, ids
 
 
@@ -159,16 +175,23 @@ def run(name: str, device: str, tiny: bool) -> tuple[str, bool]:
     return (
         f"{name:<24}{figures}, stalls {stall:6.2%}, host {host:6.1f} GiB, "
         f"{stats['gb_per_s_out']:5.1f} out {stats['gb_per_s_back']:5.1f} back GB/s, bars {shown}: "
-        f"{'FAILED: ' + '; '.join(problems) if problems else 'holds'}\n    {', '.join(figures.ran)}; "
-        f"{figures.buffers} gradient buffers a step; {streambp.describe(model).offload}"
+        f"{'FAILED: ' + '; '.join(problems) if problems else 'holds'}\n    "
+        f"{', '.join(figures.ran)}; {figures.buffers} gradient buffers a step; "
+        f"{streambp.describe(model).offload}"
     ), not problems
 
 
 def missed(row: Row, figures: Figures, stall: float, host: float) -> list[str]:
     """What a GPU is asked for: a fused kernel that attended, and the row's bars."""
-    problems = [] if any(kernel.endswith("backward") for kernel in figures.ran) else ["no fused kernel attended"]
+    problems = (
+        []
+        if any(kernel.endswith("backward") for kernel in figures.ran)
+        else ["no fused kernel attended"]
+    )
     peak = math.nan if figures.peak_gib is None else figures.peak_gib
-    for what, value, bar in zip(("peak", "stalls", "host"), (peak, stall, host), row.bars, strict=True):
+    for what, value, bar in zip(
+        ("peak", "stalls", "host"), (peak, stall, host), row.bars, strict=True
+    ):
         if bar is not None and not value <= bar:
             problems.append(f"{what} {value:.3g} above {bar:g}")
     return problems

@@ -1,15 +1,18 @@
-"""Attention's kernels and the sums of weight gradients, one by one: `python tests/gpu/op_rows.py [--row NAME]`.
+"""Attention's kernels and the sums of weight gradients, one by one: `python tests/gpu/op_rows.py
+[--row NAME]`.
 
-1. Attention of random q, k, v over four chunks, forward and backward, as streamed layers call it, for each kernel that
-   `StreamConfig` can name, kind of spans and head size, with 1 and 4 query heads for a key head, and 1 and 2 rows. Rows are
-   named "plain cudnn 128", "window flash 192/128" and so on; "low" are plain spans whose scores lie about -120. Two errors
-   are judged: that of the whole, in units of torch's own attention in one call, and that of each kernel on each kind of
-   block, in units of what rounding costs (`tests/gpu/watched_kernels.py`). A preferred kernel that did not run fails its
-   row; a kernel that refuses the head size is printed with its reason.
-2. Sums of weight gradients ("sum layer", "sum head"): TFLOP/s of the product that adds to a float32 sum, beside those of a
-   plain product, and its error against float32.
+1. Attention of random q, k, v over four chunks, forward and backward, as streamed layers call it,
+   for each kernel that `StreamConfig` can name, kind of spans and head size, with 1 and 4 query
+   heads for a key head, and 1 and 2 rows. Rows are named "plain cudnn 128", "window flash 192/128"
+   and so on; "low" are plain spans whose scores lie about -120. Two errors are judged: that of the
+   whole, in units of torch's own attention in one call, and that of each kernel on each kind of
+   block, in units of what rounding costs (`tests/gpu/watched_kernels.py`). A preferred kernel that
+   did not run fails its row; a kernel that refuses the head size is printed with its reason.
+2. Sums of weight gradients ("sum layer", "sum head"): TFLOP/s of the product that adds to a float32
+   sum, beside those of a plain product, and its error against float32.
 
-Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU.
+Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
+same code on a CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ from tests.gpu.script import failed
 from tests.gpu.watched_kernels import Judged, Sums, counts, watching
 from tests.seeds import seeded
 
-SIZES = {str(size): (size, size) for size in (128, 64, 80, 96, 192, 256)} | {"192/128": (192, 128), "512": (512, 512)}
+SIZES = {str(size): (size, size) for size in (128, 64, 80, 96, 192, 256)} | {
+    "192/128": (192, 128),
+    "512": (512, 512),
+}
 SPANS = ("plain", "low", "window", "packed")
 DOCUMENTS = (0.1, 0.3, 0.303, 0.5, 0.95)  # where they end, of the length
 HEADS = 4
@@ -53,22 +59,37 @@ WIDEST = 256  # features of a head that cuDNN and FlashAttention take
 GRADS = ("dq", "dk", "dv")
 # A block's result is rounded, and their sum again: at most sqrt(2) times the error of one rounding.
 WHOLE_BAR, KERNEL_BAR = 1.5, 2.0
-# Over how many draws the errors of the whole are summed, ours and torch's. Low scores have q and k of one sign each: the
-# error of dk is then about one random number for each key head, and in 6 % of draws two of them are too far apart.
+# Over how many draws the errors of the whole are summed, ours and torch's. Low scores have q and k
+# of one sign each: the error of dk is then about one random number for each key head, and in 6 % of
+# draws two of them are too far apart.
 DRAWS = {"low": 16}
 SUM_BAR = 1e-4  # a sum of products in float32; one that was rounded to half precision is 1e-3 off
-INSIDE = ("cpu", "cuda")  # elsewhere products are rounded before they are added. [Note: sums inside products]
+INSIDE = (
+    "cpu",
+    "cuda",
+)  # elsewhere products are rounded before they are added. [Note: sums inside products]
 Tensors = dict[str, Tensor]
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
-    names = get_args(get_type_hints(StreamConfig)["attention"]) if args.device == "cuda" else backends(args.device)
+    names = (
+        get_args(get_type_hints(StreamConfig)["attention"])
+        if args.device == "cuda"
+        else backends(args.device)
+    )
     rows: list[tuple[str, Callable[[], Result]]] = [
-        (f"{spans} {attention} {size}", functools.partial(attention_row, spans, attention, size, args))
+        (
+            f"{spans} {attention} {size}",
+            functools.partial(attention_row, spans, attention, size, args),
+        )
         for size, spans, attention in itertools.product(SIZES, SPANS, names)
     ]
     rows += [(name, functools.partial(sum_row, name, args)) for name in SUMS]
-    yield f"{'row':<24}whole: o, dq, dk, dv in units of torch's error; then each kernel's worst, and its lse", True
+    yield (
+        f"{'row':<24}whole: o, dq, dk, dv in units of torch's error; then each kernel's worst, "
+        "and its lse",
+        True,
+    )
     yield from each(rows, args.row, Deadline(args.minutes))
 
 
@@ -103,18 +124,27 @@ def worse(a: float, b: float) -> float:
 
 
 def problems_of(spans: str, ratios: dict[str, float], judged: Judged) -> list[str]:
-    """What is not as it should be. A preferred kernel has to attend plain spans; others may be another's work."""
+    """What is not as it should be. A preferred kernel has to attend plain spans; others may be
+    another's work."""
     problems = [
-        f"{name} is {ratio:.2f} x as far off as one call" for name, ratio in ratios.items() if not ratio <= WHOLE_BAR
+        f"{name} is {ratio:.2f} x as far off as one call"
+        for name, ratio in ratios.items()
+        if not ratio <= WHOLE_BAR
     ]
     for (kernel, kind, tensor), sums in judged.errors.items():
         if not sums.ratio <= KERNEL_BAR:
-            problems.append(f"{tensor} of {kernel} on {kind} blocks is {sums.ratio:.2f} x what rounding costs")
-    bar = torch.finfo(torch.bfloat16).eps / 8  # of lse: a weight's relative error, a quarter of its rounding
+            problems.append(
+                f"{tensor} of {kernel} on {kind} blocks is {sums.ratio:.2f} x what rounding costs"
+            )
+    bar = (
+        torch.finfo(torch.bfloat16).eps / 8
+    )  # of lse: a weight's relative error, a quarter of its rounding
     problems += [f"lse of {kernel} on {kind} blocks is {apart:.1e} off" for (kernel, kind), apart in judged.lse.items()
                  if not apart <= bar]  # fmt: skip
     if spans in ("plain", "low"):
-        problems += [f"{kernel} did not run" for kernel in sorted(judged.preferred - judged.kernels)]
+        problems += [
+            f"{kernel} did not run" for kernel in sorted(judged.preferred - judged.kernels)
+        ]
     return problems
 
 
@@ -123,25 +153,46 @@ def kernels_told(judged: Judged) -> str:
     told = []
     for kernel, kind in judged.lse:
         ratios = (s.ratio for (a, b, _), s in judged.errors.items() if (a, b) == (kernel, kind))
-        told.append(f"{kernel} {kind} {functools.reduce(worse, ratios, 0.0):.2f}, lse {judged.lse[kernel, kind]:.0e}")
+        told.append(
+            f"{kernel} {kind} {functools.reduce(worse, ratios, 0.0):.2f}, lse "
+            f"{judged.lse[kernel, kind]:.0e}"
+        )
     return "; ".join(told)
 
 
-def make(spans: str, rows: int, groups: int, length: int, sizes: tuple[int, int], device: str, draw: int = 0) -> Tensors:
+def make(
+    spans: str,
+    rows: int,
+    groups: int,
+    length: int,
+    sizes: tuple[int, int],
+    device: str,
+    draw: int = 0,
+) -> Tensors:
     """q, k, v, do [B, H, T, D] in bfloat16."""
     generator = seeded(17 + draw)
-    shapes = {"q": (HEADS, sizes[0]), "k": (HEADS // groups, sizes[0]), "v": (HEADS // groups, sizes[1])}
+    shapes = {
+        "q": (HEADS, sizes[0]),
+        "k": (HEADS // groups, sizes[0]),
+        "v": (HEADS // groups, sizes[1]),
+    }
     shapes["do"] = (HEADS, sizes[1])
-    made = {name: torch.randn(rows, heads, length, size, generator=generator) for name, (heads, size) in shapes.items()}
+    made = {
+        name: torch.randn(rows, heads, length, size, generator=generator)
+        for name, (heads, size) in shapes.items()
+    }
     if spans == "low":
-        shift = (120 / sizes[0] ** 0.5) ** 0.5  # q . k is 120 x sqrt(D) less, and the scale is 1 / sqrt(D)
+        shift = (
+            120 / sizes[0] ** 0.5
+        ) ** 0.5  # q . k is 120 x sqrt(D) less, and the scale is 1 / sqrt(D)
         made["q"] += shift
         made["k"] -= shift
     return {name: x.to(device, torch.bfloat16) for name, x in made.items()}
 
 
 def layout_of(spans: str, rows: int, length: int) -> Spans:
-    """The window is longer than a chunk; documents end in chunks, soon after each other, and go over several."""
+    """The window is longer than a chunk; documents end in chunks, soon after each other, and go
+    over several."""
     if spans == "packed":
         ends = [0, *(int(part * length) for part in DOCUMENTS), length]
         runs = tuple(Run(a, b, a) for a, b in itertools.pairwise(dict.fromkeys(ends)))
@@ -150,7 +201,8 @@ def layout_of(spans: str, rows: int, length: int) -> Spans:
 
 
 def in_chunks(given: Tensors, layout: Layout, plan: ChunkPlan, attention: str) -> Tensors:
-    """o [B, H, T, D_v], dq, dk and dv, as a streamed layer makes them: attended, then attended again and differentiated."""
+    """o [B, H, T, D_v], dq, dk and dv, as a streamed layer makes them: attended, then attended
+    again and differentiated."""
     prefix = Prefix(layout, plan.length, attention)
     q, k, v = (given[name] for name in "qkv")
     scale = q.shape[-1] ** -0.5
@@ -158,14 +210,21 @@ def in_chunks(given: Tensors, layout: Layout, plan: ChunkPlan, attention: str) -
     for chunk in plan:
         mask = ChunkMask(prefix, chunk, Stage.FORWARD)
         here = slice(chunk.start, chunk.stop)
-        parts.append(mask.attend(AttentionCall(q[:, :, here], k[:, :, here], v[:, :, here], scale)).transpose(1, 2))
+        parts.append(
+            mask.attend(
+                AttentionCall(q[:, :, here], k[:, :, here], v[:, :, here], scale)
+            ).transpose(1, 2)
+        )
         mask.finish()
     for chunk in reversed(plan.chunks):
         here = slice(chunk.start, chunk.stop)
         own = [x[:, :, here].detach().requires_grad_() for x in (q, k, v)]
         o = ChunkMask(prefix, chunk, Stage.RECOMPUTE).attend(AttentionCall(*own, scale))
         grads.append(torch.autograd.grad(o, own, given["do"][:, :, here].transpose(1, 2)))
-    found = {name: torch.cat(list(reversed(of)), 2) for name, of in zip(GRADS, zip(*grads, strict=True), strict=True)}
+    found = {
+        name: torch.cat(list(reversed(of)), 2)
+        for name, of in zip(GRADS, zip(*grads, strict=True), strict=True)
+    }
     return {"o": torch.cat(parts, 2), **found}
 
 
@@ -173,7 +232,9 @@ def whole_mask(layout: Spans, length: int, device: str) -> Tensor | None:
     """bool [T, T]; None for plain causal."""
     if layout.window is None and len(layout.rows[0]) == 1:
         return None
-    mask = counts(Block(Kind.CAUSAL, 0, 1, 0, length, 0, length, layout.window), torch.device(device))
+    mask = counts(
+        Block(Kind.CAUSAL, 0, 1, 0, length, 0, length, layout.window), torch.device(device)
+    )
     documents = torch.zeros_like(mask)
     for run in layout.rows[0]:
         documents[run.q0 : run.q1, run.k0 : run.q1] = True
@@ -183,8 +244,9 @@ def whole_mask(layout: Spans, length: int, device: str) -> Tensor | None:
 def whole(given: Tensors, mask: Tensor | None, dtype: torch.dtype) -> Tensors:
     """o, dq, dk and dv by torch's attention in one call; in float32 by its plain products.
 
-    Of heads that its memory-efficient kernel alone takes, the keys are repeated, as transformers does with a mask: a call
-    with fewer of them would be plain products, in float32 inside, which no fused kernel is as near to the truth as.
+    Of heads that its memory-efficient kernel alone takes, the keys are repeated, as transformers
+    does with a mask: a call with fewer of them would be plain products, in float32 inside, which no
+    fused kernel is as near to the truth as.
     """
     leaves = [given[name].to(dtype).requires_grad_() for name in "qkv"]
     q, k, v = leaves
@@ -211,7 +273,10 @@ SUMS = {"sum layer": (12288, 4096, 8192), "sum head": (151936, 4096, 1664)}
 def sum_row(name: str, args: argparse.Namespace) -> Result:
     outs, ins, tokens = (64, 48, 40) if args.tiny else SUMS[name]
     generator = seeded(3)
-    grad, x = (torch.randn(tokens, size, generator=generator).to(args.device, torch.bfloat16) for size in (outs, ins))
+    grad, x = (
+        torch.randn(tokens, size, generator=generator).to(args.device, torch.bfloat16)
+        for size in (outs, ins)
+    )
     once = add_product(None, grad.mT, x)
     total = add_product(once.clone(), grad.mT, x)
     truth = grad.float().mT @ x.float()
@@ -221,8 +286,13 @@ def sum_row(name: str, args: argparse.Namespace) -> Result:
     plain = work / seconds(lambda: grad.mT @ x, args) / 1e12
     summed = work / seconds(lambda: add_product(total, grad.mT, x), args) / 1e12
     bar = SUM_BAR if args.device in INSIDE else torch.finfo(torch.bfloat16).eps
-    problems = [f"error {error:.1e}"] * (not error <= bar) + [f"the sum is {dtypes}"] * (total.dtype != torch.float32)
-    told = f"{summed:8.2f} TFLOP/s into a float32 sum, {plain:8.2f} alone, {plain / summed:.2f} x, error {error:.1e}"
+    problems = [f"error {error:.1e}"] * (not error <= bar) + [f"the sum is {dtypes}"] * (
+        total.dtype != torch.float32
+    )
+    told = (
+        f"{summed:8.2f} TFLOP/s into a float32 sum, {plain:8.2f} alone, {plain / summed:.2f} x, "
+        f"error {error:.1e}"
+    )
     return f"{name:<24}{told}{failed(problems)}", not problems
 
 

@@ -1,17 +1,20 @@
 """Proves the CUDA path and prints a table: `python tests/gpu/report.py [--row NAME] [--minutes 8]`.
 
-1. Gradient error of a small bf16 model against a float32 oracle, for every backend, saves and kind of spans, beside the
-   unpatched model's own error; the oracle has the bf16 model's weights, so that no error is that of rounding weights. Each
-   row must be at most 1.15 x the unpatched error, their mean at most 1.05 x: one draw's ratio is up to a tenth off by
-   chance. Rows are named "plain cudnn kv" and so on.
-2. Forward and backward on two Qwen3-8B-shaped layers with their head, beside transformers' gradient checkpointing: the
-   figures of `paper_repro/figures.py`. Rows are named by their length.
+1. Gradient error of a small bf16 model against a float32 oracle, for every backend, saves and kind
+   of spans, beside the unpatched model's own error; the oracle has the bf16 model's weights, so
+   that no error is that of rounding weights. Each row must be at most 1.15 x the unpatched error,
+   their mean at most 1.05 x: one draw's ratio is up to a tenth off by chance. Rows are named "plain
+   cudnn kv" and so on.
+2. Forward and backward on two Qwen3-8B-shaped layers with their head, beside transformers' gradient
+   checkpointing: the figures of `paper_repro/figures.py`. Rows are named by their length.
 
-Every row also asserts that all layers streamed, and that the kernels which attended are those that were asked for: torch's
-operations are watched, so what counts is what ran. Rows of figures ask for our Triton kernels as well, for gradients that
-are finite and as large as with checkpointing, and for one gradient buffer a step.
+Every row also asserts that all layers streamed, and that the kernels which attended are those that
+were asked for: torch's operations are watched, so what counts is what ran. Rows of figures ask for
+our Triton kernels as well, for gradients that are finite and as large as with checkpointing, and
+for one gradient buffer a step.
 
-Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU.
+Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
+same code on a CPU.
 """
 
 from __future__ import annotations
@@ -48,11 +51,16 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
     deadline = Deadline(args.minutes)
     errors = {f"{spans} {attention} {'+'.join(saves) or 'none'}": (spans, attention, saves) for spans, attention, saves in
               itertools.product(SPANS, backends(args.device), SAVES)}  # fmt: skip
-    times = {str(length): length for length in ((256, 512) if args.tiny else (8192, 16384, 32768, 65536))}
+    times = {
+        str(length): length for length in ((256, 512) if args.tiny else (8192, 16384, 32768, 65536))
+    }
     known: dict[str, Known] = {}
     yield f"{'row':<34}{'ours':>10}{'unpatched':>12}{'ratio':>8}   layers, kernels", True
     ratios: list[float] = []
-    rows = [(name, functools.partial(error_row, name, *row, args, known, ratios)) for name, row in errors.items()]
+    rows = [
+        (name, functools.partial(error_row, name, *row, args, known, ratios))
+        for name, row in errors.items()
+    ]
     rows += [(name, functools.partial(time_row, length, args)) for name, length in times.items()]
     yield from each(rows, args.row, deadline)
     if len(ratios) >= FEWEST:
@@ -61,14 +69,21 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
 
 def mean_row(ratios: list[float]) -> Result:
     """Of the rows' logarithms: what one row owes to chance, all of them do not."""
-    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)) if all(r > 0 for r in ratios) else math.nan
+    mean = (
+        math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+        if all(r > 0 for r in ratios)
+        else math.nan
+    )
     good = mean <= MEAN_BAR
-    return f"{f'mean of {len(ratios)} rows':<34}{mean:>30.3f}" + ("" if good else f"   FAILED: more than {MEAN_BAR}"), good
+    return f"{f'mean of {len(ratios)} rows':<34}{mean:>30.3f}" + (
+        "" if good else f"   FAILED: more than {MEAN_BAR}"
+    ), good
 
 
 @dataclasses.dataclass
 class Known:
-    """What all rows of one kind of spans share: the bf16 model, the batch, the true gradient and the model's own error."""
+    """What all rows of one kind of spans share: the bf16 model, the batch, the true gradient and
+    the model's own error."""
 
     model: Qwen3ForCausalLM
     batch: dict[str, torch.Tensor]
@@ -89,12 +104,19 @@ def error_row(
     if spans not in known:
         known.clear()
         known[spans] = make_known(spans, length, args.device, 256 if args.tiny else 512)
-    model, batch, truth, noise = (getattr(known[spans], field.name) for field in dataclasses.fields(Known))
+    model, batch, truth, noise = (
+        getattr(known[spans], field.name) for field in dataclasses.fields(Known)
+    )
     streambp.patch(
-        model, streambp.StreamConfig(kernels="own", chunk_size=length // 4 + 3, saves=saves, attention=attention)
+        model,
+        streambp.StreamConfig(
+            kernels="own", chunk_size=length // 4 + 3, saves=saves, attention=attention
+        ),
     )
     try:
-        gradients(model, **batch)  # its layers are tried, and compared with the unpatched ones, which attend by themselves
+        gradients(
+            model, **batch
+        )  # its layers are tried, and compared with the unpatched ones, which attend by themselves
         with AttentionSeen() as seen:
             _, found = gradients(model, **batch)
         problems = wrong_paths(model) + wrong_kernels(attention, spans, seen.names, args.device)
@@ -105,7 +127,8 @@ def error_row(
     problems += [f"error above {ROW_BAR} x the model's own"] * (not ratio <= ROW_BAR)
     kernels = ", ".join(sorted(seen.names)) or "math"
     return (
-        f"{name:<34}{ratio * noise:>10.3e}{noise:>12.3e}{ratio:>8.3f}   stream, {kernels}{failed(problems)}",
+        f"{name:<34}{ratio * noise:>10.3e}{noise:>12.3e}{ratio:>8.3f}   stream, "
+        f"{kernels}{failed(problems)}",
         not problems,
     )
 
@@ -119,7 +142,8 @@ def make_known(spans: str, length: int, device: str, width: int) -> Known:
 
 
 def wrong_kernels(attention: str, spans: str, seen: set[str], device: str) -> list[str]:
-    """A kernel that was asked for must have run forward and backward; no fused one where products were asked for.
+    """A kernel that was asked for must have run forward and backward; no fused one where products
+    were asked for.
 
     Windows and packed rows are FlashAttention's work, and small blocks may be, with cuDNN as well.
     """
@@ -131,7 +155,9 @@ def wrong_kernels(attention: str, spans: str, seen: set[str], device: str) -> li
         return []  # which kernels a device has is its own affair
     else:
         wanted = "flash" if spans in ("packed", "window") else attention
-    return [f"{kernel} did not run" for kernel in (wanted, f"{wanted} backward") if kernel not in seen]
+    return [
+        f"{kernel} did not run" for kernel in (wanted, f"{wanted} backward") if kernel not in seen
+    ]
 
 
 def backends(device: str) -> tuple[str, ...]:
@@ -142,7 +168,9 @@ def backends(device: str) -> tuple[str, ...]:
     return ("cudnn", "flash", "math") if hopper else ("flash", "math")
 
 
-def small_model(spans: str, length: int, device: str, width: int) -> tuple[Qwen3ForCausalLM, dict[str, torch.Tensor]]:
+def small_model(
+    spans: str, length: int, device: str, width: int
+) -> tuple[Qwen3ForCausalLM, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=1024, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
@@ -153,11 +181,15 @@ def small_model(spans: str, length: int, device: str, width: int) -> tuple[Qwen3
     ids = torch.randint(0, 1024, (2, length))
     batch = {"input_ids": ids, "labels": ids.clone()}
     if spans == "packed":
-        position_ids = torch.cat([torch.arange(length // 3), torch.arange(7), torch.arange(length - length // 3 - 7)])
+        position_ids = torch.cat(
+            [torch.arange(length // 3), torch.arange(7), torch.arange(length - length // 3 - 7)]
+        )
         batch["position_ids"] = position_ids.expand(2, -1).clone()
     if "padded" in spans:
         kept = torch.ones_like(ids)
-        pads = slice(0, length // 5) if spans == "left-padded" else slice(length - length // 5, length)
+        pads = (
+            slice(0, length // 5) if spans == "left-padded" else slice(length - length // 5, length)
+        )
         kept[0, pads] = 0
         batch["attention_mask"], batch["labels"][kept == 0] = kept, -100
     return model, {name: value.to(device) for name, value in batch.items()}
@@ -169,21 +201,46 @@ def time_row(length: int, args: argparse.Namespace) -> Result:
     problems += [f"checkpointing: {problem}" for problem in others]
     if ours is not None and stock is not None:
         problems += apart(ours, stock)
-    told = ["out of memory" if one is None else f"{one}, {', '.join(one.ran)}" for one in (ours, stock)]
-    return f"{length:<8} streambp {told[0]}\n{'':<8} checkpointing {told[1]}{failed(problems)}", not problems
+    told = [
+        "out of memory" if one is None else f"{one}, {', '.join(one.ran)}" for one in (ours, stock)
+    ]
+    return (
+        f"{length:<8} streambp {told[0]}\n{'':<8} checkpointing {told[1]}{failed(problems)}",
+        not problems,
+    )
 
 
 def apart(ours: Figures, stock: Figures) -> list[str]:
-    """How two bf16 runs of one model differ beyond rounding, which enters a norm by its square alone."""
-    pairs = (("loss", ours.loss, stock.loss, 2**-8), ("gradient norm", ours.norm, stock.norm, 2**-6))
-    return [f"{what} {a:.4e} instead of {b:.4e}" for what, a, b, bar in pairs if not abs(a / b - 1) <= bar]
+    """How two bf16 runs of one model differ beyond rounding, which enters a norm by its square
+    alone."""
+    pairs = (
+        ("loss", ours.loss, stock.loss, 2**-8),
+        ("gradient norm", ours.norm, stock.norm, 2**-6),
+    )
+    return [
+        f"{what} {a:.4e} instead of {b:.4e}"
+        for what, a, b, bar in pairs
+        if not abs(a / b - 1) <= bar
+    ]
 
 
-def figures_of(length: int, args: argparse.Namespace, streamed: bool) -> tuple[Figures | None, list[str]]:
+def figures_of(
+    length: int, args: argparse.Namespace, streamed: bool
+) -> tuple[Figures | None, list[str]]:
     """Of three steps, None if memory ran out; and what did not run as it should."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     if args.tiny:
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
     config = Qwen3Config(
         **sizes, vocab_size=128 if args.tiny else 151936, head_dim=128, num_hidden_layers=2, attn_implementation="sdpa",
         tie_word_embeddings=False,
@@ -194,7 +251,9 @@ def figures_of(length: int, args: argparse.Namespace, streamed: bool) -> tuple[F
         ids = torch.randint(0, config.vocab_size, (1, length))
     if streamed:
         chunk_size = length // 4 + 3 if args.tiny else "auto"
-        streambp.patch(model, streambp.StreamConfig(kernels="own", saves=("attn_out",), chunk_size=chunk_size))
+        streambp.patch(
+            model, streambp.StreamConfig(kernels="own", saves=("attn_out",), chunk_size=chunk_size)
+        )
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     try:
@@ -208,7 +267,8 @@ def figures_of(length: int, args: argparse.Namespace, streamed: bool) -> tuple[F
 
 
 def wrong_figures(buffers: int, ran: set[str], device: str) -> list[str]:
-    """Of plain spans: the preferred kernel attends, the head and merges run in Triton, and dx is written over dy."""
+    """Of plain spans: the preferred kernel attends, the head and merges run in Triton, and dx is
+    written over dy."""
     attention = ran - {*HEAD, "merge", NOT_FUSED}
     problems = wrong_kernels(backends(device)[0], "plain", attention, device)
     if device == "cuda":

@@ -1,4 +1,5 @@
-"""What the scripts of this folder have in common: arguments, exit codes, and a first line that says what they ran on."""
+"""What the scripts of this folder have in common: arguments, exit codes, and a first line that says
+what they ran on."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import torch
 
 from paper_repro.figures import GIB, commit, versions
 from paper_repro.rows import Result, add_arguments, print_rows
-from tests import device as tested  # makes the emulated device this process' own, if STREAMBP_TEST_DEVICE says so
+from tests import (
+    device as tested,
+)  # makes the emulated device this process' own, if STREAMBP_TEST_DEVICE says so
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +25,8 @@ def main(
     report: Callable[[argparse.Namespace], Iterable[Result]],
     add: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> int:
-    """Print a script's rows and give its exit code: 0 if every row passes, 1 if one does not, 2 without a GPU.
+    """Print a script's rows and give its exit code: 0 if every row passes, 1 if one does not, 2
+    without a GPU.
 
     Args:
         description: the script's docstring, whose first line is shown.
@@ -36,9 +40,14 @@ def main(
     add_arguments(parser)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("No CUDA device: nothing was proved. Try the script itself with --device cpu --tiny.", file=sys.stderr)
+        print(
+            "No CUDA device: nothing was proved. Try the script itself with --device cpu --tiny.",
+            file=sys.stderr,
+        )
         return 2
-    told = () if getattr(args, "here", None) else environment(args.device)  # a row's own process is another's child
+    told = (
+        () if getattr(args, "here", None) else environment(args.device)
+    )  # a row's own process is another's child
     return int(not print_rows(itertools.chain(told, report(args))))
 
 

@@ -1,14 +1,16 @@
-"""The set-ups that most programs have, on a GPU: `python tests/gpu/setup_rows.py [--row NAME]`, one or two minutes.
+"""The set-ups that most programs have, on a GPU: `python tests/gpu/setup_rows.py [--row NAME]`, one
+or two minutes.
 
-Each row patches a small model as its users would, mostly with nothing but `streambp.patch(model)`, and takes three steps.
-Its gradients may be 1.15 x as far from those in float32 as the unpatched model's in the same set-up. "default": Liger's
-kernels where they are installed; "compiled"; "LoRA", and "LoRA own": by peft's code; "experts": a mixture; "QLoRA": a 4-bit
-base by bitsandbytes; "padded"; "weights": those of a LoRA model's base on the host; "autocast": float32 weights; "TF32" and
-"float32": no half precision.
-"Trainer" compares four logged steps of HF's Trainer in bf16, patched on the CPU, with two micro-batches of padded rows
-each, with those of the unpatched model.
+Each row patches a small model as its users would, mostly with nothing but `streambp.patch(model)`,
+and takes three steps. Its gradients may be 1.15 x as far from those in float32 as the unpatched
+model's in the same set-up. "default": Liger's kernels where they are installed; "compiled"; "LoRA",
+and "LoRA own": by peft's code; "experts": a mixture; "QLoRA": a 4-bit base by bitsandbytes;
+"padded"; "weights": those of a LoRA model's base on the host; "autocast": float32 weights; "TF32"
+and "float32": no half precision. "Trainer" compares four logged steps of HF's Trainer in bf16,
+patched on the CPU, with two micro-batches of padded rows each, with those of the unpatched model.
 
-Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the same code on a CPU.
+Exit code 0 if every row passes, 1 if one does not, 2 without a GPU. `--device cpu --tiny` runs the
+same code on a CPU.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ APART = {"loss": 2**-8, "grad_norm": 2**-5}  # relative: two runs in bf16
 class Setup:
     """One row: what is done to a model, how it is patched, and in what dtypes it runs.
 
-    prepare: gives the model that trains, from one whose weights fit in bfloat16. dtype: of its weights. settings: of
-    `StreamConfig`, beside the chunk size. autocast: to bfloat16. tf32: products of float32 in TF32. spans: of the batch.
-    experts: a mixture, each of whose experts takes each token, so that rounding chooses none.
+    prepare: gives the model that trains, from one whose weights fit in bfloat16. dtype: of its
+    weights. settings: of `StreamConfig`, beside the chunk size. autocast: to bfloat16. tf32:
+    products of float32 in TF32. spans: of the batch. experts: a mixture, each of whose experts
+    takes each token, so that rounding chooses none.
     """
 
     prepare: Callable[[nn.Module, torch.dtype], nn.Module] = lambda model, dtype: model.to(dtype)
@@ -77,7 +80,9 @@ def with_adapters(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     seed_torch(7)
-    model = get_peft_model(model if dtype is None else model.to(dtype), LoraConfig(r=8, target_modules="all-linear"))
+    model = get_peft_model(
+        model if dtype is None else model.to(dtype), LoraConfig(r=8, target_modules="all-linear")
+    )
     generator = seeded(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -91,13 +96,21 @@ def in_four_bits(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     from peft import prepare_model_for_kbit_training
 
     device = next(model.parameters()).device
-    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)  # type: ignore[operator]
         base = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=quantised, dtype=dtype, device_map={"": device}, attn_implementation="sdpa"
+            folder,
+            quantization_config=quantised,
+            dtype=dtype,
+            device_map={"": device},
+            attn_implementation="sdpa",
         )
-    return with_adapters(prepare_model_for_kbit_training(base.train(), use_gradient_checkpointing=False), None)
+    return with_adapters(
+        prepare_model_for_kbit_training(base.train(), use_gradient_checkpointing=False), None
+    )
 
 
 SETUPS = {
@@ -134,7 +147,11 @@ def made(spans: str, args: argparse.Namespace, experts: bool = False) -> tuple[n
     model: nn.Module
     model, batch = small_model(spans, TINY if args.tiny else LENGTH, args.device, width)
     if experts:
-        own = {name: value for name, value in model.config.to_diff_dict().items() if name != "model_type"}
+        own = {
+            name: value
+            for name, value in model.config.to_diff_dict().items()
+            if name != "model_type"
+        }
         sizes = {"moe_intermediate_size": width // 2, "num_experts": 4, "num_experts_per_tok": 4}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**own | sizes)).to(args.device).train()
     return model.bfloat16().float(), batch
@@ -152,7 +169,10 @@ def products_in_tf32(on: bool) -> Iterator[None]:
 
 def step(model: nn.Module, batch: Batch, setup: Setup, device: str) -> Gradients:
     """Of what trains, in float64."""
-    with products_in_tf32(setup.tf32), torch.autocast(device, torch.bfloat16, enabled=setup.autocast):
+    with (
+        products_in_tf32(setup.tf32),
+        torch.autocast(device, torch.bfloat16, enabled=setup.autocast),
+    ):
         return {name: g.double() for name, g in gradients(model, **batch)[1].items()}
 
 
@@ -174,10 +194,15 @@ def setup_row(name: str, setup: Setup, args: argparse.Namespace) -> Result:
     with counted_calls(calls):
         step(ours, batch, setup, args.device)
     error = relative_l2(step(ours, batch, setup, args.device), truth)
-    problems = wrong_paths(ours) + [f"{error / noise:.3f} is more than {ROW_BAR}"] * (not error <= ROW_BAR * noise)
+    problems = wrong_paths(ours) + [f"{error / noise:.3f} is more than {ROW_BAR}"] * (
+        not error <= ROW_BAR * noise
+    )
     if setup.liger and "liger_kernel" in sys.modules and args.device != "cpu":
         problems += [f"{kernel} did not run" for kernel in LIGERS.values() if not calls.get(kernel)]
-    told = f"error {error:.3e}, unpatched {noise:.3e}, ratio {error / noise:.3f}; {streambp.last_step(ours)}"
+    told = (
+        f"error {error:.3e}, unpatched {noise:.3e}, ratio {error / noise:.3f}; "
+        f"{streambp.last_step(ours)}"
+    )
     return f"{name:<24}{told}{failed(problems)}", not problems
 
 
@@ -208,7 +233,10 @@ def padded(rows: list[Batch]) -> Batch:
     """On the right, as a tokenizer's collator does."""
     longest = max(row["input_ids"].numel() for row in rows)
     batch = {"input_ids": torch.zeros(len(rows), longest, dtype=torch.long)}
-    batch |= {"attention_mask": torch.zeros_like(batch["input_ids"]), "labels": torch.full_like(batch["input_ids"], -100)}
+    batch |= {
+        "attention_mask": torch.zeros_like(batch["input_ids"]),
+        "labels": torch.full_like(batch["input_ids"], -100),
+    }
     for number, row in enumerate(rows):
         here = (number, slice(0, row["input_ids"].numel()))
         batch["input_ids"][here], batch["attention_mask"][here], batch["labels"][here] = (
@@ -228,7 +256,8 @@ def trainer_row(args: argparse.Namespace) -> Result:
     problems = [f"{key} {off:.1e} off" for key, off in worst.items() if not off <= APART[key]]
     told = ", ".join(f"{key} apart by {off:.1e}" for key, off in worst.items())
     return (
-        f"{'Trainer':<24}{told} in {len(ours)} steps, the last loss {ours[-1]['loss']:.4f}{failed(problems)}",
+        f"{'Trainer':<24}{told} in {len(ours)} steps, the last loss "
+        f"{ours[-1]['loss']:.4f}{failed(problems)}",
         not problems,
     )
 

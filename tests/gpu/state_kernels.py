@@ -41,8 +41,8 @@ class Kernel:
     """A kernel, and how mixers call it.
 
     modeling, name: what transformers calls it, in which model's module. package: whose it is.
-    make: (sizes, generator) -> tensors [B, T, ...]; tensors without tokens; start state, all float32. wide: names of those
-        that stay so.
+    make: (sizes, generator) -> tensors [B, T, ...]; tensors without tokens; start state, all
+        float32. wide: names of those that stay so.
     run: (function, tensors, start state, chunk, documents) -> output [B, C, ...], end state.
     told: "ids", "ends" or "" for no documents.
     """
@@ -58,7 +58,9 @@ class Kernel:
     @property
     def function(self) -> Function:
         """The package's, behind transformers' wrapper; torch's where the package is absent."""
-        module = importlib.import_module(f"transformers.models.{self.modeling}.modeling_{self.modeling}")
+        module = importlib.import_module(
+            f"transformers.models.{self.modeling}.modeling_{self.modeling}"
+        )
         found: Function = getattr(module, self.name)
         return found
 
@@ -75,7 +77,9 @@ class Kernel:
         parameters = inspect.signature(kernel).parameters
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return kernel(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+            return kernel(
+                *args, **{name: value for name, value in kwargs.items() if name in parameters}
+            )
 
         wrapped.__signature__ = inspect.signature(inspect.unwrap(self.function))  # type: ignore[attr-defined]
         return wrapped
@@ -91,14 +95,24 @@ def own_ids(documents: Documents, chunk: Chunk) -> Tensor:
     return documents.ids[:, chunk.start : chunk.stop]
 
 
-def make_convolution(sizes: Sizes, generator: torch.Generator) -> tuple[Named, Named, Tensor | None]:
+def make_convolution(
+    sizes: Sizes, generator: torch.Generator
+) -> tuple[Named, Named, Tensor | None]:
     width = sizes.heads * sizes.size
     tokens = {"x": random(generator, sizes.rows, sizes.length, width)}
-    return tokens, {"weight": random(generator, width, 4) / 2, "bias": random(generator, width)}, None
+    return (
+        tokens,
+        {"weight": random(generator, width, 4) / 2, "bias": random(generator, width)},
+        None,
+    )
 
 
 def run_convolution(
-    function: Function, tensors: Named, start: Tensor | None, chunk: Chunk, documents: Documents | None
+    function: Function,
+    tensors: Named,
+    start: Tensor | None,
+    chunk: Chunk,
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     """Through the cache, as mixers do: it puts the tokens before in front, channels last."""
     key = Key("conv", 0, 0)
@@ -109,16 +123,29 @@ def run_convolution(
     return y[..., -(chunk.stop - chunk.start) :].mT, cache.after[key]
 
 
-def make_delta_rule(sizes: Sizes, generator: torch.Generator, decays: int = 0) -> tuple[Named, Named, Tensor | None]:
+def make_delta_rule(
+    sizes: Sizes, generator: torch.Generator, decays: int = 0
+) -> tuple[Named, Named, Tensor | None]:
     shape = (sizes.rows, sizes.length, sizes.heads)
     tokens = {name: random(generator, *shape, sizes.size) for name in "qkv"}
     gates = random(generator, *shape, sizes.size) if decays else random(generator, *shape)
-    tokens |= {"g": -torch.nn.functional.softplus(gates), "beta": random(generator, *shape).sigmoid()}
-    return tokens, {}, random(generator, sizes.rows, sizes.heads, sizes.size, sizes.size) / sizes.size**0.5
+    tokens |= {
+        "g": -torch.nn.functional.softplus(gates),
+        "beta": random(generator, *shape).sigmoid(),
+    }
+    return (
+        tokens,
+        {},
+        random(generator, sizes.rows, sizes.heads, sizes.size, sizes.size) / sizes.size**0.5,
+    )
 
 
 def run_delta_rule(
-    function: Function, tensors: Named, start: Tensor | None, chunk: Chunk, documents: Documents | None
+    function: Function,
+    tensors: Named,
+    start: Tensor | None,
+    chunk: Chunk,
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     ends = {} if documents is None else {"cu_seqlens": documents.within(chunk)["cu_seq_lens_q"]}
     found: tuple[Tensor, Tensor] = function(
@@ -140,7 +167,11 @@ def make_scan(sizes: Sizes, generator: torch.Generator) -> tuple[Named, Named, T
 
 
 def run_scan(
-    function: Function, tensors: Named, start: Tensor | None, chunk: Chunk, documents: Documents | None
+    function: Function,
+    tensors: Named,
+    start: Tensor | None,
+    chunk: Chunk,
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     ids = {} if documents is None else {"seq_idx": own_ids(documents, chunk)}
     found: tuple[Tensor, Tensor] = function(
@@ -151,7 +182,9 @@ def run_scan(
     return found
 
 
-def make_selective_scan(sizes: Sizes, generator: torch.Generator) -> tuple[Named, Named, Tensor | None]:
+def make_selective_scan(
+    sizes: Sizes, generator: torch.Generator
+) -> tuple[Named, Named, Tensor | None]:
     width, states = sizes.heads * sizes.size, 16
     shape = (sizes.rows, sizes.length)
     tokens = {"u": random(generator, *shape, width), "dt": random(generator, *shape, width) - 2.0}
@@ -163,7 +196,11 @@ def make_selective_scan(sizes: Sizes, generator: torch.Generator) -> tuple[Named
 
 
 def run_selective_scan(
-    function: Function, tensors: Named, start: Tensor | None, chunk: Chunk, documents: Documents | None
+    function: Function,
+    tensors: Named,
+    start: Tensor | None,
+    chunk: Chunk,
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     """With the tokens that write and read its states. [Note: state tokens]"""
     cache = StateCache(chunk.start, {} if start is None else {Key("recurrent", 0, 0): start})
@@ -185,7 +222,8 @@ def fallbacks(module: str, kernels: tuple[str, ...]) -> list[str]:
 
 
 def is_from_its_package(function: Function) -> bool:
-    """Whether transformers' wrapper calls another function than its own. It takes its own where an import fails."""
+    """Whether transformers' wrapper calls another function than its own. It takes its own where an
+    import fails."""
     while function is not None:
         called = inspect.getclosurevars(function).nonlocals.get("implementation")
         if called is not None:
@@ -206,8 +244,17 @@ def missing(package: str) -> str:
 
 
 CONVOLUTION = Kernel("lfm2", "causal_conv1d_fn", "causal_conv1d", make_convolution, run_convolution)
-RULE = Kernel("qwen3_next", "torch_chunk_gated_delta_rule", "fla", make_delta_rule, run_delta_rule, ("g", "start"))
-SCAN = Kernel("bamba", "mamba2_chunk_scan", "mamba_ssm", make_scan, run_scan, ("A", "D", "dt_bias", "start"))
+RULE = Kernel(
+    "qwen3_next",
+    "torch_chunk_gated_delta_rule",
+    "fla",
+    make_delta_rule,
+    run_delta_rule,
+    ("g", "start"),
+)
+SCAN = Kernel(
+    "bamba", "mamba2_chunk_scan", "mamba_ssm", make_scan, run_scan, ("A", "D", "dt_bias", "start")
+)
 KERNELS = {
     "convolution": CONVOLUTION,
     "convolution documents": dataclasses.replace(CONVOLUTION, told="ids"),

@@ -1,18 +1,23 @@
-"""Layers with states on one GPU, kernel by kernel: `python tests/gpu/state_rows.py [--row NAME] [--minutes 8]`.
+"""Layers with states on one GPU, kernel by kernel: `python tests/gpu/state_rows.py [--row NAME]
+[--minutes 8]`.
 
-1. Each kernel in chunks: output, end state and all gradients, the start state's among them, of one call and of chunks,
-   against the same in float32 by transformers' torch code, or, where documents are told, by `reference_kernels`. Chunks
-   may be 1.05 x as far off as one call, on average over random inputs (`assert_as_precise`).
-2. A bf16 model of a few layers in chunks, against float32 and beside the unpatched model's own error, in the same way.
-3. Seconds of a Mamba 2 mixer, forward and backward: its fused kernel, which a mixer without a cache takes in training,
-   and the composed path that a cache selects. Not judged, but both must give the same.
+1. Each kernel in chunks: output, end state and all gradients, the start state's among them, of one
+   call and of chunks, against the same in float32 by transformers' torch code, or, where documents
+   are told, by `reference_kernels`. Chunks may be 1.05 x as far off as one call, on average over
+   random inputs (`assert_as_precise`).
+2. A bf16 model of a few layers in chunks, against float32 and beside the unpatched model's own
+   error, in the same way.
+3. Seconds of a Mamba 2 mixer, forward and backward: its fused kernel, which a mixer without a cache
+   takes in training, and the composed path that a cache selects. Not judged, but both must give the
+   same.
 
-A row whose kernel transformers did not take from its package, absent or not to be imported, is named with the reason and
-does not pass; "bf16 qwen3_next" wants fla alone, and says that its convolution is torch's. fla is Triton and Python: its
-unpacked wheel on PYTHONPATH will do, and so will mamba_ssm's Python files beside an empty `selective_scan_cuda.py`, which
-its scan in Triton does not call (docs/cuda.md). Exit code 0 if every row passes, 1 if one does not, 2 without a GPU.
-`--device cpu --tiny` runs the same code with `reference_kernels` for all of them, on one draw each, which chance may make
-twice as far off.
+A row whose kernel transformers did not take from its package, absent or not to be imported, is
+named with the reason and does not pass; "bf16 qwen3_next" wants fla alone, and says that its
+convolution is torch's. fla is Triton and Python: its unpacked wheel on PYTHONPATH will do, and so
+will mamba_ssm's Python files beside an empty `selective_scan_cuda.py`, which its scan in Triton
+does not call (docs/cuda.md). Exit code 0 if every row passes, 1 if one does not, 2 without a GPU.
+`--device cpu --tiny` runs the same code with `reference_kernels` for all of them, on one draw each,
+which chance may make twice as far off.
 """
 
 from __future__ import annotations
@@ -54,7 +59,13 @@ from tests.oracle import assert_as_precise, gradients, relative_l2
 from tests.packed import packed_batch
 from tests.seeds import seeded
 
-DOCUMENTS = (0.1, 0.3, 0.303, 0.5, 0.95)  # where they end, of the length: within a chunk, with it, soon after, over several
+DOCUMENTS = (
+    0.1,
+    0.3,
+    0.303,
+    0.5,
+    0.95,
+)  # where they end, of the length: within a chunk, with it, soon after, over several
 FAR = 0.1  # half precision stays far below; what computes something else does not
 CHANCE = 2.0  # of a ratio of few draws; a state that is lost is more
 DRAWS = 4  # of a kernel's tiny row: one's ratio is up to 1.8 by chance, four's up to 1.4
@@ -63,9 +74,14 @@ CHUNK = 0.3  # of the length: no multiple of a kernel's block
 
 
 def in_chunks(
-    kernel: Kernel, function: Function, inputs: tuple[Named, Named, Tensor | None], size: int, documents: Documents | None
+    kernel: Kernel,
+    function: Function,
+    inputs: tuple[Named, Named, Tensor | None],
+    size: int,
+    documents: Documents | None,
 ) -> Named:
-    """Output, end state and gradients in chunks of `size`; weights' gradients are added up in float32."""
+    """Output, end state and gradients in chunks of `size`; weights' gradients are added up in
+    float32."""
     tokens, weights, start = inputs
     length = next(iter(tokens.values())).shape[1]
     tokens = {name: x.detach().requires_grad_() for name, x in tokens.items()}
@@ -79,7 +95,9 @@ def in_chunks(
         parts.append(out)
         copies.append(own)
     found = {"output": torch.cat(parts, 1), "end state": state}
-    upstream = [torch.randn(x.shape, generator=seeded(7)).to(x) for x in found.values() if x is not None]
+    upstream = [
+        torch.randn(x.shape, generator=seeded(7)).to(x) for x in found.values() if x is not None
+    ]
     leaves = {**tokens, **({} if start is None else {"start": start})}
     flat = [*leaves.values(), *(w for own in copies for w in own.values())]
     grads = list(torch.autograd.grad(list(found.values()), flat, upstream))
@@ -93,7 +111,8 @@ def in_chunks(
 def errors(
     kernel: Kernel, function: Function, sizes: Sizes, device: str, chunk_size: int
 ) -> Iterator[tuple[Errors, Errors]]:
-    """Of chunks and of one call in half precision against float32, for random inputs after the other."""
+    """Of chunks and of one call in half precision against float32, for random inputs after the
+    other."""
     if kernel.told == "ends":
         sizes = dataclasses.replace(sizes, rows=1)
     for seed in itertools.count():
@@ -101,16 +120,25 @@ def errors(
         start = None if kernel.told == "ends" else start  # each document starts from nothing
         documents = documents_of(kernel.told, sizes, device)
         half = functools.partial(moved, kernel, device, torch.bfloat16)
-        inputs = half(tokens), half(weights), None if start is None else half({"start": start})["start"]
+        inputs = (
+            half(tokens),
+            half(weights),
+            None if start is None else half({"start": start})["start"],
+        )
         wide = functools.partial(moved, kernel, device, torch.float32)
         rounded = wide(inputs[0]), wide(inputs[1]), inputs[2]
         truth = in_chunks(kernel, kernel.truth, rounded, sizes.length, documents)
-        chunks, one = (in_chunks(kernel, function, inputs, size, documents) for size in (chunk_size, sizes.length))
+        chunks, one = (
+            in_chunks(kernel, function, inputs, size, documents)
+            for size in (chunk_size, sizes.length)
+        )
         yield apart(chunks, truth), apart(one, truth)
 
 
 def moved(kernel: Kernel, device: str, dtype: torch.dtype, tensors: Named) -> Named:
-    return {n: x.to(device, torch.float32 if n in kernel.wide else dtype) for n, x in tensors.items()}
+    return {
+        n: x.to(device, torch.float32 if n in kernel.wide else dtype) for n, x in tensors.items()
+    }
 
 
 def documents_of(told: str, sizes: Sizes, device: str) -> Documents | None:
@@ -119,7 +147,9 @@ def documents_of(told: str, sizes: Sizes, device: str) -> Documents | None:
         ids = torch.bucketize(torch.arange(sizes.length), ends, right=True)
         return Documents(torch.stack([ids, ids.clamp(min=2) - 2]).to(device, torch.int32), None)
     if told == "ends":
-        return Documents(None, torch.tensor([0, *ends.tolist(), sizes.length], device=device, dtype=torch.int32))
+        return Documents(
+            None, torch.tensor([0, *ends.tolist(), sizes.length], device=device, dtype=torch.int32)
+        )
     return None
 
 
@@ -138,7 +168,9 @@ def judged(name: str, pairs: Iterator[tuple[float, float]], draws: int | None) -
     def watched() -> Iterator[tuple[float, float]]:
         for pair in pairs:
             if not all(map(math.isfinite, pair)):
-                raise FloatingPointError(f"outputs or gradients are not finite: errors {pair[0]} and {pair[1]}")
+                raise FloatingPointError(
+                    f"outputs or gradients are not finite: errors {pair[0]} and {pair[1]}"
+                )
             seen.append(pair)
             yield pair
 
@@ -154,19 +186,25 @@ def judged(name: str, pairs: Iterator[tuple[float, float]], draws: int | None) -
     ours, one = (statistics.fmean(of) for of in zip(*seen, strict=True))
     if not one <= FAR or not ours <= CHANCE * one:
         problem = f"   FAILED: something else is computed{problem}"
-    return f"{name:<34}{ours:>10.3e}{one:>12.3e}{ours / one:>8.3f}   of {len(seen)} draws{problem}", not problem
+    return (
+        f"{name:<34}{ours:>10.3e}{one:>12.3e}{ours / one:>8.3f}   of {len(seen)} draws{problem}",
+        not problem,
+    )
 
 
 def kernel_row(name: str, args: argparse.Namespace) -> Result:
     kernel, sizes = KERNELS[name], TINY if args.tiny else FULL
     function = kernel.function if args.device == "cuda" else kernel.reference
     pairs = errors(kernel, function, sizes, args.device, int(CHUNK * sizes.length))
-    return judged(name, ((mean(ours), mean(one)) for ours, one in pairs), DRAWS if args.tiny else None)
+    return judged(
+        name, ((mean(ours), mean(one)) for ours, one in pairs), DRAWS if args.tiny else None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A family, the kernels that it must run, and fields of its config for dimensions that kernels take.
+    """A family, the kernels that it must run, and fields of its config for dimensions that kernels
+    take.
 
     kernels: by transformers' names; what else the family has may be torch's.
     """
@@ -177,7 +215,12 @@ class Model:
     told: bool = False
 
 
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 2048}
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
 RULE_SIZES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "mlp_only_layers": [0, 1]}
 SCAN_SIZES = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 64}
 CONV, RULE, SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
@@ -186,10 +229,16 @@ MODELS = {
     "bf16 qwen3_next": Model("qwen3_next", (RULE,), {**WIDE, **RULE_SIZES}),
     "bf16 bamba": Model("bamba", (SCAN, CONV), {**WIDE, **SCAN_SIZES}),
     "bf16 lfm2": Model("lfm2", (CONV,), WIDE),
-    "bf16 jamba": Model("jamba", (SELECTIVE, CONV), {**WIDE, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 8}),
+    "bf16 jamba": Model(
+        "jamba",
+        (SELECTIVE, CONV),
+        {**WIDE, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 8},
+    ),
 }
 MODELS |= {  # in torch a convolution goes on over the ends of documents
-    f"{name} documents": dataclasses.replace(m, kernels=tuple(dict.fromkeys((*m.kernels, CONV))), told=True)
+    f"{name} documents": dataclasses.replace(
+        m, kernels=tuple(dict.fromkeys((*m.kernels, CONV))), told=True
+    )
     for name, m in MODELS.items()
     if m.family != "jamba"
 }
@@ -217,13 +266,18 @@ def model_draws(row: Model, args: argparse.Namespace) -> Iterator[tuple[float, f
             batch = packed_batch([list(dict.fromkeys(cuts))], seed=seed)
         else:
             batch = make_batch("plain", length=length, seed=seed)
-        batch = {name: x.to(args.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+        batch = {
+            name: x.to(args.device) if isinstance(x, Tensor) else x for name, x in batch.items()
+        }
         rounded = zoo.build(row.family, torch.float32, seed, **row.changes).bfloat16()
         oracle = rounded.float().to(args.device)  # the same weights on both sides
         with in_torch(oracle, row.told):
             truth = gradients(oracle, **batch)[1]
         stock = copy.deepcopy(oracle).to(torch.bfloat16)
-        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(kernels="own", chunk_size=int(CHUNK * length)))
+        ours = streambp.patch(
+            copy.deepcopy(stock),
+            streambp.StreamConfig(kernels="own", chunk_size=int(CHUNK * length)),
+        )
         with contextlib.nullcontext() if args.device == "cuda" else in_torch(oracle, row.told):
             found = [relative_l2(gradients(model, **batch)[1], truth) for model in (ours, stock)]
         if problems := wrong_paths(ours):
@@ -237,11 +291,17 @@ def model_row(name: str, args: argparse.Namespace) -> Result:
 
 def fused_row(name: str, args: argparse.Namespace) -> Result:
     """A mixer of Bamba-9B's shape over 8,192 tokens."""
-    sizes = {} if args.tiny else {"hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128}
+    sizes = (
+        {}
+        if args.tiny
+        else {"hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128}
+    )
     sizes |= {} if args.tiny else {"mamba_chunk_size": 256}
     model = zoo.build("bamba", torch.bfloat16, **sizes).to(args.device)
     mixer: Any = next(module for module in model.modules() if "Mixer" in type(module).__name__)
-    x = torch.randn(1, 64 if args.tiny else 8192, mixer.hidden_size, generator=seeded(1)).to(args.device, torch.bfloat16)
+    x = torch.randn(1, 64 if args.tiny else 8192, mixer.hidden_size, generator=seeded(1)).to(
+        args.device, torch.bfloat16
+    )
     upstream = torch.randn(x.shape, generator=seeded(2)).to(x)
     seconds, found = [], []
     for cache in (lambda: None, lambda: StateCache(0, {})):
@@ -257,7 +317,10 @@ def fused_row(name: str, args: argparse.Namespace) -> Result:
         found.append({"y": y.detach().float(), "dx": grad.float()})
     difference = mean(apart(found[1], found[0]))
     failed = "" if difference <= FAR else "   FAILED: they differ"
-    told = f"fused {seconds[0] * 1e3:9.2f} ms  composed {seconds[1] * 1e3:9.2f} ms  {seconds[1] / seconds[0]:.3f} x"
+    told = (
+        f"fused {seconds[0] * 1e3:9.2f} ms  composed {seconds[1] * 1e3:9.2f} ms  "
+        f"{seconds[1] / seconds[0]:.3f} x"
+    )
     return f"{name:<34} {told}   apart by {difference:.1e}{failed}", not failed
 
 
@@ -275,7 +338,8 @@ ROWS: dict[str, Callable[[str, argparse.Namespace], Result]] = {
 
 
 def kernels_of(name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """A row's modeling module, the kernels that it must run, and others that the module has, by transformers' names."""
+    """A row's modeling module, the kernels that it must run, and others that the module has, by
+    transformers' names."""
     if name in KERNELS:
         family, wanted = KERNELS[name].modeling, (KERNELS[name].name,)
     elif name in MODELS:
@@ -283,7 +347,11 @@ def kernels_of(name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     else:
         family, wanted = "bamba", (FUSED_SCAN, SCAN, CONV)
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    others = tuple(kernel for kernel in reference_kernels.KERNELS if hasattr(module, kernel) and kernel not in wanted)
+    others = tuple(
+        kernel
+        for kernel in reference_kernels.KERNELS
+        if hasattr(module, kernel) and kernel not in wanted
+    )
     return module.__name__, wanted, others
 
 
@@ -305,8 +373,15 @@ def measured(name: str, args: argparse.Namespace) -> Result:
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
-    yield f"{'row':<34}{'chunks':>10}{'one call':>12}{'ratio':>8}   (models: streamed, unpatched)", True
-    yield from each(((name, functools.partial(measured, name, args)) for name in ROWS), args.row, Deadline(args.minutes))
+    yield (
+        f"{'row':<34}{'chunks':>10}{'one call':>12}{'ratio':>8}   (models: streamed, unpatched)",
+        True,
+    )
+    yield from each(
+        ((name, functools.partial(measured, name, args)) for name in ROWS),
+        args.row,
+        Deadline(args.minutes),
+    )
 
 
 if __name__ == "__main__":

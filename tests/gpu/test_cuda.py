@@ -32,7 +32,9 @@ from tests.oracle import relative_l2
 @pytest.mark.gpu(any=True)
 @pytest.mark.parametrize("spans", report.SPANS)
 def test_gradients_are_as_precise_as_unpatched_ones(spans):
-    rows = list(report.report(arguments([f"{spans} *"], ACCELERATOR.type, ACCELERATOR.type != "cuda")))
+    rows = list(
+        report.report(arguments([f"{spans} *"], ACCELERATOR.type, ACCELERATOR.type != "cuda"))
+    )
     assert len(rows) > len(report.SAVES)
     assert not [line for line, passed in rows if not passed]
 
@@ -83,7 +85,8 @@ def test_the_report_fails_where_other_kernels_ran(monkeypatch):
 
 
 def scaled(monkeypatch, number, factor, longer_than=12):
-    """Gradient `number` of attention times a factor, in chunks longer than what layers are tried with."""
+    """Gradient `number` of attention times a factor, in chunks longer than what layers are tried
+    with."""
     real = attend.PrefixAttention.backward
 
     def backward(ctx, grad):
@@ -132,14 +135,20 @@ def test_figures_ask_for_what_runs_on_a_gpu(monkeypatch):
     monkeypatch.setattr(report, "backends", lambda device: ("cudnn", "flash", "math"))
     ran = {"cudnn", "cudnn backward", "head statistics", "head gradient", "merge"}
     assert report.wrong_figures(1, ran, "cuda") == []
-    assert report.wrong_figures(1, ran - {"cudnn backward"}, "cuda") == ["cudnn backward did not run"]
-    assert report.wrong_figures(1, ran - {"head gradient"}, "cuda") == ["head gradient did not run in Triton"]
+    assert report.wrong_figures(1, ran - {"cudnn backward"}, "cuda") == [
+        "cudnn backward did not run"
+    ]
+    assert report.wrong_figures(1, ran - {"head gradient"}, "cuda") == [
+        "head gradient did not run in Triton"
+    ]
     assert report.wrong_figures(1, ran | {"merge in torch"}, "cuda") == ["merge in torch ran"]
 
 
 def test_rows_say_what_they_ran_on():
     ((line, _),) = script.environment("cpu")
-    torchs = metadata.version("torch")  # of a CUDA build it may be without the "+cu130" of torch.__version__
+    torchs = metadata.version(
+        "torch"
+    )  # of a CUDA build it may be without the "+cu130" of torch.__version__
     assert f"torch {torchs}; transformers {transformers.__version__}" in line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cudnn, "is_available", lambda: True)
@@ -176,7 +185,10 @@ def model_and_batch(**settings):
     sizes = {"num_hidden_layers": 4, "hidden_size": WIDTH, "head_dim": WIDTH // 4}
     model = build("qwen3", torch.bfloat16, device=ACCELERATOR, **sizes)
     streambp.patch(
-        model, streambp.StreamConfig(kernels="own", chunk_size=LENGTH // 8, saves=("attn_out", "kv"), **settings)
+        model,
+        streambp.StreamConfig(
+            kernels="own", chunk_size=LENGTH // 8, saves=("attn_out", "kv"), **settings
+        ),
     )
     return model, make_batch("plain", length=LENGTH, device=ACCELERATOR)
 
@@ -193,8 +205,13 @@ def gradient_of(**settings):
 @pytest.mark.gpu(any=True)
 @pytest.mark.parametrize("gpu_memory", [None, 1])
 def test_offloading_changes_nothing(gpu_memory):
-    """As close to a run without it as two such runs are to each other (FlashAttention's backward adds in any order)."""
-    plain, again, moved = gradient_of(), gradient_of(), gradient_of(offload="cpu", gpu_memory=gpu_memory)
+    """As close to a run without it as two such runs are to each other (FlashAttention's backward
+    adds in any order)."""
+    plain, again, moved = (
+        gradient_of(),
+        gradient_of(),
+        gradient_of(offload="cpu", gpu_memory=gpu_memory),
+    )
     assert relative_l2(moved, plain) <= 2 * relative_l2(again, plain)
 
 
@@ -233,7 +250,10 @@ def test_no_growth_and_stalls_are_counted_on_a_device(gpu_memory):
 @pytest.mark.parametrize("name", offload_rows.ROWS)
 def test_rows(name):
     found = subprocess.run(
-        [sys.executable, offload_rows.__file__, "--here", name], capture_output=True, text=True, check=False
+        [sys.executable, offload_rows.__file__, "--here", name],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr[-2000:]
 
@@ -271,9 +291,13 @@ def test_rows_of_offloading_fail_where_layers_do_not_stream(monkeypatch):
 
 def test_rows_of_offloading_are_judged_on_a_gpu():
     row = offload_rows.Row("8B", 64, streambp.StreamConfig(kernels="own"), (34.6, 0.02, 115.0))
-    good = Figures(1.0, 1.0, 33.0, 40.0, 0, 1.0, 1, 1.0, 1.0, ("cudnn", "cudnn backward"), frozenset(), ())
+    good = Figures(
+        1.0, 1.0, 33.0, 40.0, 0, 1.0, 1, 1.0, 1.0, ("cudnn", "cudnn backward"), frozenset(), ()
+    )
     assert offload_rows.missed(row, good, 0.01, 100.0) == []
-    assert offload_rows.missed(row, dataclasses.replace(good, ran=("cudnn",)), 0.01, 100.0) == ["no fused kernel attended"]
+    assert offload_rows.missed(row, dataclasses.replace(good, ran=("cudnn",)), 0.01, 100.0) == [
+        "no fused kernel attended"
+    ]
     beyond = dataclasses.replace(good, peak_gib=35.0)
     assert offload_rows.missed(row, beyond, 0.03, math.nan) == [
         "peak 35 above 34.6", "stalls 0.03 above 0.02", "host nan above 115",

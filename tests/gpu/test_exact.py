@@ -17,7 +17,9 @@ from tests.gpu import exact_rows
 
 
 def row(name):
-    found = list(exact_rows.report(argparse.Namespace(tiny=True, device="cpu", row=[name], minutes=8.0)))
+    found = list(
+        exact_rows.report(argparse.Namespace(tiny=True, device="cpu", row=[name], minutes=8.0))
+    )
     assert len(found) == 1
     return found[0]
 

@@ -1,4 +1,5 @@
-"""The headline's rows run without a GPU and fail where they should; the first hour goes on whatever its steps find.
+"""The headline's rows run without a GPU and fail where they should; the first hour goes on whatever
+its steps find.
 
 covers: attention/merge.py
 """
@@ -66,7 +67,9 @@ def no_numbers_in_dv(real, ctx, grad):
 @pytest.mark.parametrize("mutant", [a_third_more_in_dk, no_numbers_in_dv])
 def test_the_check_fails_where_the_gradient_is_wrong(mutant, monkeypatch):
     real = attend.PrefixAttention.backward
-    monkeypatch.setattr(attend.PrefixAttention, "backward", staticmethod(lambda *given: mutant(real, *given)))
+    monkeypatch.setattr(
+        attend.PrefixAttention, "backward", staticmethod(lambda *given: mutant(real, *given))
+    )
     line, passed = check()
     assert not passed
     assert "error above 1.15 x" in line
@@ -86,14 +89,24 @@ def test_what_the_truth_on_a_gpu_depends_on_is_there():
 
 def row(method, **figures):
     found = {"seconds": 10.0, "peak_gib": 60.0, "loss": 11.9, "gradient_norm": 0.1}
-    return Row(**row_of(Job("test", method, "mini", (64,), device="cpu"), 64, "ok", **{**found, **figures}))
+    return Row(
+        **row_of(Job("test", method, "mini", (64,), device="cpu"), 64, "ok", **{**found, **figures})
+    )
 
 
 def test_a_method_whose_gradients_are_others_fails(monkeypatch):
-    rows = {"checkpointing": row("checkpointing"), "streambp-lean": row("streambp-lean", gradient_norm=0.103)}
+    rows = {
+        "checkpointing": row("checkpointing"),
+        "streambp-lean": row("streambp-lean", gradient_norm=0.103),
+    }
     monkeypatch.setattr(headline, "run", lambda job, output, deadline: [rows[job.method]])
     given = argparse.Namespace(
-        device="cpu", tiny=True, row=["checkpointing", "streambp-lean"], minutes=8.0, length=None, csv=None
+        device="cpu",
+        tiny=True,
+        row=["checkpointing", "streambp-lean"],
+        minutes=8.0,
+        length=None,
+        csv=None,
     )
     first, second = headline.report(given)
     assert first[1]
@@ -126,14 +139,19 @@ sys.exit(3 if "tests/gpu/op_rows.py" in words else 0)
 
 
 def first_hour(folder, *words, python, **variables):
-    command, variables = ["bash", str(SCRIPT), str(folder), *words], {**os.environ, "PYTHON": str(python), **variables}
+    command, variables = (
+        ["bash", str(SCRIPT), str(folder), *words],
+        {**os.environ, "PYTHON": str(python), **variables},
+    )
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
 
 def lines():
     """Of the script: the steps of each with their seconds."""
     found = re.search(r"^LINES=\(\n(.*?)^\)", SCRIPT.read_text(), re.DOTALL | re.MULTILINE)[1]
-    lists = [[step.split(":") for step in line.strip().strip('"').split()] for line in found.splitlines()]
+    lists = [
+        [step.split(":") for step in line.strip().strip('"').split()] for line in found.splitlines()
+    ]
     return [{name: int(seconds) for name, seconds in one} for one in lists]
 
 
@@ -153,7 +171,9 @@ def test_steps_go_on_and_are_not_repeated(tmp_path, stand_in):
     commands = log.read_text().splitlines()
     steps = [step for line in lines() for step in line]
     assert len(commands) == len(steps)
-    for number, script in enumerate(("device_rows.py", "exact_rows.py", "op_rows.py", "headline.py")):
+    for number, script in enumerate(
+        ("device_rows.py", "exact_rows.py", "op_rows.py", "headline.py")
+    ):
         assert script in commands[number]
     for step, code in (("headline", 0), ("ops", 3), ("planner", 0)):
         text = (tmp_path / "out" / f"{step}.txt").read_text()
@@ -164,10 +184,16 @@ def test_steps_go_on_and_are_not_repeated(tmp_path, stand_in):
     again = first_hour(tmp_path / "out", python=python)
     assert again.returncode == 0
     assert len(log.read_text().splitlines()) == len(commands) + 1
-    assert (tmp_path / "out" / "states.txt").read_text().startswith("row interrupted\nrow tests/gpu/state_rows.py\n")
+    assert (
+        (tmp_path / "out" / "states.txt")
+        .read_text()
+        .startswith("row interrupted\nrow tests/gpu/state_rows.py\n")
+    )
     unknown = first_hour(tmp_path / "out", "no_step", python=python)
     assert unknown.returncode == 2
-    assert "no line or step is named no_step; lines are 1 to 6, steps: device exact " in unknown.stderr
+    assert (
+        "no line or step is named no_step; lines are 1 to 6, steps: device exact " in unknown.stderr
+    )
 
 
 def test_a_step_that_fails_ends_the_call_and_names_what_is_left(tmp_path, stand_in):
@@ -189,13 +215,20 @@ def test_a_step_ends_when_its_time_is_over(tmp_path):
     script.parent.mkdir(parents=True)
     script.write_text(re.sub(r"check:\d+", "check:1", SCRIPT.read_text()))
     command = ["bash", str(script), str(tmp_path / "out"), "check"]
-    found = subprocess.run(command, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        command,
+        env={**os.environ, "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert found.returncode == 1
     assert "!! row 1: FAILED, an error\n!! stopped after its 1 s\nexit code 124\n" in found.stdout
 
 
 def test_lines_fit_into_a_command():
-    """Each is one command of less than ten minutes that leaves eight files at most; the last is a list of steps."""
+    """Each is one command of less than ten minutes that leaves eight files at most; the last is a
+    list of steps."""
     for line in lines()[:-1]:
         assert sum(line.values()) < 600
         assert len(line) + 1 <= 8
@@ -219,13 +252,27 @@ def test_steps_name_rows_and_methods_that_there_are(tmp_path, stand_in):
     for words in map(ast.literal_eval, log.read_text().splitlines()):
         if "--methods" in words:
             assert set(words[words.index("--methods") + 1 :]) <= set(METHODS)
-        patterns[Path(words[0]).stem] |= {after for word, after in itertools.pairwise(words) if word == "--row"}
+        patterns[Path(words[0]).stem] |= {
+            after for word, after in itertools.pairwise(words) if word == "--row"
+        }
     for script, rows in names.items():
         assert script in patterns
         assert not [pattern for pattern in patterns[script] if not fnmatch.filter(rows, pattern)]
-    assert not [name for name in names["report"] if not any(fnmatch.fnmatch(name, row) for row in patterns["report"])]
-    assert not [name for name in names["op_rows"] if not any(fnmatch.fnmatch(name, row) for row in patterns["op_rows"])]
-    assert not [name for name in offload_rows.ROWS if not any(fnmatch.fnmatch(name, r) for r in patterns["offload_rows"])]
+    assert not [
+        name
+        for name in names["report"]
+        if not any(fnmatch.fnmatch(name, row) for row in patterns["report"])
+    ]
+    assert not [
+        name
+        for name in names["op_rows"]
+        if not any(fnmatch.fnmatch(name, row) for row in patterns["op_rows"])
+    ]
+    assert not [
+        name
+        for name in offload_rows.ROWS
+        if not any(fnmatch.fnmatch(name, r) for r in patterns["offload_rows"])
+    ]
 
 
 @pytest.mark.full

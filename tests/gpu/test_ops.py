@@ -71,9 +71,27 @@ def band_without_its_edge(real, task, device):
 @pytest.mark.parametrize(
     ("name", "owner", "attribute", "mutant", "said"),
     [
-        ("plain auto", CpuFlashKernel, "backward", no_numbers_in_dk, "dk of cpu flash on causal blocks is nan x"),
-        ("plain auto", CpuFlashKernel, "backward", dv_of_the_square_alone, "dv of cpu flash on full blocks"),
-        ("packed auto", CpuFlashKernel, "forward", lse_a_little_off, "lse of cpu flash on causal blocks is"),
+        (
+            "plain auto",
+            CpuFlashKernel,
+            "backward",
+            no_numbers_in_dk,
+            "dk of cpu flash on causal blocks is nan x",
+        ),
+        (
+            "plain auto",
+            CpuFlashKernel,
+            "backward",
+            dv_of_the_square_alone,
+            "dv of cpu flash on full blocks",
+        ),
+        (
+            "packed auto",
+            CpuFlashKernel,
+            "forward",
+            lse_a_little_off,
+            "lse of cpu flash on causal blocks is",
+        ),
         ("low auto", CpuFlashKernel, "forward", half_of_the_keys, "o of cpu flash on full blocks"),
         ("window math", kernels, "_tile", band_without_its_edge, "o of math on band blocks"),
     ],
@@ -108,7 +126,9 @@ def test_a_row_fails_where_blocks_are_merged_wrongly(monkeypatch):
 
 
 def test_a_kernel_that_refuses_is_told_with_its_reason():
-    line, passed = op_rows.attention_row("plain", "cudnn", "192/128", argparse.Namespace(device="cpu", tiny=True))
+    line, passed = op_rows.attention_row(
+        "plain", "cudnn", "192/128", argparse.Namespace(device="cpu", tiny=True)
+    )
     assert passed
     assert "refused: attention='cudnn' cannot attend here" in line
 
@@ -122,5 +142,7 @@ def test_a_sum_that_was_rounded_fails(monkeypatch):
     line, passed = row("sum layer")
     assert not passed
     assert "FAILED: error" in line
-    monkeypatch.setattr(op_rows, "add_product", lambda *given: accumulate.add_product(*given).bfloat16())
+    monkeypatch.setattr(
+        op_rows, "add_product", lambda *given: accumulate.add_product(*given).bfloat16()
+    )
     assert "the sum is bfloat16" in row("sum layer")[0]

@@ -26,7 +26,9 @@ from tests.versions import needs_mixer_functions
 
 
 def rows(name, device="cpu", tiny=True):
-    _, *found = state_rows.report(argparse.Namespace(device=device, tiny=tiny, row=[name], minutes=8.0))
+    _, *found = state_rows.report(
+        argparse.Namespace(device=device, tiny=tiny, row=[name], minutes=8.0)
+    )
     return found
 
 
@@ -47,7 +49,9 @@ def test_rows(name):
 )
 def test_the_rows_run_without_a_gpu(name):
     if name in state_rows.KERNELS:
-        zoo.tiny_config(state_rows.KERNELS[name].modeling)  # skips where this transformers does not have it
+        zoo.tiny_config(
+            state_rows.KERNELS[name].modeling
+        )  # skips where this transformers does not have it
     ((line, passed),) = rows(name)
     assert passed, line
     assert line.startswith(f"{name} ")
@@ -124,7 +128,9 @@ def in_torch(monkeypatch, name):
     """As where no package can be imported."""
     module, wanted, others = state_rows.kernels_of(name)
     for kernel in (*wanted, *others):
-        monkeypatch.setattr(sys.modules[module], kernel, inspect.unwrap(getattr(sys.modules[module], kernel)))
+        monkeypatch.setattr(
+            sys.modules[module], kernel, inspect.unwrap(getattr(sys.modules[module], kernel))
+        )
     return module, (*wanted, *others)
 
 
@@ -138,7 +144,10 @@ def test_a_package_that_cannot_be_imported_fails_its_row(tmp_path, monkeypatch):
     in_torch(monkeypatch, "scan")
     ((line, passed),) = rows("scan", device="cuda")
     assert not passed
-    assert "not run: mamba2_chunk_scan is torch's: mamba_ssm cannot be imported, ModuleNotFoundError" in line
+    assert (
+        "not run: mamba2_chunk_scan is torch's: mamba_ssm cannot be imported, ModuleNotFoundError"
+        in line
+    )
 
 
 @needs_mixer_functions
@@ -152,7 +161,9 @@ def test_a_kernel_of_a_package_is_known_by_its_wrapper(monkeypatch):
 
 def test_a_model_may_do_without_what_it_is_not_about():
     assert state_rows.kernels_of("bf16 qwen3_next")[1] == ("torch_chunk_gated_delta_rule",)
-    assert set(state_rows.kernels_of("bf16 qwen3_next documents")[1]) > {"torch_chunk_gated_delta_rule"}
+    assert set(state_rows.kernels_of("bf16 qwen3_next documents")[1]) > {
+        "torch_chunk_gated_delta_rule"
+    }
 
 
 @needs_mixer_functions

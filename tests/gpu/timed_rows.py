@@ -1,8 +1,10 @@
-"""Seconds and memory of whole models where minutes on a GPU are few: `python tests/gpu/timed_rows.py FOLDER [NAME ...]`.
+"""Seconds and memory of whole models where minutes on a GPU are few: `python
+tests/gpu/timed_rows.py FOLDER [NAME ...]`.
 
-Each row is a job of paper_repro/harness.py, in a fork of this process, which has imported everything and does not touch the
-GPU; where CUDA does not start in a fork, in a new process. Names are those of `JOBS`, * stands for anything. Rows go to
-FOLDER/timed.csv as they are measured; those for which no time is left are named.
+Each row is a job of paper_repro/harness.py, in a fork of this process, which has imported
+everything and does not touch the GPU; where CUDA does not start in a fork, in a new process. Names
+are those of `JOBS`, * stands for anything. Rows go to FOLDER/timed.csv as they are measured; those
+for which no time is left are named.
 
 Exit code 0 if every row's status is "ok".
 """
@@ -65,15 +67,22 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", default=["*"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small shapes and lengths, to try the script itself")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes and lengths, to try the script itself"
+    )
     add_minutes(parser)
     args = parser.parse_intermixed_args()
     for module in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     deadline, late, good = Deadline(args.minutes), [], True
-    forks = not run_child(lambda: torch.zeros(1, device=args.device) + 1, ROOT, deadline, print).code
-    print(f"{torch.__version__}, jobs run in {'forks' if forks else 'processes of their own'}", flush=True)
+    forks = not run_child(
+        lambda: torch.zeros(1, device=args.device) + 1, ROOT, deadline, print
+    ).code
+    print(
+        f"{torch.__version__}, jobs run in {'forks' if forks else 'processes of their own'}",
+        flush=True,
+    )
     for name, one in JOBS.items():
         if not any(fnmatch.fnmatch(name, pattern) for pattern in args.names):
             continue
@@ -83,7 +92,10 @@ def main() -> int:
         print(f"-- {name}, {deadline.left:.0f} s left", flush=True)
         small = {"shape": "mini", "lengths": (64, 200)} if args.tiny else {}
         settings = {**vars(one), "device": args.device, **small}
-        good &= all(row.status == "ok" for row in run(Job(**settings), args.folder / "timed.csv", deadline, forks))
+        good &= all(
+            row.status == "ok"
+            for row in run(Job(**settings), args.folder / "timed.csv", deadline, forks)
+        )
     if late:
         print(f"not run, {deadline.minutes:g} minutes are over: {', '.join(late)}", flush=True)
     return int(not good or bool(late))

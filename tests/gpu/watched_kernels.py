@@ -1,8 +1,9 @@
 """Attention kernels beside float32, block by block, on the tensors that the package hands to them.
 
-Whatever `choose_backend` gives is watched, so a new kernel is judged without being named here. Truth is the formula in
-float32, of the same q, k, v, o and lse. What a fused kernel cannot avoid is the same formula with its weights, its score
-gradients and its results rounded once to the dtype of q: the error of that is the unit that a kernel's error is given in.
+Whatever `choose_backend` gives is watched, so a new kernel is judged without being named here.
+Truth is the formula in float32, of the same q, k, v, o and lse. What a fused kernel cannot avoid is
+the same formula with its weights, its score gradients and its results rounded once to the dtype of
+q: the error of that is the unit that a kernel's error is given in.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FORWARD, BACKWARD = ("o",), ("dq", "dk", "dv")
 
 @dataclasses.dataclass
 class Sums:
-    """Squared errors of one tensor over all blocks or draws: of what is judged, and of what it is measured by."""
+    """Squared errors of one tensor over all blocks or draws: of what is judged, and of what it is
+    measured by."""
 
     found: float = 0.0
     rounded: float = 0.0
@@ -40,7 +42,8 @@ class Sums:
 
     @property
     def ratio(self) -> float:
-        """The error found in units of the other one; inf where the other is 0, nan for no numbers."""
+        """The error found in units of the other one; inf where the other is 0, nan for no
+        numbers."""
         if self.found == 0.0 or self.rounded == 0.0:
             return 0.0 if self.found == 0.0 else math.inf
         return math.sqrt(self.found / self.rounded)
@@ -51,19 +54,35 @@ Key = tuple[str, str, str]  # kernel, kind of block, tensor
 
 @dataclasses.dataclass
 class Judged:
-    """What was seen: `errors` of each kernel, kind and tensor, and `lse`: of each kernel and kind, absolute."""
+    """What was seen: `errors` of each kernel, kind and tensor, and `lse`: of each kernel and kind,
+    absolute."""
 
-    errors: dict[Key, Sums] = dataclasses.field(default_factory=lambda: collections.defaultdict(Sums))
-    lse: dict[tuple[str, str], float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
-    preferred: set[str] = dataclasses.field(default_factory=set)  # the first kernel of each backend that was chosen
+    errors: dict[Key, Sums] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(Sums)
+    )
+    lse: dict[tuple[str, str], float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
+    preferred: set[str] = dataclasses.field(
+        default_factory=set
+    )  # the first kernel of each backend that was chosen
 
     @property
     def kernels(self) -> set[str]:
         """Those that attended forward and backward."""
-        return {k for k, _, tensor in self.errors if tensor == "o"} & {k for k, _, tensor in self.errors if tensor == "dq"}
+        return {k for k, _, tensor in self.errors if tensor == "o"} & {
+            k for k, _, tensor in self.errors if tensor == "dq"
+        }
 
-    def add(self, kernel: str, kind: Kind, tensors: tuple[str, ...], three: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """three: of each tensor what was found, the truth, and the truth with unavoidable rounding."""
+    def add(
+        self,
+        kernel: str,
+        kind: Kind,
+        tensors: tuple[str, ...],
+        three: list[tuple[Tensor, Tensor, Tensor]],
+    ) -> None:
+        """three: of each tensor what was found, the truth, and the truth with unavoidable
+        rounding."""
         for name, (found, truth, rounded) in zip(tensors, three, strict=True):
             self.errors[kernel, kind.value, name].add(found, truth, rounded)
 
@@ -80,7 +99,9 @@ def watching(judged: Judged) -> Iterator[None]:
             if not any(kernel is other for other in seen):
                 seen.append(kernel)
                 object.__setattr__(kernel, "forward", judge_forward(kernel, kernel.forward, judged))
-                object.__setattr__(kernel, "backward", judge_backward(kernel, kernel.backward, judged))
+                object.__setattr__(
+                    kernel, "backward", judge_backward(kernel, kernel.backward, judged)
+                )
         return backend
 
     prefix.choose_backend = choose  # type: ignore[assignment]
@@ -96,7 +117,9 @@ def watching(judged: Judged) -> Iterator[None]:
 def judge_forward(kernel: Any, real: Callable[..., Any], judged: Judged) -> Callable[..., Any]:
     def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         o, lse = real(q, k, v, task)
-        truth, rounded = (reference_forward(q, k, v, task, dtype) for dtype in (torch.float32, q.dtype))
+        truth, rounded = (
+            reference_forward(q, k, v, task, dtype) for dtype in (torch.float32, q.dtype)
+        )
         kind = task.block.kind
         judged.add(kernel.name, kind, FORWARD, [(o, truth[0], rounded[0])])
         reads = truth[1] > -torch.inf
@@ -114,14 +137,21 @@ def judge_backward(kernel: Any, real: Callable[..., Any], judged: Judged) -> Cal
         do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         found: tuple[Tensor, Tensor, Tensor] = real(do, q, k, v, o, lse, task)
-        truth, rounded = (reference_backward(do, q, k, v, o, lse, task, dtype) for dtype in (torch.float32, q.dtype))
-        judged.add(kernel.name, task.block.kind, BACKWARD, list(zip(found, truth, rounded, strict=True)))
+        truth, rounded = (
+            reference_backward(do, q, k, v, o, lse, task, dtype)
+            for dtype in (torch.float32, q.dtype)
+        )
+        judged.add(
+            kernel.name, task.block.kind, BACKWARD, list(zip(found, truth, rounded, strict=True))
+        )
         return found
 
     return backward
 
 
-def reference_forward(q: Tensor, k: Tensor, v: Tensor, task: Task, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, task: Task, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """o [B, H, Tq, D_v] and lse [B, H, Tq] in float32; weights and o rounded to `dtype`."""
     scores = scores_of(q, k, task)
     lse = scores.logsumexp(-1)
@@ -131,9 +161,17 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, task: Task, dtype: torch.
 
 
 def reference_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task, dtype: torch.dtype
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    task: Task,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B, H, Tq, D], dk [B, H_kv, Tk, D], dv in float32; weights, score gradients and results rounded to `dtype`."""
+    """dq [B, H, Tq, D], dk [B, H_kv, Tk, D], dv in float32; weights, score gradients and results
+    rounded to `dtype`."""
     scores, lse, do, o = scores_of(q, k, task), lse.float(), do.float(), o.float()
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     slopes = weights * (do @ spread(v, q).mT - (do * o).sum(-1)[..., None])  # [B, H, Tq, Tk]
@@ -161,12 +199,17 @@ def counts(block: Block, device: torch.device) -> Tensor:
     """Which pairs of a block count, bool [Tq, Tk]: the table of `streambp/attention/spans.py`."""
     query = torch.arange(block.q0, block.q1, device=device)[:, None]
     key = torch.arange(block.k0, block.k1, device=device)
-    past, inside = key <= query, torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=device)
+    past, inside = (
+        key <= query,
+        torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=device),
+    )
     if block.window is not None:
         inside = key > query - block.window
     if block.kind is Kind.VARLEN:
         documents = torch.zeros_like(inside)
-        for (a, b), (c, d) in zip(itertools.pairwise(block.cu_q), itertools.pairwise(block.cu_k), strict=True):
+        for (a, b), (c, d) in zip(
+            itertools.pairwise(block.cu_q), itertools.pairwise(block.cu_k), strict=True
+        ):
             documents[a:b, c:d] = True
         return documents & past & inside
     if block.kind in (Kind.FULL, Kind.BAND):

@@ -1,4 +1,5 @@
-"""Losses and metrics that training programs compute from logits, in plain torch; ids are the tokens, [B, T]."""
+"""Losses and metrics that training programs compute from logits, in plain torch; ids are the
+tokens, [B, T]."""
 
 from __future__ import annotations
 
@@ -9,12 +10,18 @@ from tests.seeds import seeded
 
 
 def selected(logits, index):
-    """log p of the tokens in `index`: from logits in float32 by the logsumexp of each row, else by log_softmax."""
+    """log p of the tokens in `index`: from logits in float32 by the logsumexp of each row, else by
+    log_softmax."""
     if logits.dtype in (torch.float32, torch.float64):
         own = torch.gather(logits, dim=-1, index=index.unsqueeze(-1)).squeeze(-1)
         return own - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
     rows = zip(logits, index, strict=True)
-    return torch.stack([F.log_softmax(z, dim=-1).gather(dim=-1, index=i.unsqueeze(-1)).squeeze(-1) for z, i in rows])
+    return torch.stack(
+        [
+            F.log_softmax(z, dim=-1).gather(dim=-1, index=i.unsqueeze(-1)).squeeze(-1)
+            for z, i in rows
+        ]
+    )
 
 
 def entropy_of(logits, chunk=7):
@@ -50,26 +57,39 @@ def dpo_with_metrics(logits, ids):
     entropy = entropy_of(seen)[prompt(ids)].mean()
     chosen, rejected = seen.chunk(2, dim=0)
     kept = prompt(ids)[: chosen.shape[0]]
-    means = chosen[kept].mean(-1).sum() - rejected[kept].mean(-1).sum() + logits[[0], ...].nansum() + logits[1:].mean()
+    means = (
+        chosen[kept].mean(-1).sum()
+        - rejected[kept].mean(-1).sum()
+        + logits[[0], ...].nansum()
+        + logits[1:].mean()
+    )
     hits = (chosen.argmax(dim=-1) == ids[: chosen.shape[0], 1:]).to(means).mean()
-    return preferred((log_probs * prompt(ids)).sum(-1)) * (1.0 + (entropy + 0.01 * means + hits).detach())
+    return preferred((log_probs * prompt(ids)).sum(-1)) * (
+        1.0 + (entropy + 0.01 * means + hits).detach()
+    )
 
 
 def dpo_by_log_softmax(logits, ids):
-    log_probs = torch.gather(logits[:, :-1, :].log_softmax(-1), dim=2, index=ids[:, 1:].unsqueeze(2)).squeeze(2)
+    log_probs = torch.gather(
+        logits[:, :-1, :].log_softmax(-1), dim=2, index=ids[:, 1:].unsqueeze(2)
+    ).squeeze(2)
     return preferred((log_probs * prompt(ids)).sum(-1))
 
 
 def kto(logits, ids):
     log_probs = selected(logits[:, :-1, :], ids[:, 1:]).sum(-1)
     distance = (log_probs.mean().detach() * 0.1).clamp(min=0)
-    return (1 - torch.sigmoid(0.1 * (log_probs[[0], ...] - distance))).mean() + torch.sigmoid(log_probs[1:]).sum()
+    return (1 - torch.sigmoid(0.1 * (log_probs[[0], ...] - distance))).mean() + torch.sigmoid(
+        log_probs[1:]
+    ).sum()
 
 
 def dft(logits, ids):
     logits = logits.float()
     labels = F.pad(ids, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
-    losses = F.cross_entropy(logits.view(-1, logits.size(-1)), labels, ignore_index=-100, reduction="none")
+    losses = F.cross_entropy(
+        logits.view(-1, logits.size(-1)), labels, ignore_index=-100, reduction="none"
+    )
     with torch.no_grad():
         weights = torch.exp(-losses)
     return (losses * weights).sum() / 7

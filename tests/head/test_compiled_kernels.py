@@ -1,4 +1,5 @@
-"""The kernels compiled for Ampere and Hopper, which takes no device: they compile, and keep everything in registers.
+"""The kernels compiled for Ampere and Hopper, which takes no device: they compile, and keep
+everything in registers.
 
 covers: head/triton_fold.py, head/triton_gradient.py
 """
@@ -43,14 +44,21 @@ def compiled(name, dtype, capability, capped):
     order = module._kernel.arg_names
     signature = {key: signature.get(key, "constexpr") for key in order}
     # As at a Qwen3 vocabulary: pointers are aligned, and so are rows.
-    aligned = {(order.index(key),): [["tt.divisibility", 16]] for key in signature if signature[key].startswith("*")}
+    aligned = {
+        (order.index(key),): [["tt.divisibility", 16]]
+        for key in signature
+        if signature[key].startswith("*")
+    }
     aligned |= {(order.index(key),): [["tt.divisibility", 16]] for key in ("stride", "columns")}
     source = ASTSource(module._kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": triton_fold.WARPS})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": triton_fold.WARPS}
+    )
 
 
 def resources(kernel, folder):
-    """Registers a thread, bytes of local memory a thread, and whether 16 bytes of global memory are read at a time."""
+    """Registers a thread, bytes of local memory a thread, and whether 16 bytes of global memory are
+    read at a time."""
     import triton
 
     binary = folder / "kernel.cubin"
@@ -79,7 +87,12 @@ def resources(kernel, folder):
 )
 def test_kernels_compile_without_spills(name, dtype, capped, capability, tmp_path):
     registers, spilled, vectors = resources(compiled(name, dtype, capability, capped), tmp_path)
-    print(f"{name}, {dtype}, softcap {capped}, sm_{capability}: {registers} registers, {spilled} bytes spilled")
+    print(
+        f"{name}, {dtype}, softcap {capped}, sm_{capability}: {registers} registers, {spilled} "
+        "bytes spilled"
+    )
     assert spilled == 0
-    assert registers <= (80 if name == "fold" else 64)  # three or four programs of 8 warps a multiprocessor
+    assert registers <= (
+        80 if name == "fold" else 64
+    )  # three or four programs of 8 warps a multiprocessor
     assert vectors

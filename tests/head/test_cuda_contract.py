@@ -1,6 +1,8 @@
-"""What the head does on CUDA, seen on meta tensors, which stand for it: kernels, blocks, bytes, no waiting.
+"""What the head does on CUDA, seen on meta tensors, which stand for it: kernels, blocks, bytes, no
+waiting.
 
-covers: head/blocks.py, head/labels.py, head/log_probs.py, head/one_pass.py, head/triton_fold.py, head/triton_gradient.py
+covers: head/blocks.py, head/labels.py, head/log_probs.py, head/one_pass.py, head/triton_fold.py,
+head/triton_gradient.py
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ def tensors(length, dtype=torch.bfloat16, norm=True, bias=False):
     with torch.device("meta"):
         norm = nn.RMSNorm(WIDTH, dtype=dtype) if norm else None
     labels = torch.empty(length, dtype=torch.long, device="meta")
-    return empty(length, WIDTH), empty(VOCABULARY, WIDTH), empty(VOCABULARY) if bias else None, labels, norm
+    return (
+        empty(length, WIDTH),
+        empty(VOCABULARY, WIDTH),
+        empty(VOCABULARY) if bias else None,
+        labels,
+        norm,
+    )
 
 
 def one_pass(length, **options):
@@ -38,14 +46,18 @@ def one_pass(length, **options):
     inputs = make_inputs(hidden, labels, Projection(), norm, -100)
     with Traffic().counting() as traffic:
         scale = torch.ones((), device="meta")
-        OnePassNLL.apply(inputs, Pending(), scale, hidden, weight, bias, *inputs.norm_parameters.current()).backward()
+        OnePassNLL.apply(
+            inputs, Pending(), scale, hidden, weight, bias, *inputs.norm_parameters.current()
+        ).backward()
     return traffic
 
 
 def two_pass(length, **options):
     hidden, weight, bias, labels, norm = tensors(length, **options)
     with Traffic().counting() as traffic:
-        values = token_log_probs(hidden, weight, labels, norm=norm, bias=bias, entropy=True, mean_log_probs=True)
+        values = token_log_probs(
+            hidden, weight, labels, norm=norm, bias=bias, entropy=True, mean_log_probs=True
+        )
         (values.log_probs + values.entropy + values.mean_log_probs).sum().backward()
     return traffic
 
@@ -60,13 +72,21 @@ def test_kernels_work_on_the_products_themselves(name, bias):
     traffic = head(5000, bias=bias)
     blocks_of_tokens = [1664, 1664, 1664, 8]
     for kernel in ("fold_rows", "write_gradient"):
-        assert [tuple(x.shape) for (x,) in traffic.named(kernel)] == [(n, VOCABULARY) for n in blocks_of_tokens]
+        assert [tuple(x.shape) for (x,) in traffic.named(kernel)] == [
+            (n, VOCABULARY) for n in blocks_of_tokens
+        ]
         assert all(x.dtype == torch.bfloat16 for (x,) in traffic.named(kernel))
     sums = [x for (x,) in traffic.named(SUM_WITHOUT_DATA) if x.shape == (VOCABULARY, WIDTH)]
     assert len(sums) == len(blocks_of_tokens)
     assert all(x.dtype == torch.float32 for x in sums)
-    made = [(func, x) for func, found in traffic.calls for x in found if x.shape[:1] != (VOCABULARY,)]
-    assert not [func for func, x in made if x.shape[-1:] == (VOCABULARY,) and x.dim() == 2 and x.dtype != torch.bfloat16]
+    made = [
+        (func, x) for func, found in traffic.calls for x in found if x.shape[:1] != (VOCABULARY,)
+    ]
+    assert not [
+        func
+        for func, x in made
+        if x.shape[-1:] == (VOCABULARY,) and x.dim() == 2 and x.dtype != torch.bfloat16
+    ]
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -90,12 +110,21 @@ def test_a_block_costs_few_launches(name):
 def test_bytes_at_the_shape_of_qwen3_8b(name, share):
     traffic = HEADS[name][0](65536)
     elementwise, sums = traffic.elementwise / STEP, traffic.sums / STEP
-    print(f"{name}: elementwise {100 * elementwise:.2f} %, sums of dW inside products {100 * sums:.2f} % of a step of 15 s")
+    print(
+        f"{name}: elementwise {100 * elementwise:.2f} %, sums of dW inside products "
+        f"{100 * sums:.2f} % of a step of 15 s"
+    )
     assert elementwise + sums <= share
 
 
 def test_blocks_follow_from_shapes_alone():
-    for vocabulary, tokens in ((32000, 2048), (128256, 2048), (151936, 1664), (262144, 1024), (2**29, 1)):
+    for vocabulary, tokens in (
+        (32000, 2048),
+        (128256, 2048),
+        (151936, 1664),
+        (262144, 1024),
+        (2**29, 1),
+    ):
         assert block_size(vocabulary, torch.bfloat16, META) == (tokens, vocabulary)
         assert tokens * vocabulary * 2 <= 2**29 or tokens == 1
     assert block_size(151936, torch.float32, META)[0] == 768
@@ -135,7 +164,9 @@ def test_kernels_launch_where_their_tensors_are(monkeypatch):
     )  # fmt: skip
     labels, row = torch.zeros(2, dtype=torch.long), torch.zeros(2)
     triton_fold.fold_rows(there, labels, 0, 1.0, None, 1.0)
-    triton_gradient.write_gradient(there, labels, 0, row, (row, None, None, None), None, 8, 1.0, None, 1.0)
+    triton_gradient.write_gradient(
+        there, labels, 0, row, (row, None, None, None), None, 8, 1.0, None, 1.0
+    )
     assert seen == ["cuda:1", "cuda:1"]
     assert current == ["cuda:0"]
 
@@ -146,7 +177,10 @@ def test_nothing_waits_for_the_device_in_a_block(whole, monkeypatch):
 
     def waits(tokens):
         monkeypatch.setattr(blocks, "TOKENS_PER_BLOCK", tokens)
-        hidden, weight = torch.randn(24, 8, requires_grad=True), torch.randn(29, 8, requires_grad=True)
+        hidden, weight = (
+            torch.randn(24, 8, requires_grad=True),
+            torch.randn(29, 8, requires_grad=True),
+        )
         labels = torch.arange(24)
         labels[5] = -100
         traffic = Traffic()
@@ -165,7 +199,8 @@ def test_nothing_waits_for_the_device_in_a_block(whole, monkeypatch):
 
 
 def test_a_cast_weight_is_gone_after_forward():
-    """float32 weights under autocast: one copy in half precision for all blocks, and none from forward to backward."""
+    """float32 weights under autocast: one copy in half precision for all blocks, and none from
+    forward to backward."""
     hidden, weight = torch.randn(24, 8, requires_grad=True), torch.randn(29, 8, requires_grad=True)
     labels = torch.arange(24)
     with LiveBytes() as count:

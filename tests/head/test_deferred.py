@@ -1,4 +1,5 @@
-"""Losses that models and users write on logits that do not exist: computed exactly, and without logits where possible.
+"""Losses that models and users write on logits that do not exist: computed exactly, and without
+logits where possible.
 
 covers: lazy/deferred.py
 """
@@ -33,7 +34,9 @@ def forbidden(logits, labels):
 
 
 BLOCKWISE = {
-    "labelled positions": lambda z, y: F.cross_entropy(z[:, :-1][y[:, 1:] > 9], y[:, 1:][y[:, 1:] > 9]),
+    "labelled positions": lambda z, y: F.cross_entropy(
+        z[:, :-1][y[:, 1:] > 9], y[:, 1:][y[:, 1:] > 9]
+    ),
     "last position": lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
     "chosen positions": lambda z, y: flat(z[:, torch.tensor([1, 5, 7])], y[:, [2, 6, 8]]),
     "parts of the tokens": lambda z, y: sum(
@@ -43,9 +46,13 @@ BLOCKWISE = {
     "a narrow part, with a dimension more and less": lambda z, y: flat(
         z.narrow(1, 2, 5).unsqueeze(0).squeeze(0).contiguous(), y[:, 2:7]
     ),
-    "each position": lambda z, y: sum(F.cross_entropy(row, y[:, i]) for i, row in enumerate(z.unbind(1))),
+    "each position": lambda z, y: sum(
+        F.cross_entropy(row, y[:, i]) for i, row in enumerate(z.unbind(1))
+    ),
     "tokens transposed": lambda z, y: flat(z.transpose(0, 1), y.T.contiguous()),
-    "squares": lambda z, y: F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), reduction="none").square().mean(),
+    "squares": lambda z, y: (
+        F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), reduction="none").square().mean()
+    ),
     "two losses": lambda z, y: flat(z, y) * flat(z / 2.0, y.roll(1, 1)),
     "by keyword": lambda z, y: F.cross_entropy(
         input=torch.mul(input=z, other=0.5).view(-1, VOCABULARY), target=y.flatten()
@@ -53,15 +60,23 @@ BLOCKWISE = {
 }
 BUILT = {
     "classes second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
-    "label smoothing": lambda z, y: F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), label_smoothing=0.1),
-    "a part of the vocabulary": lambda z, y: F.cross_entropy(z[..., :40].reshape(-1, 40), y.flatten().clamp(max=39)),
+    "label smoothing": lambda z, y: F.cross_entropy(
+        z.view(-1, VOCABULARY), y.flatten(), label_smoothing=0.1
+    ),
+    "a part of the vocabulary": lambda z, y: F.cross_entropy(
+        z[..., :40].reshape(-1, 40), y.flatten().clamp(max=39)
+    ),
     "tokens in the last dimension": lambda z, y: flat(z.view(z.shape[0], -1), y),
     "a shape by keyword": lambda z, y: flat(z.reshape(shape=(-1, VOCABULARY)), y),
     "into a given tensor": lambda z, y: flat(torch.mul(z, 0.5, out=None), y),
-    "soft targets": lambda z, y: F.cross_entropy(torch.eye(z.shape[1], VOCABULARY, dtype=torch.float64), z[0]),
+    "soft targets": lambda z, y: F.cross_entropy(
+        torch.eye(z.shape[1], VOCABULARY, dtype=torch.float64), z[0]
+    ),
     "divided by nothing": lambda z, y: flat(z, y) * (z / 0).detach().isinf().double().mean(),
     "written": written,
-    "a copy that is written": lambda z, y: flat(z[:, :-1].contiguous().mul_(0.5), y[:, 1:]) * flat(z, y),
+    "a copy that is written": lambda z, y: (
+        flat(z[:, :-1].contiguous().mul_(0.5), y[:, 1:]) * flat(z, y)
+    ),
     "forbidden": forbidden,
 }
 
@@ -70,7 +85,9 @@ BUILT = {
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(family, name, marks=() if family == "qwen3" or number % 3 == 0 else pytest.mark.full)
+        pytest.param(
+            family, name, marks=() if family == "qwen3" or number % 3 == 0 else pytest.mark.full
+        )
         for family in ("qwen3", "gemma3")
         for number, name in enumerate([*BLOCKWISE, *BUILT])
     ],
@@ -87,11 +104,16 @@ def test_loss_on_logits(family, name):
     (expected_loss, expected), (found_loss, found) = runs
     assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= 1e-10
-    assert streambp.describe(model).head.startswith("blockwise" if name in BLOCKWISE else "builds the logits")
+    assert streambp.describe(model).head.startswith(
+        "blockwise" if name in BLOCKWISE else "builds the logits"
+    )
 
 
 def test_writing_through_a_slice_is_refused():
     model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5))
-    model.loss_function = lambda logits, labels, *_, **__: (logits[:, 2:].mul_(0.5), flat(logits, labels))[1]
+    model.loss_function = lambda logits, labels, *_, **__: (
+        logits[:, 2:].mul_(0.5),
+        flat(logits, labels),
+    )[1]
     with pytest.raises(streambp.StreamBPError, match=r"mul_.*head=False"):
         model(**make_batch("plain"), use_cache=False)

@@ -1,4 +1,5 @@
-"""Micro-batches without a labelled token, and losses whose scale is 0, infinite or NaN, against the unpatched model.
+"""Micro-batches without a labelled token, and losses whose scale is 0, infinite or NaN, against the
+unpatched model.
 
 covers: model/empty_batches.py, head/one_pass.py, head/log_probs.py
 """
@@ -33,7 +34,10 @@ def with_adapters(**settings):
     model = build("qwen3", torch.float64)
     seed_torch(3)
     adapted = peft.get_peft_model(
-        model, peft.LoraConfig(**{"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, **settings})
+        model,
+        peft.LoraConfig(
+            **{"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, **settings}
+        ),
     )
     return adapted.train()
 
@@ -60,7 +64,8 @@ LABELS = {"none": slice(None), "one row without": slice(1, None), "all": slice(0
 
 
 def sum_over_count(logits, labels, count):
-    """Return a loss that a program computes of logits: the sum over labelled tokens over `count`."""
+    """Return a loss that a program computes of logits: the sum over labelled tokens over
+    `count`."""
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     return loss if count is None else loss / count
 
@@ -69,7 +74,10 @@ def gradients(model, batch, upstream, count, path):
     """Return the loss and the gradients of one step, and the warnings of it."""
     model.zero_grad()
     more = {} if count is None else {"num_items_in_batch": count}
-    patched = hasattr(getattr(model, "base_model", model), "_streambp") or streambp_state(model) is not None
+    patched = (
+        hasattr(getattr(model, "base_model", model), "_streambp")
+        or streambp_state(model) is not None
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if path == "own loss":
@@ -96,21 +104,32 @@ def check_like_unpatched(found, expected, places):
     if places:
         for name, gradient in expected.items():
             assert torch.equal(gradient.isfinite(), found[name].isfinite()), name
-    some = {name: torch.where(gradient.isfinite(), gradient, 0.0) for name, gradient in expected.items()}
+    some = {
+        name: torch.where(gradient.isfinite(), gradient, 0.0) for name, gradient in expected.items()
+    }
     ours = {name: torch.where(expected[name].isfinite(), found[name], 0.0) for name in expected}
     if places or finite:
         names = expected if places else finite
         assert worst_error({n: ours[n] for n in names}, {n: some[n] for n in names}) <= EXACT
 
 
-@pytest.mark.fast("one pass-full", "one pass-tied", "lazy-head saved", "two passes-full", "default-full", "packed-full")
+@pytest.mark.fast(
+    "one pass-full",
+    "one pass-tied",
+    "lazy-head saved",
+    "two passes-full",
+    "default-full",
+    "packed-full",
+)
 @pytest.mark.parametrize("setup", MODELS)
 @pytest.mark.parametrize("path", SETTINGS)
 def test_gradients_are_finite_where_unpatched_ones_are(path, setup, float64_oracle):
     check_gradients(path, setup, ("plain", "right-padded"))
 
 
-def check_gradients(path, setup, modes=("plain",), labels=LABELS, counts=COUNTS, upstreams=UPSTREAMS):
+def check_gradients(
+    path, setup, modes=("plain",), labels=LABELS, counts=COUNTS, upstreams=UPSTREAMS
+):
     if (path, setup) == ("two passes", "head adapted"):
         pytest.skip("per-token values need a head that is one Linear")
     for mode in modes:
@@ -123,7 +142,8 @@ def check_gradients(path, setup, modes=("plain",), labels=LABELS, counts=COUNTS,
                 count = torch.tensor(0)  # a program's own division by 0 raises
             _, expected, _ = gradients(stock, batch, upstream, count, path)
             loss, found, told = gradients(ours, batch, upstream, count, path)
-            # Embeddings of padding get NaN from 0 * inf unpatched, and nothing where padding is not computed.
+            # Embeddings of padding get NaN from 0 * inf unpatched, and nothing where padding is not
+            # computed.
             check_like_unpatched(found, expected, places=mode == "plain")
             assert kind != "none" or path == "own loss" or loss == 0.0
             assert not told or kind == "none"
@@ -134,7 +154,10 @@ def test_one_warning_names_the_empty_batch(path):
     model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(**SETTINGS[path]))
     batch = make_batch("plain")
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    told = [gradients(model, given, 1.0, torch.tensor(0), path)[2] for given in (batch, empty, batch, empty)]
+    told = [
+        gradients(model, given, 1.0, torch.tensor(0), path)[2]
+        for given in (batch, empty, batch, empty)
+    ]
     assert [len(one) for one in told] == [0, 1, 0, 0]
     assert "max_length" in told[1][0]
     with torch.no_grad():
@@ -161,11 +184,15 @@ def test_a_copy_and_a_count_without_data_have_nothing_to_read():
 def own_count(logits, labels, vocab_size, num_items_in_batch=None, **_):
     """Return a mean over the labelled tokens that does not read the count it is given."""
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    loss = F.cross_entropy(logits.float().view(-1, vocab_size), shifted.flatten(), ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(
+        logits.float().view(-1, vocab_size), shifted.flatten(), ignore_index=-100, reduction="sum"
+    )
     return loss / (shifted != -100).sum()
 
 
-@pytest.mark.parametrize("count", [torch.tensor(0), torch.tensor(math.inf), torch.tensor(math.nan), torch.tensor(5)])
+@pytest.mark.parametrize(
+    "count", [torch.tensor(0), torch.tensor(math.inf), torch.tensor(math.nan), torch.tensor(5)]
+)
 def test_a_count_that_the_loss_does_not_read_scales_nothing(count, float64_oracle):
     stock = build("qwen3", torch.float64)
     stock.loss_function = own_count
@@ -179,7 +206,8 @@ def test_a_count_that_the_loss_does_not_read_scales_nothing(count, float64_oracl
 
 
 def test_an_empty_batch_does_not_change_the_expected_scale(float64_oracle, monkeypatch):
-    """The factor of 1 / 3 that accumulation brings is expected again after a batch without labels."""
+    """The factor of 1 / 3 that accumulation brings is expected again after a batch without
+    labels."""
     factors, real = [], HeadGradients.results
 
     def results(self, upstream=None, places=(None, None, None)):
@@ -187,7 +215,9 @@ def test_an_empty_batch_does_not_change_the_expected_scale(float64_oracle, monke
         return real(self, upstream, places)
 
     monkeypatch.setattr(HeadGradients, "results", results)
-    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, saves=()))
+    model = streambp.patch(
+        build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, saves=())
+    )
     batch = make_batch("plain")
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
     for given in (batch, batch, empty, batch):
@@ -236,7 +266,13 @@ def test_trainer_with_an_empty_row(path, setup, tmp_path, float64_oracle):
 
 def test_trainer_with_a_step_of_one_token_rows(tmp_path, float64_oracle):
     """Both rows of an accumulated step have a single token, which predicts nothing."""
-    check_trainer("one pass", "full", tmp_path, rows((9, 14, 1, 1, 9, 14), empty=-1), gradient_accumulation_steps=2)
+    check_trainer(
+        "one pass",
+        "full",
+        tmp_path,
+        rows((9, 14, 1, 1, 9, 14), empty=-1),
+        gradient_accumulation_steps=2,
+    )
 
 
 def check_trainer(path, setup, folder, data, **settings):
@@ -248,7 +284,9 @@ def check_trainer(path, setup, folder, data, **settings):
     with pytest.warns(UserWarning, match=EMPTY):
         found, our_norms = trained(ours, folder, data, **settings)
     assert all(weight.isfinite().all() for weight in expected.values())
-    assert worst_error(found, expected) <= 1e-8  # AdamW divides by the size of each gradient, the smallest among them
+    assert (
+        worst_error(found, expected) <= 1e-8
+    )  # AdamW divides by the size of each gradient, the smallest among them
     assert our_norms == pytest.approx(norms, rel=1e-8, abs=1e-12)
     assert 0.0 in norms
 
@@ -274,7 +312,9 @@ def keeps_nan(monkeypatch):
 
 
 def says_it_again(monkeypatch):
-    monkeypatch.setattr(EmptyBatchWarning, "given", property(lambda _: False, lambda *_: None), raising=False)
+    monkeypatch.setattr(
+        EmptyBatchWarning, "given", property(lambda _: False, lambda *_: None), raising=False
+    )
 
 
 UNLABELLED = {"labels": ("none",), "counts": (torch.tensor(0),), "upstreams": (1.0,)}
@@ -302,7 +342,8 @@ def test_mutant_turns_a_test_red(mutant, monkeypatch, float64_oracle):
 
 
 def test_the_unpatched_loss_is_kept_where_a_token_has_a_label():
-    """NaN of a labelled batch stays NaN; an empty batch's becomes 0, with the model's own gradient."""
+    """NaN of a labelled batch stays NaN; an empty batch's becomes 0, with the model's own
+    gradient."""
     loss = torch.tensor(math.nan, requires_grad=True)
     assert empty_batches.LossOfLabels.apply(loss, torch.tensor(True)).isnan()
     zero = empty_batches.LossOfLabels.apply(loss, torch.tensor(False))

@@ -39,7 +39,9 @@ def test_the_late_factor_is_one_from_the_second_backward_on(late_factors):
 
 
 def check_late_factors(seen):
-    model = streambp.patch(build("qwen3", torch.get_default_dtype()), streambp.StreamConfig(chunk_size=5))
+    model = streambp.patch(
+        build("qwen3", torch.get_default_dtype()), streambp.StreamConfig(chunk_size=5)
+    )
     for step in range(3):
         gradients(model, scale=1 / 3, **make_batch("left-padded", length=23 + step, seed=step))
     assert seen[0] == pytest.approx(1 / 3)

@@ -1,4 +1,5 @@
-"""Final norms that the head's blocks may not call: they mix tokens, count, draw, or train more than their parameters.
+"""Final norms that the head's blocks may not call: they mix tokens, count, draw, or train more than
+their parameters.
 
 covers: model/deferring.py
 """
@@ -107,9 +108,14 @@ def results(streamed, change, when, length=23):
         loss = model(**make_batch("plain", length, seed=seed), use_cache=False).loss
         loss = loss + getattr(model.model.norm, "loss", 0.0)
         loss.backward()
-        trained = {**dict(model.named_parameters()), **dict(enumerate(getattr(model.model.norm, "extra", ())))}
+        trained = {
+            **dict(model.named_parameters()),
+            **dict(enumerate(getattr(model.model.norm, "extra", ()))),
+        }
         found.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
-        found[-1] |= {name: b.clone() for name, b in model.named_buffers()} | {"loss": loss.detach()}
+        found[-1] |= {name: b.clone() for name, b in model.named_buffers()} | {
+            "loss": loss.detach()
+        }
     return found
 
 

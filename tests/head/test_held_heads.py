@@ -1,4 +1,5 @@
-"""Parameters that are there only while their module runs, and a head that is called once in each forward, by everybody.
+"""Parameters that are there only while their module runs, and a head that is called once in each
+forward, by everybody.
 
 covers: model/deferring.py, model/causal_lm.py
 """
@@ -33,23 +34,32 @@ class Reading(AssertionError):  # noqa: N818 - it is raised inside of what other
 
 
 class Table(dict):
-    """A module's parameters, as ZeRO-3 has them: whoever takes one by its name outside of the module's own forward has it
-    gathered for good. Here that raises. A decoder layer is one unit, and in backward autograd's nodes gather."""
+    """A module's parameters, as ZeRO-3 has them: whoever takes one by its name outside of the
+    module's own forward has it gathered for good. Here that raises. A decoder layer is one unit,
+    and in backward autograd's nodes gather."""
 
     def __init__(self, module, running, units):
         super().__init__(module._parameters)
-        self.running, self.owners = running, {id(module), *(id(unit) for unit in units if module in set(unit.modules()))}
+        self.running, self.owners = (
+            running,
+            {id(module), *(id(unit) for unit in units if module in set(unit.modules()))},
+        )
 
     def __getitem__(self, name):
         value = super().__getitem__(name)
-        if value is not None and torch._C._current_graph_task_id() == -1 and not self.owners & set(self.running):
+        if (
+            value is not None
+            and torch._C._current_graph_task_id() == -1
+            and not self.owners & set(self.running)
+        ):
             raise Reading(f"{name} was read outside of its module's forward")
         return value
 
 
 @contextlib.contextmanager
 def tables(model, monkeypatch):
-    """Within, every module of the model has such a table; no hook stands there, for hooks change how layers run."""
+    """Within, every module of the model has such a table; no hook stands there, for hooks change
+    how layers run."""
     running, call = [], nn.Module.__call__
     units = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
@@ -73,14 +83,18 @@ def tables(model, monkeypatch):
 
 
 def loss_of(model, way, batch):
-    batch = {name: value for name, value in batch.items() if "no labels" not in way or name != "labels"}
+    batch = {
+        name: value for name, value in batch.items() if "no labels" not in way or name != "labels"
+    }
     if way == "per token":
         return -model(**batch, output_log_probs=True, use_cache=False).log_probs.mean()
     output = model(**batch, use_cache=False)
     if way in ("labels", "shared"):
         return output.loss
     if "eval" in way:
-        return output.loss + (output.logits.double().square().mean() if output.logits is not None else 0.0)
+        return output.loss + (
+            output.logits.double().square().mean() if output.logits is not None else 0.0
+        )
     logits = output.logits.double()
     extra = logits.logsumexp(-1).mean() + (logits.argmax(-1) == 3).double().mean()
     return extra if output.loss is None else output.loss + extra
@@ -91,19 +105,30 @@ def gradients(model, way, batch):
     model.zero_grad()
     loss = loss_of(model, way, batch)
     loss.backward()
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
 
 
 def as_held(monkeypatch):
-    """The head is one whose weights an engine holds; and what was called of it, with the tensors it gave."""
+    """The head is one whose weights an engine holds; and what was called of it, with the tensors it
+    gave."""
     calls = []
     monkeypatch.setattr(causal_lm, "held", lambda module: Hold(True, True))
     real = deferring.Lending.forward
-    monkeypatch.setattr(deferring.Lending, "forward", staticmethod(lambda *args: calls.append(1) or real(*args)))
+    monkeypatch.setattr(
+        deferring.Lending, "forward", staticmethod(lambda *args: calls.append(1) or real(*args))
+    )
     return calls
 
 
-@pytest.mark.fast("labels-qwen3", "no labels, lazy-qwen3", "lazy-gemma3", "per token-gpt2", "eval with logits-llama")
+@pytest.mark.fast(
+    "labels-qwen3",
+    "no labels, lazy-qwen3",
+    "lazy-gemma3",
+    "per token-gpt2",
+    "eval with logits-llama",
+)
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_parameter_is_read_outside_of_its_modules_forward(way, family, monkeypatch):
@@ -118,7 +143,9 @@ def test_no_parameter_is_read_outside_of_its_modules_forward(way, family, monkey
         with tables(model, monkeypatch):
             found = gradients(model, way, batch)
         assert worst_error(found, expected) <= EXACT
-        assert len(calls) == (0 if way == "no labels" else number)  # once a forward, whoever uses what
+        assert len(calls) == (
+            0 if way == "no labels" else number
+        )  # once a forward, whoever uses what
 
 
 @pytest.mark.parametrize("where", ["layers", "head"])
@@ -131,7 +158,9 @@ def test_the_table_raises(where, monkeypatch):
 def test_a_mutant_that_looks_at_the_weight(monkeypatch):
     """As `HeldHead` did for its dtype."""
     real = deferring.HeldHead.install
-    monkeypatch.setattr(deferring.HeldHead, "install", lambda head: (head._head[0].weight, real(head)))
+    monkeypatch.setattr(
+        deferring.HeldHead, "install", lambda head: (head._head[0].weight, real(head))
+    )
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=7))
     as_held(monkeypatch)
     with tables(model, monkeypatch), pytest.raises(Reading):
@@ -140,10 +169,13 @@ def test_a_mutant_that_looks_at_the_weight(monkeypatch):
 
 @pytest.mark.parametrize("trained", ["all", "all but the head", "the head alone"])
 def test_what_is_trained(trained, monkeypatch):
-    """Against a head that nobody holds, by `autograd.grad` of per-token values and by backward of the loss."""
+    """Against a head that nobody holds, by `autograd.grad` of per-token values and by backward of
+    the loss."""
     stock = build("llama", dtype=torch.float64)
     for name, parameter in stock.named_parameters():
-        parameter.requires_grad_(trained == "all" or (trained == "the head alone") == name.startswith("lm_head"))
+        parameter.requires_grad_(
+            trained == "all" or (trained == "the head alone") == name.startswith("lm_head")
+        )
     results = []
     for held in (False, True):
         with monkeypatch.context() as patch:
@@ -156,7 +188,9 @@ def test_what_is_trained(trained, monkeypatch):
             loss_of(model, "labels", make_batch("plain")).mul(3.0).backward()
             results.append([*first, *(p.grad for p in wanted)])
             assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    assert all(relative_l2({0: one}, {0: other}) <= EXACT for one, other in zip(*results, strict=True))
+    assert all(
+        relative_l2({0: one}, {0: other}) <= EXACT for one, other in zip(*results, strict=True)
+    )
 
 
 def test_a_head_of_another_kind_computes_its_logits(monkeypatch):
@@ -167,7 +201,9 @@ def test_a_head_of_another_kind_computes_its_logits(monkeypatch):
             return 2.0 * super().forward(x)
 
     stock = build("llama", dtype=torch.float64)
-    head = Scaled(stock.lm_head.in_features, stock.lm_head.out_features, bias=False, dtype=torch.float64)
+    head = Scaled(
+        stock.lm_head.in_features, stock.lm_head.out_features, bias=False, dtype=torch.float64
+    )
     stock.lm_head = head
     batch = make_batch("plain")
     expected = gradients(copy.deepcopy(stock), "labels", batch)

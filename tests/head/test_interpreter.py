@@ -1,4 +1,5 @@
-"""Every Triton kernel against torch in Triton's interpreter; the modules named here say what is compared.
+"""Every Triton kernel against torch in Triton's interpreter; the modules named here say what is
+compared.
 
 covers: attention/triton_merge.py, head/triton_fold.py, head/triton_gradient.py
 """
@@ -12,7 +13,12 @@ from tests.head.interpreter import interpreted, needs_triton
 CHECKS = {
     "tests.attention.test_merge": ["compare"],
     "tests.head.test_triton_fold": ["compare", "compare_hard_rows"],
-    "tests.head.test_triton_gradient": ["compare", "compare_hard_rows", "compare_mutants", "compare_heads"],
+    "tests.head.test_triton_gradient": [
+        "compare",
+        "compare_hard_rows",
+        "compare_mutants",
+        "compare_heads",
+    ],
 }
 
 

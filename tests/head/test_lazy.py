@@ -1,4 +1,5 @@
-"""Losses that programs compute from logits, without the logits: the numbers are those of full logits.
+"""Losses that programs compute from logits, without the logits: the numbers are those of full
+logits.
 
 covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, recurrent/documents.py
 """
@@ -69,13 +70,18 @@ def constant(logits, ids):
     """Parts that were made without a gradient, used with one."""
     with torch.no_grad():
         p = logits[:, 2:].softmax(-1)
-    return -(p[:, :-1] * logits[:, 2:-1].log_softmax(-1)).sum(-1).mean() + (logits.detach() * logits).sum(-1).mean()
+    return (
+        -(p[:, :-1] * logits[:, 2:-1].log_softmax(-1)).sum(-1).mean()
+        + (logits.detach() * logits).sum(-1).mean()
+    )
 
 
 def masked_vocabulary(logits, ids):
     allowed = torch.arange(VOCABULARY) > 10
     logits = torch.where(allowed, logits, -1e4).masked_fill((ids % 2 == 0)[..., None], 1.0)
-    return F.nll_loss(logits.log_softmax(-1).view(-1, VOCABULARY), ids.flatten().clamp(min=11), ignore_index=20)
+    return F.nll_loss(
+        logits.log_softmax(-1).view(-1, VOCABULARY), ids.flatten().clamp(min=11), ignore_index=20
+    )
 
 
 def indexed(logits, ids):
@@ -87,7 +93,11 @@ def smoother(logits, ids):
     labels = ids.masked_fill(ids < 10, -100)
     smooth = LabelSmoother(0.1)
     # Older ones divide by the labels that there are, and have no say in it.
-    count = {"num_items_in_batch": torch.tensor(17)} if "num_items_in_batch" in parameters_of(smooth) else {}
+    count = (
+        {"num_items_in_batch": torch.tensor(17)}
+        if "num_items_in_batch" in parameters_of(smooth)
+        else {}
+    )
     return smooth({"logits": logits}, labels, shift_labels=True, **count)
 
 
@@ -118,14 +128,18 @@ def step(model, loss, **more):
     model.zero_grad()
     found = loss(model(input_ids=IDS, use_cache=False, **more).logits, IDS.clone())
     found.backward()
-    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def lazy(model):
     return streambp.patch(model, streambp.StreamConfig(chunk_size=5, lazy_logits=True))
 
 
-def check(loss, family="qwen3", expected=BLOCKWISE, make=lambda family: build(family, torch.float64)):
+def check(
+    loss, family="qwen3", expected=BLOCKWISE, make=lambda family: build(family, torch.float64)
+):
     """Values and all gradients against full logits; what `describe` says."""
     model = make(family)
     expected_loss, reference = step(model, loss)
@@ -140,7 +154,9 @@ def check(loss, family="qwen3", expected=BLOCKWISE, make=lambda family: build(fa
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(family, name, marks=() if family == "qwen3" or number % 4 == 0 else pytest.mark.full)
+        pytest.param(
+            family, name, marks=() if family == "qwen3" or number % 4 == 0 else pytest.mark.full
+        )
         for family in ("qwen3", "gemma3")
         for number, name in enumerate(FRAMEWORKS)
     ],
@@ -250,24 +266,38 @@ def filled_part(z, y):
 
 BUILT = {
     "no rule": lambda z, y: z.cumsum(-1).square().mean(),
-    "no rule, beside rules": lambda z, y: dpo(z, y) + z[:, 3:5].cumsum(-1).square().mean() + entropy_of(z).mean(),
+    "no rule, beside rules": lambda z, y: (
+        dpo(z, y) + z[:, 3:5].cumsum(-1).square().mean() + entropy_of(z).mean()
+    ),
     "another dimension": lambda z, y: z.softmax(1).square().sum() + z.sum(0).square().sum(),
-    "a learnt temperature": lambda z, y: (z * y.to(z.dtype).requires_grad_()[..., None]).logsumexp(-1).mean(),
+    "a learnt temperature": lambda z, y: (
+        (z * y.to(z.dtype).requires_grad_()[..., None]).logsumexp(-1).mean()
+    ),
     "autograd.Function": lambda z, y: FusedLoss.apply(*flat(z, y)) + dpo(z, y),
     "autograd.Function that returns logits": lambda z, y: dpo(Halved.apply(z), y) + dpo(z, y),
     "autograd.Function that detaches": lambda z, y: dpo(Detached.apply(z), y),
-    "autograd.Function that follows rules": lambda z, y: Part.apply(z).log_softmax(-1)[..., 3].mean(),
+    "autograd.Function that follows rules": lambda z, y: (
+        Part.apply(z).log_softmax(-1)[..., 3].mean()
+    ),
     "extension": in_extension,
-    "checkpoint": lambda z, y: torch.utils.checkpoint.checkpoint(lambda z: z.cumsum(-1).mean(), z, use_reentrant=False),
-    "reentrant checkpoint": lambda z, y: torch.utils.checkpoint.checkpoint(lambda z: dpo(z, y), z, use_reentrant=True),
+    "checkpoint": lambda z, y: torch.utils.checkpoint.checkpoint(
+        lambda z: z.cumsum(-1).mean(), z, use_reentrant=False
+    ),
+    "reentrant checkpoint": lambda z, y: torch.utils.checkpoint.checkpoint(
+        lambda z: dpo(z, y), z, use_reentrant=True
+    ),
     "a hook": hooked,
     "written": filled,
     "written in a part": filled_part,
-    "class weights": lambda z, y: F.cross_entropy(*flat(z, y), weight=torch.linspace(0, 1, VOCABULARY).to(z)),
+    "class weights": lambda z, y: F.cross_entropy(
+        *flat(z, y), weight=torch.linspace(0, 1, VOCABULARY).to(z)
+    ),
     "numpy": lambda z, y: dpo(z, y) * float(z.detach().numpy().mean()),
     "a copy": lambda z, y: dpo(z, y) * copy.deepcopy(z.detach()).mean(),
     "pickled": lambda z, y: dpo(z, y) * pickle.loads(pickle.dumps(z.detach())).mean(),
-    "to half precision": lambda z, y: dpo(z, y) * (1 + z.to(torch.bfloat16).mean().double().detach() * 0),
+    "to half precision": lambda z, y: (
+        dpo(z, y) * (1 + z.to(torch.bfloat16).mean().double().detach() * 0)
+    ),
 }
 
 
@@ -319,7 +349,9 @@ def test_what_was_given_must_stay():
     assert refused(changed_mask)
 
 
-def weights_changed(change=lambda model: model.lm_head.weight.mul_(2.0), use=lambda logits: logits.logsumexp(-1)):
+def weights_changed(
+    change=lambda model: model.lm_head.weight.mul_(2.0), use=lambda logits: logits.logsumexp(-1)
+):
     model = lazy(build("qwen3", torch.float64))
     logits = model(input_ids=IDS, use_cache=False).logits
     loss = logits.logsumexp(-1).mean()
@@ -347,7 +379,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_weights_that_changed_are_refused(change):
     assert weights_changed(CHANGES[change])
-    assert weights_changed(CHANGES[change], lambda logits: (logits / 2.0).softmax(-1).square().sum(-1))
+    assert weights_changed(
+        CHANGES[change], lambda logits: (logits / 2.0).softmax(-1).square().sum(-1)
+    )
 
 
 def changed_before_backward():
@@ -363,7 +397,9 @@ def test_second_derivatives_are_refused():
     loss = dpo(model(input_ids=IDS, use_cache=False).logits, IDS)
     with pytest.raises(streambp.StreamBPError, match="create_graph"):
         loss.backward(create_graph=True)
-    assert worst_error(step(model, dpo)[1], step(streambp.unpatch(model), dpo)[1]) <= EXACT  # usable afterwards
+    assert (
+        worst_error(step(model, dpo)[1], step(streambp.unpatch(model), dpo)[1]) <= EXACT
+    )  # usable afterwards
 
 
 def left_behind():
@@ -396,13 +432,17 @@ def test_several_blocks(name, monkeypatch):
     in_several_blocks(FRAMEWORKS[name], monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["two_positions", "repeated", "chosen tokens", "several entries", "the same token twice"])
+@pytest.mark.parametrize(
+    "name",
+    ["two_positions", "repeated", "chosen tokens", "several entries", "the same token twice"],
+)
 def test_several_blocks_of_other_losses(name, monkeypatch):
     in_several_blocks(OTHERS[name], monkeypatch)
 
 
 def engine(name, forward):
-    """An autograd.Function that an engine puts before a model's outputs, and how often its backward ran."""
+    """An autograd.Function that an engine puts before a model's outputs, and how often its backward
+    ran."""
     ran = []
 
     def backward(ctx, upstream):
@@ -418,7 +458,8 @@ def engine(name, forward):
 
 
 class OutputBackwardHookManager:
-    """As DeepSpeed's engine has one: its hook prepares a backward, and divides by the steps of accumulation."""
+    """As DeepSpeed's engine has one: its hook prepares a backward, and divides by the steps of
+    accumulation."""
 
     def __init__(self, steps):
         self.seen = []
@@ -436,7 +477,10 @@ def hooked_by_an_engine():
     check(lambda z, y: (z.register_hook(manager.hook), grpo(z, y))[1])
     assert [len(shape) for shape in manager.seen] == [3, 1]
     mixed = OutputBackwardHookManager(4)
-    check(lambda z, y: (z.register_hook(mixed.hook), FusedSum.apply(z) + grpo(z, y))[1], expected=BUILDS)
+    check(
+        lambda z, y: (z.register_hook(mixed.hook), FusedSum.apply(z) + grpo(z, y))[1],
+        expected=BUILDS,
+    )
 
 
 def test_an_engines_hook():
@@ -444,7 +488,8 @@ def test_an_engines_hook():
 
 
 def run_engines():
-    """DDP's node runs once and sees no gradient of logits; DeepSpeed's is passed by, and hears that backward begins."""
+    """DDP's node runs once and sees no gradient of logits; DeepSpeed's is passed by, and hears that
+    backward begins."""
     sink, ran = engine("_DDPSink", lambda x: x.clone())
     check(lambda z, y: grpo(sink.apply(z), y))
     before, passed = engine("PreBackwardFunctionForModule", lambda x: x.detach())
@@ -477,7 +522,8 @@ def test_a_tuple():
 
 
 @pytest.mark.parametrize(
-    "loss", [FRAMEWORKS["dpo_with_metrics"], BUILT["autograd.Function"], BUILT["no rule, beside rules"]]
+    "loss",
+    [FRAMEWORKS["dpo_with_metrics"], BUILT["autograd.Function"], BUILT["no rule, beside rules"]],
 )
 def test_nothing_is_held_by_a_cycle(loss):
     """What a step took is free when the program lets go of it, without a collection of garbage."""
@@ -519,7 +565,9 @@ def test_a_references_distribution():
 def test_when_logits_are_real():
     """With a cache, for one position, in evaluation that wants them; and without the setting."""
     model = lazy(build("qwen3", torch.float64))
-    assert type(model(input_ids=IDS).logits) is LazyLogits  # training: no cache, whatever the config says
+    assert (
+        type(model(input_ids=IDS).logits) is LazyLogits
+    )  # training: no cache, whatever the config says
     assert type(model(input_ids=IDS, logits_to_keep=1).logits) is torch.Tensor
     model.eval()
     with torch.no_grad():
@@ -528,7 +576,9 @@ def test_when_logits_are_real():
         assert type(model(input_ids=IDS, use_cache=False).logits) is LazyLogits
         assert model.generate(IDS[:, :4], max_new_tokens=3, do_sample=False).shape == (2, 7)
     for setting in ({"eval_logits": True, "lazy_logits": True}, {"head": False}, {}):
-        other = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, **setting)).eval()
+        other = streambp.patch(
+            build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, **setting)
+        ).eval()
         assert type(other(input_ids=IDS, use_cache=False).logits) is torch.Tensor
 
 
@@ -551,11 +601,14 @@ def test_evaluation_of_what_a_trainer_does_with_logits():
 
 
 def test_adapters_on_the_head():
-    """LoRA on the output projection builds; a norm that an adapter trains a copy of is computed where it stands."""
+    """LoRA on the output projection builds; a norm that an adapter trains a copy of is computed
+    where it stands."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
     def make(targets, saved):
-        config = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=saved, init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=4, target_modules=targets, modules_to_save=saved, init_lora_weights=False
+        )
         model = peft.get_peft_model(build("qwen3", torch.float64), config).train()
         with torch.no_grad():
             for name, parameter in model.named_parameters():

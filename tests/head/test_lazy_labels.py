@@ -30,7 +30,8 @@ def metrics(logits, ids):
 
 
 def step(model, use=None, **more):
-    """The loss (with a loss on the logits added, if `use` has a gradient), what `use` made, all gradients."""
+    """The loss (with a loss on the logits added, if `use` has a gradient), what `use` made, all
+    gradients."""
     model.zero_grad()
     output = model(input_ids=IDS, labels=IDS, use_cache=False, **more)
     loss, logits = output[:2] if isinstance(output, tuple) else (output.loss, output.logits)
@@ -57,7 +58,10 @@ def compare(use, **more):
     [
         (metrics, BESIDES + "no logits: computed blockwise for log_softmax + exp"),
         (dpo, BESIDES + "no logits: computed blockwise for gather, logsumexp"),
-        (lambda z, y: z.cumsum(-1).square().mean(), BESIDES + "builds the logits: the program uses cumsum on them"),
+        (
+            lambda z, y: z.cumsum(-1).square().mean(),
+            BESIDES + "builds the logits: the program uses cumsum on them",
+        ),
     ],
     ids=["metrics", "a loss", "no rule"],
 )
@@ -75,7 +79,9 @@ def test_heads_with_scale_softcap_and_bias_and_other_parts_of_the_loss(family):
         found = step(lazy(model), dpo)
     finally:
         torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(torch.stack(found[:2]), torch.stack(expected[:2]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.stack(found[:2]), torch.stack(expected[:2]), rtol=1e-12, atol=0
+    )
     assert worst_error(found[2], expected[2]) <= EXACT
 
 
@@ -102,7 +108,8 @@ def test_hooks_that_would_not_see_the_losss_gradient_are_refused(hook):
 
 
 def hooked_late_by_an_engine(use, before=None):
-    """An engine hooks logits of which a loss was made: it scales by a quarter what is made of them later, and no more."""
+    """An engine hooks logits of which a loss was made: it scales by a quarter what is made of them
+    later, and no more."""
     model, manager = build("qwen3", torch.float64), OutputBackwardHookManager(4)
     (*_, expected) = step(model, lambda z, y: (before(z, y) if before else 0.0) + use(z, y) / 4)
 
@@ -132,17 +139,22 @@ def test_an_engines_hook_on_logits_whose_classes_come_first():
     """As a module around the model may return them."""
     model, manager = lazy(build("qwen3", torch.float64)), OutputBackwardHookManager(4)
     plain = build("qwen3", torch.float64)
-    plain(input_ids=IDS, use_cache=False).logits.transpose(1, 2).log_softmax(1).square().mean().div(4).backward()
+    plain(input_ids=IDS, use_cache=False).logits.transpose(1, 2).log_softmax(1).square().mean().div(
+        4
+    ).backward()
     returned = model(input_ids=IDS, use_cache=False).logits.transpose(1, 2)
     returned.register_hook(manager.hook)
     returned.log_softmax(1).square().mean().backward()
     assert [len(shape) for shape in manager.seen] == [1]
-    found, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (model, plain))
+    found, expected = (
+        {name: p.grad for name, p in each.named_parameters()} for each in (model, plain)
+    )
     assert worst_error(found, expected) <= EXACT
 
 
 def test_when_logits_are_beside_the_loss():
-    """In evaluation as in training; real where the settings or a cache say so; not beside log-probabilities."""
+    """In evaluation as in training; real where the settings or a cache say so; not beside
+    log-probabilities."""
     model = lazy(build("qwen3", torch.float64))
     scored = model(input_ids=IDS, labels=IDS, output_log_probs=True)
     assert scored.logits is None

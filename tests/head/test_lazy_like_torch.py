@@ -1,4 +1,5 @@
-"""What programs do to logits beside reading them gives what it gives with real ones: copies, aliases, writes, rounding.
+"""What programs do to logits beside reading them gives what it gives with real ones: copies,
+aliases, writes, rounding.
 
 covers: lazy/dispatch.py, lazy/index_rules.py, lazy/token_rules.py
 """
@@ -53,7 +54,11 @@ def copied_part(logits, ids):
 def counted(logits, ids):
     """True + True is True; 1.0 + 1.0 is 2.0."""
     above = (logits > 0).float() + (logits > -1).float()
-    return cross_entropy(logits, ids) * above.sum(-1).mean().double() * (1 - (logits > 0).float()).mean()
+    return (
+        cross_entropy(logits, ids)
+        * above.sum(-1).mean().double()
+        * (1 - (logits > 0).float()).mean()
+    )
 
 
 def a_constant_object(logits, ids):
@@ -82,7 +87,10 @@ def added_to_a_constant(logits, ids):
 
 
 def named_arguments(logits, ids):
-    return cross_entropy(torch.reshape(logits, shape=(-1, VOCABULARY)), ids) + torch.permute(logits, dims=(1, 0, 2)).mean()
+    return (
+        cross_entropy(torch.reshape(logits, shape=(-1, VOCABULARY)), ids)
+        + torch.permute(logits, dims=(1, 0, 2)).mean()
+    )
 
 
 class Mean(torch.autograd.Function):
@@ -102,7 +110,8 @@ def classes_second(logits, ids):
 
 
 def masks_that_are_used_again(logits, ids):
-    """One for each token, one for each class, a number; torch counts the first write to each, and not the second."""
+    """One for each token, one for each class, a number; torch counts the first write to each, and
+    not the second."""
     total = 0.0
     for mask in (torch.zeros(*ids.shape, 1), torch.zeros(VOCABULARY), torch.zeros(())):
         for step in range(2):
@@ -114,7 +123,8 @@ def masks_that_are_used_again(logits, ids):
 
 
 def looked_at_in_inference_mode(logits, ids):
-    """Metrics before the loss; what they leave behind is added to by the loss, and read by the next one."""
+    """Metrics before the loss; what they leave behind is added to by the loss, and read by the next
+    one."""
     with torch.inference_mode():
         mean = float(logits[:1].logsumexp(-1).mean() + logits[1:].log_softmax(-1).mean(-1).sum())
     return (cross_entropy(logits, ids) + logits.logsumexp(-1).mean()) * mean
@@ -124,7 +134,9 @@ def taught_in_inference_mode(logits, ids):
     with torch.inference_mode():
         best = logits.argmax(-1)
         p = (logits * 2.0).softmax(-1)
-    return F.kl_div(logits.log_softmax(-1), p.clone(), reduction="batchmean") + cross_entropy(logits, best.clone())
+    return F.kl_div(logits.log_softmax(-1), p.clone(), reduction="batchmean") + cross_entropy(
+        logits, best.clone()
+    )
 
 
 def with_its_gradient(logits, ids):
@@ -137,9 +149,18 @@ def with_its_gradient(logits, ids):
 def one_token(logits, ids):
     row = logits[0, -1]
     best = (
-        row.max(-1).values + row.logsumexp(-1) + row.log_softmax(-1).sum(0) + row.topk(3).values.sum() + row[row.argmax(-1)]
+        row.max(-1).values
+        + row.logsumexp(-1)
+        + row.log_softmax(-1).sum(0)
+        + row.topk(3).values.sum()
+        + row[row.argmax(-1)]
     )
-    return best + F.cross_entropy(row, ids[0, 0]) + row.log_softmax(-1).gather(0, ids[0, :1])[0] + row.square().mean(-1)
+    return (
+        best
+        + F.cross_entropy(row, ids[0, 0])
+        + row.log_softmax(-1).gather(0, ids[0, :1])[0]
+        + row.square().mean(-1)
+    )
 
 
 def part_hooked_beside_the_whole(logits, ids):
@@ -164,12 +185,16 @@ PROGRAMS = (
 
 
 def gradients_of(loss, lazy, dtype=torch.float64):
-    model = streambp.patch(build("qwen3", dtype), streambp.StreamConfig(chunk_size=5, lazy_logits=lazy))
+    model = streambp.patch(
+        build("qwen3", dtype), streambp.StreamConfig(chunk_size=5, lazy_logits=lazy)
+    )
     logits = model(input_ids=IDS, use_cache=False).logits
     assert isinstance(logits, LazyLogits) == lazy
     value = loss(logits, IDS)
     value.backward()
-    return value.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return value.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.fast(3)
@@ -309,7 +334,9 @@ def test_what_would_be_lost_without_a_word_is_refused(program):
 
 def test_values_are_compared_as_they_are_rounded():
     """The largest logit in half precision is no larger than itself."""
-    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    model = streambp.patch(
+        build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
+    )
     with torch.no_grad():
         x = model(input_ids=IDS, use_cache=False).logits / 0.7
         assert isinstance(x, LazyLogits)
@@ -319,11 +346,16 @@ def test_values_are_compared_as_they_are_rounded():
 
 
 def test_results_are_written_where_they_are_asked_for():
-    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    model = streambp.patch(
+        build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
+    )
     with torch.no_grad():
         x = model(input_ids=IDS, use_cache=False).logits
         real = x.clone().cpu() + 0.0
-        half, lse = torch.full(x.shape, 7.0, dtype=torch.float64), torch.full(x.shape[:2], 7.0, dtype=torch.float64)
+        half, lse = (
+            torch.full(x.shape, 7.0, dtype=torch.float64),
+            torch.full(x.shape[:2], 7.0, dtype=torch.float64),
+        )
         torch.div(x, 2.0, out=half)
         torch.logsumexp(x, -1, out=lse)
         assert torch.allclose(half, real.div(2.0), rtol=1e-12)
@@ -331,7 +363,9 @@ def test_results_are_written_where_they_are_asked_for():
 
 
 def test_detached_logits_as_a_leaf():
-    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    model = streambp.patch(
+        build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
+    )
     leaf = model(input_ids=IDS, use_cache=False).logits.detach()
     taken = leaf.requires_grad_()
     cross_entropy(leaf, IDS).backward()
@@ -343,7 +377,9 @@ def test_detached_logits_as_a_leaf():
 
 @pytest.mark.parametrize("loss", [F.nll_loss, F.cross_entropy])
 def test_losses_have_autocasts_dtype(loss):
-    model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    model = streambp.patch(
+        build("qwen3", torch.bfloat16), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         rows = model(input_ids=IDS, use_cache=False).logits.view(-1, VOCABULARY)
         assert rows.dtype == torch.bfloat16
@@ -353,14 +389,18 @@ def test_losses_have_autocasts_dtype(loss):
 
 @pytest.mark.parametrize("more", [{"reduction": "average"}, {"label_smoothing": 1.5}])
 def test_arguments_that_torch_refuses_are_refused(more):
-    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    model = streambp.patch(
+        build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
+    )
     logits = model(input_ids=IDS, use_cache=False).logits
     with pytest.raises((ValueError, RuntimeError), match=r"average|label_smoothing"):
         F.cross_entropy(logits.view(-1, VOCABULARY), IDS.flatten(), **more)
 
 
 def test_a_label_beyond_the_vocabulary_is_an_error():
-    model = streambp.patch(build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True))
+    model = streambp.patch(
+        build("qwen3", torch.float64), streambp.StreamConfig(chunk_size=5, lazy_logits=True)
+    )
     logits = model(input_ids=IDS, use_cache=False).logits
     with pytest.raises((IndexError, streambp.StreamBPError)):
         logits[torch.tensor([0]), torch.tensor([1]), torch.tensor([VOCABULARY])]

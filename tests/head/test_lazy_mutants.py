@@ -1,7 +1,7 @@
 """Every rule of lazy logits has a mutant, and every mutant turns a named test red.
 
-covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/standin.py, lazy/loss_rules.py,
-  lazy/row_rules.py, head/seen.py, lazy/tensor.py, model/causal_lm.py
+covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/standin.py,
+  lazy/loss_rules.py, lazy/row_rules.py, head/seen.py, lazy/tensor.py, model/causal_lm.py
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
         monkeypatch.setitem(lazy.LazyLogits.rules, "register_hook", lambda x, hook: None)
     elif mutant is None:
         for name in lazy.SCALING:
-            monkeypatch.setitem(lazy.ROW_RULES, name, lambda name, func, args, kwargs: args[0].changed())
+            monkeypatch.setitem(
+                lazy.ROW_RULES, name, lambda name, func, args, kwargs: args[0].changed()
+            )
     else:
         monkeypatch.setattr(owner, attribute, mutant)
     with pytest.raises(AssertionError):

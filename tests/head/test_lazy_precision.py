@@ -22,13 +22,16 @@ def gradients_of(model, loss, ids):
 
 
 def errors(loss):
-    """Ours and the unpatched model's, one random model after the other, against the same weights in float32."""
+    """Ours and the unpatched model's, one random model after the other, against the same weights in
+    float32."""
     for seed in range(128):
         model = build("qwen3", seed=seed, num_hidden_layers=2).to(torch.bfloat16)
         ids = make_batch("plain", seed=seed)["input_ids"]
         truth = gradients_of(copy.deepcopy(model).float(), loss, ids)
         stock = gradients_of(copy.deepcopy(model), loss, ids)
-        ours = gradients_of(streambp.patch(model, streambp.StreamConfig(chunk_size=5, lazy_logits=True)), loss, ids)
+        ours = gradients_of(
+            streambp.patch(model, streambp.StreamConfig(chunk_size=5, lazy_logits=True)), loss, ids
+        )
         yield relative_l2(ours, truth), relative_l2(stock, truth)
 
 
@@ -64,12 +67,19 @@ def test_results_have_the_dtypes_of_full_logits():
     }
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            expected = {name: f(model(input_ids=ids, use_cache=False).logits) for name, f in take.items()}
+            expected = {
+                name: f(model(input_ids=ids, use_cache=False).logits) for name, f in take.items()
+            }
             streambp.patch(model, streambp.StreamConfig(chunk_size=5, lazy_logits=True))
-            found = {name: f(model(input_ids=ids, use_cache=False).logits) for name, f in take.items()}
+            found = {
+                name: f(model(input_ids=ids, use_cache=False).logits) for name, f in take.items()
+            }
             streambp.unpatch(model)
         for name in take:
-            assert (found[name].dtype, found[name].shape) == (expected[name].dtype, expected[name].shape), name
+            assert (found[name].dtype, found[name].shape) == (
+                expected[name].dtype,
+                expected[name].shape,
+            ), name
 
 
 def errors_under_autocast():
@@ -86,7 +96,9 @@ def errors_under_autocast():
             with torch.autocast("cpu", torch.bfloat16):
                 loss = FRAMEWORKS["grpo"](model(input_ids=ids, use_cache=False).logits.float(), ids)
             (loss * (2.0**12 if patched else 1.0)).backward()
-            found.append({n: p.grad / (2.0**12 if patched else 1.0) for n, p in model.named_parameters()})
+            found.append(
+                {n: p.grad / (2.0**12 if patched else 1.0) for n, p in model.named_parameters()}
+            )
         yield relative_l2(found[1], truth), relative_l2(found[0], truth)
 
 

@@ -62,7 +62,10 @@ def test_values_and_gradients(options, bias):
     torch.testing.assert_close(found.log_probs, expected[0], rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(found.entropy, expected[1], rtol=1e-11, atol=1e-12)
     upstream = torch.randn(2, 2, 11, dtype=torch.float64)
-    objective = lambda log_probs, entropy: (log_probs.exp() * upstream[0] + entropy.square() * upstream[1]).sum()  # noqa: E731
+
+    def objective(log_probs, entropy):
+        return (log_probs.exp() * upstream[0] + entropy.square() * upstream[1]).sum()
+
     wanted = torch.autograd.grad(objective(*expected), leaves)
     got = torch.autograd.grad(objective(found.log_probs, found.entropy), leaves)
     for a, b in zip(got, wanted, strict=True):
@@ -77,7 +80,9 @@ def test_frozen_parts_get_no_gradient(frozen):
         part.requires_grad_(name != frozen)
     token_log_probs(hidden, weight, labels, norm=norm).log_probs.sum().backward()
     kept = {name: part for name, part in parts.items() if name != frozen}
-    wanted = torch.autograd.grad(reference(hidden, weight, None, norm, labels)[0].sum(), list(kept.values()))
+    wanted = torch.autograd.grad(
+        reference(hidden, weight, None, norm, labels)[0].sum(), list(kept.values())
+    )
     assert parts[frozen].grad is None
     for part, gradient in zip(kept.values(), wanted, strict=True):
         torch.testing.assert_close(part.grad, gradient, rtol=1e-10, atol=1e-12)
@@ -90,15 +95,23 @@ def test_half_precision_is_summed_in_float32():
 
 
 def bf16_errors(seed, rows=8, length=12, width=32, vocabulary=61):
-    """Of the gradients of hidden states and weight, ours over many blocks and those of full logits."""
+    """Of the gradients of hidden states and weight, ours over many blocks and those of full
+    logits."""
     generator = seeded(seed)
     random = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
-    leaves = {"hidden": random(rows, length, width), "weight": random(vocabulary, width) / width**0.5}
+    leaves = {
+        "hidden": random(rows, length, width),
+        "weight": random(vocabulary, width) / width**0.5,
+    }
     labels = torch.randint(0, vocabulary, (rows, length), generator=generator)
     upstream = torch.rand(rows, length, generator=generator)
 
     def full(hidden, weight):
-        log_p = nn.functional.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
+        log_p = (
+            nn.functional.linear(hidden, weight)
+            .to(torch.promote_types(hidden.dtype, torch.float32))
+            .log_softmax(-1)
+        )
         return log_p.gather(-1, labels[..., None])[..., 0]
 
     def gradients(log_probs, dtype=torch.bfloat16):
@@ -127,7 +140,9 @@ def test_a_tied_weight_gets_both_gradients():
     hidden, weight, _, _, labels = make()
     weight.requires_grad_()
     loss = lambda head: head(weight).sum() + (weight * 2.0).sum()  # noqa: E731
-    wanted = torch.autograd.grad(loss(lambda w: reference(hidden, w, None, nn.Identity(), labels)[0]), weight)
+    wanted = torch.autograd.grad(
+        loss(lambda w: reference(hidden, w, None, nn.Identity(), labels)[0]), weight
+    )
     got = torch.autograd.grad(loss(lambda w: token_log_probs(hidden, w, labels).log_probs), weight)
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
@@ -146,7 +161,9 @@ def test_metrics():
     torch.testing.assert_close(found.mean_logits, logits.mean(-1) * valid)
     torch.testing.assert_close(found.log_sum_sq_probs, (2 * log_p).logsumexp(-1) * valid)
     torch.testing.assert_close(found.mean_log_probs, log_p.mean(-1) * valid)
-    assert not any(x.requires_grad for x in (found.is_top1, found.mean_logits, found.log_sum_sq_probs))
+    assert not any(
+        x.requires_grad for x in (found.is_top1, found.mean_logits, found.log_sum_sq_probs)
+    )
     assert found.entropy is None
     with pytest.raises(streambp.StreamBPError, match="perplexity"):
         token_log_probs(hidden, weight, labels, metrics=("perplexity",))
@@ -154,7 +171,9 @@ def test_metrics():
 
 def test_a_head_in_float32_stays_there_under_autocast():
     """As TRL's `cast_lm_head_to_fp32` asks for: forward and backward multiply in float32."""
-    hidden, weight, *_, labels = (x if x is None or isinstance(x, nn.Module) else x.float() for x in make())
+    hidden, weight, *_, labels = (
+        x if x is None or isinstance(x, nn.Module) else x.float() for x in make()
+    )
     labels = labels.long()
     runs = []
     for enabled in (False, True):
@@ -169,7 +188,8 @@ def test_a_head_in_float32_stays_there_under_autocast():
 
 
 def test_gradients_times_a_factor_are_rounded_once():
-    """In one pass, whatever their dtype; a factor that is rounded to theirs first would be off by 1 / 512."""
+    """In one pass, whatever their dtype; a factor that is rounded to theirs first would be off by 1
+    / 512."""
     factor, total = torch.tensor(1.00390625 / 3), torch.randn(5000, 3)
     for have, want in itertools.product((torch.float32, torch.bfloat16), repeat=2):
         given = total.to(have)
@@ -195,7 +215,10 @@ def test_an_entropy_may_be_written_to():
     """As a program masks tokens in place."""
     found = []
     for write in (False, True):
-        hidden, weight = (torch.randn(n, 8, dtype=torch.float64, generator=seeded(n)).requires_grad_() for n in (9, 17))
+        hidden, weight = (
+            torch.randn(n, 8, dtype=torch.float64, generator=seeded(n)).requires_grad_()
+            for n in (9, 17)
+        )
         values = token_log_probs(hidden, weight, torch.arange(9), entropy=True)
         (values.entropy.mul_(0.5) if write else values.entropy * 0.5).sum().backward()
         found.append((hidden.grad, weight.grad))
@@ -223,7 +246,11 @@ def test_a_head_that_changed_since_forward_is_refused(change, part):
     """Backward computes logits again: of other weights they are another model's."""
     hidden, weight, bias, norm, labels = make()
     parts = {"norm": norm.weight, "weight": nn.Parameter(weight), "bias": nn.Parameter(bias)}
-    loss = -token_log_probs(hidden, parts["weight"], labels, norm=norm, bias=parts["bias"]).log_probs.sum()
+    loss = -token_log_probs(
+        hidden, parts["weight"], labels, norm=norm, bias=parts["bias"]
+    ).log_probs.sum()
     change(parts[part])
-    with pytest.raises(RuntimeError, match=r"changed since forward|modified by an inplace operation"):
+    with pytest.raises(
+        RuntimeError, match=r"changed since forward|modified by an inplace operation"
+    ):
         loss.backward()

@@ -91,18 +91,25 @@ class Rows(torch.utils.data.Dataset):
         ids = torch.randint(3, VOCABULARY, (17,), generator=seeded(index))
         mask = torch.ones_like(ids)
         mask[17 - 4 * (index % 2) :] = 0
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": ids.masked_fill(mask == 0, -100),
+        }
 
 
 class OwnLoss(transformers.Trainer):
-    """As transformers' own pages show it: labels stay in the call, and logits are read by their name."""
+    """As transformers' own pages show it: labels stay in the call, and logits are read by their
+    name."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.get("labels")
         outputs = model(**inputs)
         logits = outputs.get("logits")
         shifted, targets = logits[:, :-1].contiguous(), labels[:, 1:]
-        each = nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), targets.reshape(-1), reduction="none")
+        each = nn.functional.cross_entropy(
+            shifted.view(-1, shifted.shape[-1]), targets.reshape(-1), reduction="none"
+        )
         weights = torch.linspace(0.5, 2, len(each))
         loss = (each * weights).sum() / (targets != -100).sum()
         return (loss, outputs) if return_outputs else loss

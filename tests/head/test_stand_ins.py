@@ -1,4 +1,5 @@
-"""What takes the place of a stand-in in a graph is right or raises: no path loses a gradient without a word.
+"""What takes the place of a stand-in in a graph is right or raises: no path loses a gradient
+without a word.
 
 covers: lazy/deferred.py, lazy/standin.py
 """
@@ -90,7 +91,8 @@ log_z.register_autograd(
 
 
 def as_an_extension(z, y):
-    """An operation that does not ask for `__torch_function__`, as functions of C++ extensions do not."""
+    """An operation that does not ask for `__torch_function__`, as functions of C++ extensions do
+    not."""
     with torch._C.DisableTorchFunctionSubclass():
         return z.logsumexp(-1).sum()
 
@@ -135,7 +137,10 @@ def hooked_slice(z, y):
 def focal(look):
     def loss(z, y):
         p = look(z).softmax(-1).gather(-1, y[..., None])[..., 0]
-        return ((1 - p) * F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), reduction="none").view(p.shape)).mean()
+        return (
+            (1 - p)
+            * F.cross_entropy(z.view(-1, VOCABULARY), y.flatten(), reduction="none").view(p.shape)
+        ).mean()
 
     return loss
 
@@ -145,14 +150,26 @@ RIGHT = {
     "autograd.Function": fused,
     "autograd.Function of a part": lambda z, y: fused(z[:, 2:], y[:, 2:]) + cross_entropy(z, y),
     "autograd.Function in compiled code": torch.compile(fused, backend="eager"),
-    "autograd.Function, twice": lambda z, y: fused(z, y) * 0.5 + fused(z * 0.7, y) + fused(z[:, :5].tanh(), y[:, :5]),
-    "autograd.Function with another gradient": lambda z, y: cross_entropy(Halved.apply(z), y) + cross_entropy(z, y),
-    "autograd.Function with another gradient and shape": lambda z, y: F.cross_entropy(HalvedRows.apply(z), y.flatten()),
-    "custom operator": lambda z, y: torch.ops.streambp_tests.log_z(z).sum() * 0.1 + cross_entropy(z, y),
-    "checkpoint": lambda z, y: checkpoint(lambda z: (z * 0.5).sigmoid().mean(), z, use_reentrant=False),
+    "autograd.Function, twice": lambda z, y: (
+        fused(z, y) * 0.5 + fused(z * 0.7, y) + fused(z[:, :5].tanh(), y[:, :5])
+    ),
+    "autograd.Function with another gradient": lambda z, y: (
+        cross_entropy(Halved.apply(z), y) + cross_entropy(z, y)
+    ),
+    "autograd.Function with another gradient and shape": lambda z, y: F.cross_entropy(
+        HalvedRows.apply(z), y.flatten()
+    ),
+    "custom operator": lambda z, y: (
+        torch.ops.streambp_tests.log_z(z).sum() * 0.1 + cross_entropy(z, y)
+    ),
+    "checkpoint": lambda z, y: checkpoint(
+        lambda z: (z * 0.5).sigmoid().mean(), z, use_reentrant=False
+    ),
     "checkpoint around the loss": lambda z, y: checkpoint(cross_entropy, z, y, use_reentrant=False),
     "compiled": torch.compile(cross_entropy, backend="eager"),
-    "compiled by autograd": torch.compile(lambda z, y: -(z * 0.5).log_softmax(-1)[..., 3].mean(), backend="aot_eager"),
+    "compiled by autograd": torch.compile(
+        lambda z, y: -(z * 0.5).log_softmax(-1)[..., 3].mean(), backend="aot_eager"
+    ),
     "weights from detach": focal(lambda z: z.detach()),
     "weights from data": focal(lambda z: z.data),
     "a hook on the logits": hooked,
@@ -178,13 +195,18 @@ def runs_of(loss, prepare=lambda model: None):
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     torch._dynamo.reset()
-    (expected_loss, expected), (loss, found) = (gradients(m, **make_batch("plain")) for m in runs_of(RIGHT[name]))
+    (expected_loss, expected), (loss, found) = (
+        gradients(m, **make_batch("plain")) for m in runs_of(RIGHT[name])
+    )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= 1e-10
 
 
 RAISES = {
-    "autograd.Function after a hook": lambda z, y: (z.register_hook(torch.neg), LogZ.apply(z).sum())[1],
+    "autograd.Function after a hook": lambda z, y: (
+        z.register_hook(torch.neg),
+        LogZ.apply(z).sum(),
+    )[1],
     "autograd.Function after a write": lambda z, y: (z.mul_(0.5), LogZ.apply(z).sum())[1],
     "extension": as_an_extension,
     "functional transform": lambda z, y: torch.func.vmap(torch.sum)(z).sum(),
@@ -201,7 +223,9 @@ RAISES = {
 }
 
 
-def step_of_a_patched_model(loss, backward=lambda loss, model: loss.backward(), prepare=lambda model: None):
+def step_of_a_patched_model(
+    loss, backward=lambda loss, model: loss.backward(), prepare=lambda model: None
+):
     torch._dynamo.reset()
     *_, model = runs_of(loss, prepare)
     backward(model(**make_batch("plain"), use_cache=False).loss, model)
@@ -239,7 +263,12 @@ def test_no_path_to_a_parameter_leads_past_the_error():
     hooked_first = RAISES["autograd.Function after a hook"]
     assert raises(step_of_a_patched_model, hooked_first, some)
     assert raises(step_of_a_patched_model, hooked_first, head, untie)
-    assert raises(step_of_a_patched_model, hooked_first, lambda loss, model: loss.backward(), freeze_all_but_the_head)
+    assert raises(
+        step_of_a_patched_model,
+        hooked_first,
+        lambda loss, model: loss.backward(),
+        freeze_all_but_the_head,
+    )
 
 
 def test_the_model_is_usable_after_the_error():
@@ -274,11 +303,15 @@ def test_backward_hooks_on_the_modules_around_a_stand_in(where):
 
 
 @pytest.mark.parametrize("where", ["model.norm", "lm_head"])
-@pytest.mark.parametrize("change", [lambda x: x * 1.5 + 0.1, lambda x: x * 1.5], ids=["no rule", "rules"])
+@pytest.mark.parametrize(
+    "change", [lambda x: x * 1.5 + 0.1, lambda x: x * 1.5], ids=["no rule", "rules"]
+)
 def test_forward_hooks_that_change_what_a_module_returns_run_once(where, change):
     found = []
     for model in runs_of(cross_entropy):
-        model.get_submodule(where).register_forward_hook(lambda module, given, output: change(output))
+        model.get_submodule(where).register_forward_hook(
+            lambda module, given, output: change(output)
+        )
         found.append(gradients(model, **make_batch("plain")))
     (expected_loss, expected), (loss, ours) = found
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
@@ -304,7 +337,8 @@ def test_what_a_hook_kept_is_refused_after_an_update():
 
 
 class Equal(torch.autograd.Function):
-    """What a function of torch gives, by way of autograd.Function: what it is called with is unknown to rules."""
+    """What a function of torch gives, by way of autograd.Function: what it is called with is
+    unknown to rules."""
 
     @staticmethod
     def forward(ctx, function, kwargs, *args):
@@ -313,7 +347,10 @@ class Equal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        leaves = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in ctx.args]
+        leaves = [
+            a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+            for a in ctx.args
+        ]
         wanted = [leaf for leaf, need in zip(leaves, ctx.needs_input_grad[2:], strict=True) if need]
         with torch.enable_grad():
             given = iter(torch.autograd.grad(ctx.function(*leaves, **ctx.kwargs), wanted, upstream))
@@ -386,7 +423,9 @@ def test_mutant_a_function_that_rules_pass_by(monkeypatch):
         test_right("autograd.Function with another gradient")
 
 
-@pytest.mark.parametrize("name", ["autograd.Function after a hook", "autograd.Function after a write"])
+@pytest.mark.parametrize(
+    "name", ["autograd.Function after a hook", "autograd.Function after a write"]
+)
 def test_mutant_a_write_that_nobody_notes(name, monkeypatch):
     monkeypatch.setattr(deferred.Deferred, "pass_by", lambda self, why: None)
     with pytest.raises(AssertionError):

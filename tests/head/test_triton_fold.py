@@ -22,7 +22,8 @@ def folded(product, projection, labels, first):
 
 
 def compare(device="cpu"):
-    """Blocks that are wider and narrower than the kernel's, rows of a slice, labels inside and outside of the block."""
+    """Blocks that are wider and narrower than the kernel's, rows of a slice, labels inside and
+    outside of the block."""
     generator = seeded(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for columns in (7, 1000, 5000):
@@ -36,24 +37,33 @@ def compare(device="cpu"):
                 assert torch.equal(found.best, expected.best)
                 for name in ("max", "sum", "target", "mean", "squares", "total"):
                     ours, theirs = getattr(found, name), getattr(expected, name)
-                    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * columns**0.5, msg=name)
+                    torch.testing.assert_close(
+                        ours, theirs, rtol=2e-5, atol=2e-5 * columns**0.5, msg=name
+                    )
 
 
 def compare_hard_rows(device="cpu"):
-    """Every statistic of the whole row, from two blocks of which the first is all -inf in a row, against float64."""
+    """Every statistic of the whole row, from two blocks of which the first is all -inf in a row,
+    against float64."""
     product = hard_rows(10, 5003, seeded(1)).to(device)
     product[3, :4500] = -torch.inf
     labels = torch.tensor([0, 5002, 7, 5002, 2501, 1, 4999, 3, 5002, 2501], device=device)
     for dtype in (torch.float32, torch.bfloat16):
         x = product.to(dtype)
-        parts = [folded(x[:, block], Projection(), labels, block.start) for block in (slice(0, 4500), slice(4500, 5003))]
+        parts = [
+            folded(x[:, block], Projection(), labels, block.start)
+            for block in (slice(0, 4500), slice(4500, 5003))
+        ]
         found = parts[0].merge(parts[1])
         z = x.double()
         log_p = z.log_softmax(-1)
         entropy = -torch.where(log_p.exp() == 0.0, 0.0, log_p.exp() * log_p).sum(-1)
         lse = found.max + found.sum.log()
         scale = z.masked_fill(z.isinf(), 0.0).abs().amax(-1)
-        close = lambda ours, theirs, scale=scale: ((ours - theirs).abs() <= 1e-6 * scale + 1e-5).all()  # noqa: E731
+
+        def close(ours, theirs, scale=scale):
+            return ((ours - theirs).abs() <= 1e-6 * scale + 1e-5).all()
+
         assert close(found.target - lse, log_p.gather(1, labels[:, None])[:, 0])
         assert close(lse - found.mean / found.sum, entropy)
         assert close(found.squares.log() - 2 * found.sum.log(), (2 * log_p).logsumexp(-1))
@@ -75,6 +85,8 @@ def test_a_block_without_finite_logits_adds_nothing():
     for parts in ((forbidden, logits[:, 4:]), (logits[:, 4:], forbidden)):
         start = 4 if parts[0] is forbidden else 12
         first = fold_in_torch(parts[0], labels, slice(start - parts[0].shape[1], start))
-        found = first.merge(fold_in_torch(parts[1], labels, slice(start, start + parts[1].shape[1])))
+        found = first.merge(
+            fold_in_torch(parts[1], labels, slice(start, start + parts[1].shape[1]))
+        )
         for name in ("max", "sum", "mean", "squares"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -1,6 +1,7 @@
 """The gradient's kernel against torch, in Triton's interpreter; on a GPU as it is.
 
-covers: head/blocks.py, head/log_probs.py, head/one_pass.py, head/triton_fold.py, head/triton_gradient.py
+covers: head/blocks.py, head/log_probs.py, head/one_pass.py, head/triton_fold.py,
+head/triton_gradient.py
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ from tests.seeds import seeded
 
 USED = tuple(
     tuple(map(bool, used))
-    for used in ((1, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 1, 1), (1, 1, 1), (1, 0, 0, 1), (1, 0, 1, 1))
+    for used in (
+        (1, 0, 0),
+        (1, 1, 0),
+        (1, 0, 1),
+        (0, 1, 1, 1),
+        (1, 1, 1),
+        (1, 0, 0, 1),
+        (1, 0, 1, 1),
+    )
 )
 
 UPSTREAM = ("d_log_probs", "d_entropy", "d_mean_log_probs", "d_lse")
 
 
 def written(product, projection, given, block):
-    """The kernel's gradient of a product that is a slice of a larger one, around which nothing may change."""
+    """The kernel's gradient of a product that is a slice of a larger one, around which nothing may
+    change."""
     surrounded = torch.full((product.shape[0] + 1, product.shape[1] + 5), 77.0).to(product)
     place = surrounded[:-1, 2:-3]
     place.copy_(product)
@@ -45,7 +55,8 @@ def written(product, projection, given, block):
 
 
 def task(product, projection, used, generator, vocabulary):
-    """Statistics and upstream gradients for rows of a block that starts at entry 100 of `vocabulary`."""
+    """Statistics and upstream gradients for rows of a block that starts at entry 100 of
+    `vocabulary`."""
     rows, columns = product.shape
     logits = projection.logits(product)
     random = lambda: torch.randn(rows, generator=generator).to(product.device)  # noqa: E731
@@ -59,12 +70,15 @@ def task(product, projection, used, generator, vocabulary):
 def widened(given):
     """The same numbers in float64."""
     values = (getattr(given, name) for name in given.__dataclass_fields__)
-    wide = (x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values)
+    wide = (
+        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values
+    )
     return TokenGradients(*wide)
 
 
 def error_of(found, exact):
-    """Beyond one rounding to the dtype, over the row's largest gradient. The interpreter truncates to bfloat16."""
+    """Beyond one rounding to the dtype, over the row's largest gradient. The interpreter truncates
+    to bfloat16."""
     assert found.isfinite().all()
     info = torch.finfo(found.dtype)
     truncated = found.dtype == torch.bfloat16 and found.device.type == "cpu"
@@ -76,7 +90,9 @@ def error_of(found, exact):
 
 def compare(device="cpu"):
     generator = seeded(0)
-    for dtype, columns in itertools.product((torch.float32, torch.bfloat16, torch.float16), (7, 1000, 5001)):
+    for dtype, columns in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), (7, 1000, 5001)
+    ):
         product = (torch.randn(6, columns, generator=generator) * 4).to(device, dtype)
         for index, used in enumerate(USED):
             projection = PROJECTIONS[(index + columns) % 3]
@@ -88,7 +104,8 @@ def compare(device="cpu"):
 
 
 def compare_hard_rows(device="cpu"):
-    """Against the gradient in float64, of rows with -inf and with logits far from each other and from 0."""
+    """Against the gradient in float64, of rows with -inf and with logits far from each other and
+    from 0."""
     generator = seeded(1)
     product = hard_rows(10, 5003, generator).to(device)
     for dtype, used in itertools.product((torch.float32, torch.bfloat16), USED):
@@ -128,7 +145,9 @@ def compare_mutants(device="cpu"):
 def run_heads(device):
     """Values and gradients of both heads: a wide vocabulary, ignored rows, every option."""
     generator = seeded(2)
-    hidden, weight = (torch.randn(n, 8, generator=generator).to(device).requires_grad_() for n in (23, 4099))
+    hidden, weight = (
+        torch.randn(n, 8, generator=generator).to(device).requires_grad_() for n in (23, 4099)
+    )
     bias = torch.randn(4099, generator=generator).to(device).requires_grad_()
     labels = torch.randint(0, 4099, (23,), generator=generator).to(device)
     labels[::3] = -100
@@ -153,7 +172,9 @@ def compare_heads(device="cpu"):
         with mock.patch.multiple(blocks, serves=serves, **small):
             runs.append(run_heads(device))
     for ours, theirs in zip(*runs, strict=True):
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-5, atol=2e-5 * theirs.float().abs().max().item())
+        torch.testing.assert_close(
+            ours.float(), theirs.float(), rtol=2e-5, atol=2e-5 * theirs.float().abs().max().item()
+        )
 
 
 @pytest.mark.gpu
@@ -175,4 +196,6 @@ def test_forbidden_entries_have_no_gradient():
     full = torch.full_like(z, -torch.inf).index_copy(1, kept, z[:, kept])
     given = TokenGradients(labels, full.logsumexp(-1), entropy.detach(), 9, *upstream)
     found = gradient_in_torch(full, Projection(), given, slice(0, 9))
-    torch.testing.assert_close(found, torch.zeros_like(z).index_copy(1, kept, expected), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        found, torch.zeros_like(z).index_copy(1, kept, expected), rtol=1e-12, atol=1e-13
+    )

@@ -1,4 +1,5 @@
-"""What callers read of a call with labels beside its loss: hidden states, logits for a loss of theirs, predictions.
+"""What callers read of a call with labels beside its loss: hidden states, logits for a loss of
+theirs, predictions.
 
 covers: model/callers.py, model/causal_lm.py
 """
@@ -27,20 +28,39 @@ def stepped(model, loss, **batch):
     output = model(**batch, use_cache=False)
     total = loss(output)
     total.backward()
-    return output, total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return (
+        output,
+        total.detach(),
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 def compare(stock, loss, config=CONFIG, **batch):
-    expected, found = (stepped(model, loss, **batch) for model in (stock, streambp.patch(copy.deepcopy(stock), config)))
+    expected, found = (
+        stepped(model, loss, **batch)
+        for model in (stock, streambp.patch(copy.deepcopy(stock), config))
+    )
     assert abs(found[1] - expected[1]) <= 1e-12 * abs(expected[1])
     assert worst_error(found[2], expected[2]) <= 1e-10
     return expected[0], found[0]
 
 
 def moshi(model_class):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 40, "num_codebooks": 2}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 40,
+        "num_codebooks": 2,
+    }
     depth = {**sizes, "input_size": 32, "vocab_size": VOCABULARY, "audio_vocab_size": 16}
-    codec = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "num_filters": 4}
+    codec = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "num_filters": 4,
+    }
     config = MoshiConfig(
         **sizes, vocab_size=VOCABULARY, audio_vocab_size=16, sliding_window=64, depth_decoder_config=depth,
         audio_encoder_config={"model_type": "mimi", **codec, "codebook_dim": 8, "vector_quantization_hidden_dimension": 8,
@@ -56,7 +76,9 @@ def test_hidden_states_behind_the_final_norm(lazy, float64_oracle):
     loss = lambda output: output.loss + output.last_hidden_state.square().mean()  # noqa: E731
     batch = make_batch("plain")
     expected, found = compare(moshi(MoshiForCausalLM), loss, config, **batch)
-    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found.last_hidden_state, expected.last_hidden_state, rtol=1e-12, atol=1e-12
+    )
     assert (found.logits is None) == (not lazy)
 
 
@@ -70,7 +92,8 @@ def test_a_second_decoder_of_them(float64_oracle):
 
 
 def cpt(model, patch=None):
-    """Context-aware prompt tuning of four tokens, the last a label; patched "before" peft, "after" it, or not."""
+    """Context-aware prompt tuning of four tokens, the last a label; patched "before" peft, "after"
+    it, or not."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     prompt = peft.CPTConfig(
         task_type="CAUSAL_LM", cpt_token_ids=[3, 4, 5, 6], cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4],
@@ -97,12 +120,20 @@ def test_a_loss_that_peft_computes_from_logits(patch, training, float64_oracle):
         given = {name: value.clone() for name, value in batch.items()}
         loss = model(input_ids=given["input_ids"], labels=given["labels"], use_cache=False).loss
         loss.backward()
-        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, model))
+        found.append(
+            (
+                loss.detach(),
+                {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+                model,
+            )
+        )
     (expected, gradients, _), (loss, ours, model) = found
     assert abs(loss - expected) <= 1e-12 * abs(expected)
     assert set(gradients) == {"prompt_encoder.default.delta_embedding.weight"}
     assert worst_error(ours, gradients) <= 1e-10
-    assert "besides, no logits: computed blockwise for cross_entropy" in streambp.describe(model).head
+    assert (
+        "besides, no logits: computed blockwise for cross_entropy" in streambp.describe(model).head
+    )
 
 
 def test_other_calls_with_labels_have_no_logits():
@@ -128,7 +159,9 @@ class Rows(torch.utils.data.Dataset):
 def trainer(tmp_path, config=CONFIG, **settings):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
+    )
     return transformers.Trainer(streambp.patch(build("qwen3"), config), arguments, **settings)
 
 
@@ -143,7 +176,9 @@ def test_a_trainer_that_wants_predictions_gets_them(act, tmp_path):
     found = []
     for patched in (True, False):
         seen = []
-        measured = trainer(tmp_path, compute_metrics=lambda given, seen=seen: seen.append(given.predictions) or {})
+        measured = trainer(
+            tmp_path, compute_metrics=lambda given, seen=seen: seen.append(given.predictions) or {}
+        )
         if not patched:
             streambp.unpatch(measured.model)
         found.append(predictions(act, measured, seen))
@@ -167,6 +202,8 @@ def test_a_trainer_that_wants_the_loss_has_no_logits(tmp_path):
         plain = trainer(tmp_path)
         assert plain.evaluate(Rows())["eval_loss"] > 0
         assert causal_lm.PREDICTED not in streambp.describe(plain.model).head
-        trainer(tmp_path, built, compute_metrics=lambda given: seen.append(given.predictions) or {}).evaluate(Rows())
+        trainer(
+            tmp_path, built, compute_metrics=lambda given: seen.append(given.predictions) or {}
+        ).evaluate(Rows())
         assert trainer(tmp_path, built).predict(Rows()).predictions.shape == (4, 17, VOCABULARY)
     assert seen[0].shape == (4, 17, VOCABULARY)

@@ -1,4 +1,5 @@
-"""A wrapper around a function of torch runs as often as with real logits, and what it wraps stays blockwise.
+"""A wrapper around a function of torch runs as often as with real logits, and what it wraps stays
+blockwise.
 
 covers: torchs_own.py, lazy/standin.py
 """
@@ -32,8 +33,27 @@ BINARY = (
     "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__eq__", "__ne__",
     "__lt__", "__le__", "__gt__", "__ge__",
 )  # fmt: skip
-TENSORS = ("maximum", "minimum", "logaddexp", "xlogy", "logical_and", "logical_or")  # want a tensor for their second
-POSITIVE = ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow", "float_power", "xlogy", "reciprocal", "__pow__")
+TENSORS = (
+    "maximum",
+    "minimum",
+    "logaddexp",
+    "xlogy",
+    "logical_and",
+    "logical_or",
+)  # want a tensor for their second
+POSITIVE = (
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sqrt",
+    "rsqrt",
+    "pow",
+    "float_power",
+    "xlogy",
+    "reciprocal",
+    "__pow__",
+)
 ARGUMENTS = {
     "clamp": (-0.5, 0.5), "clip": (-0.5, 0.5), "clamp_min": (0.0,), "clamp_max": (0.0,), "topk": (3,), "norm": (2, -1),
     "take_along_dim": (IDS[..., None], 2), "gather": (2, IDS[..., None]), "masked_fill": (ONE_HOT > 0, -3.0),
@@ -45,7 +65,12 @@ ARGUMENTS = {
     "register_hook": (lambda gradient: gradient * 0.5,),
 }  # fmt: skip
 OF_BOOLS = ("logical_not", "logical_and", "logical_or", "__invert__", "__and__", "__or__")
-IN_OTHER_PLACES = {"where": (torch, Tensor), "linear": (F,), "cross_entropy": (F,), "nll_loss": (F,)}
+IN_OTHER_PLACES = {
+    "where": (torch, Tensor),
+    "linear": (F,),
+    "cross_entropy": (F,),
+    "nll_loss": (F,),
+}
 
 
 def use(name, f, z):
@@ -56,13 +81,19 @@ def use(name, f, z):
         rows = z.reshape(-1, VOCABULARY)
         return f(rows if name == "cross_entropy" else rows.log_softmax(-1), IDS.flatten())
     if name == "where":
-        return total(f(ONE_HOT > 0, z, torch.zeros((), dtype=z.dtype)) if f is torch.where else f(z, ONE_HOT > 0, 0.5))
+        return total(
+            f(ONE_HOT > 0, z, torch.zeros((), dtype=z.dtype))
+            if f is torch.where
+            else f(z, ONE_HOT > 0, 0.5)
+        )
     z = z * 0.1 + 2.0 if name in POSITIVE else z > 0 if name in OF_BOOLS else z
     given = ARGUMENTS.get(name)
     if given is None and name in dispatch.DIM:
         given = (-1,)
     if given is None and (
-        name.strip("_").lstrip("r") in BINARY or name in BINARY or name in ("__truediv__", "__rtruediv__")
+        name.strip("_").lstrip("r") in BINARY
+        or name in BINARY
+        or name in ("__truediv__", "__rtruediv__")
     ):
         given = (torch.full((), 0.7, dtype=torch.float64) if name in TENSORS else 0.7,)
     made = f(z, *(given or ()))
@@ -82,19 +113,31 @@ def places_of(name):
     return [place for place in places if callable(getattr(place, name, None))]
 
 
-# No `__getitem__`: once set on a class, it leaves a slot of C that takes tensors of no dimension for sequences.
+# No `__getitem__`: once set on a class, it leaves a slot of C that takes tensors of no dimension
+# for sequences.
 NAMES = sorted(
     {*deferred.Deferred.rules, *dispatch.ROW_RULES, *dispatch.LazyLogits.rules}
     - {"__iter__", "__div__", "__rdiv__", "__getitem__"}
 )
 CASES = [(place, name) for name in NAMES for place in places_of(name)]
-FAST = ("cross_entropy", "log_softmax", "softmax", "linear", "split", "logsumexp", "mul", "gather", "norm")
+FAST = (
+    "cross_entropy",
+    "log_softmax",
+    "softmax",
+    "linear",
+    "split",
+    "logsumexp",
+    "mul",
+    "gather",
+    "norm",
+)
 
 
 class Wrapper:
     """Stands in the place of a function; counts its calls with logits, and changes what they give.
 
-    Methods are counted with [B, T, V] alone: blocks of streambp's own arithmetic, [n, V], go through them as well.
+    Methods are counted with [B, T, V] alone: blocks of streambp's own arithmetic, [n, V], go
+    through them as well.
     """
 
     def __init__(self, place, name, by_functools):
@@ -106,7 +149,11 @@ class Wrapper:
             if not self.counts(args, made):
                 return made
             self.calls += 1
-            return torch_own.mul(made, 1.5) if isinstance(made, Tensor) and made.is_floating_point() else made
+            return (
+                torch_own.mul(made, 1.5)
+                if isinstance(made, Tensor) and made.is_floating_point()
+                else made
+            )
 
         self.around = functools.wraps(own)(around) if by_functools else around
 
@@ -141,7 +188,9 @@ def step(model, place, name, labelled):
         loss = use(name, f, model(input_ids=IDS, use_cache=False).logits)
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
-    return torch.as_tensor(loss).detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return torch.as_tensor(loss).detach(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def compare(place, name, labelled, moment, by_functools=False):
@@ -179,9 +228,15 @@ def models():
 @pytest.mark.parametrize(
     ("labelled", "moment", "names"),
     [
-        pytest.param(labelled, moment, names, marks=() if names == "some" and on else pytest.mark.full)
+        pytest.param(
+            labelled, moment, names, marks=() if names == "some" and on else pytest.mark.full
+        )
         for labelled in (True, False)
-        for moment, on in (("before patch", labelled), ("after patch", False), ("between steps", not labelled))
+        for moment, on in (
+            ("before patch", labelled),
+            ("after patch", False),
+            ("between steps", not labelled),
+        )
         for names in ("some", "all")
     ],
 )
@@ -208,13 +263,20 @@ def with_z_loss(own):
 
 @pytest.mark.parametrize(
     ("loss", "head"),
-    [(None, "builds the logits: the loss uses logsumexp on them"), (held_elsewhere, "blockwise loss, no logits")],
+    [
+        (None, "builds the logits: the loss uses logsumexp on them"),
+        (held_elsewhere, "blockwise loss, no logits"),
+    ],
 )
 def test_a_z_loss_and_a_module_that_holds_torchs_own_function(monkeypatch, loss, head):
-    """What a module imported by name is torch's own function, whatever stands in `torch.nn.functional` by now."""
+    """What a module imported by name is torch's own function, whatever stands in
+    `torch.nn.functional` by now."""
     monkeypatch.setattr(F, "cross_entropy", with_z_loss(F.cross_entropy))
     found = []
-    for model in (MODELS["stock"], streambp.patch(MODELS["ours"], streambp.StreamConfig(chunk_size=5))):
+    for model in (
+        MODELS["stock"],
+        streambp.patch(MODELS["ours"], streambp.StreamConfig(chunk_size=5)),
+    ):
         if loss is not None:
             model.loss_function = loss
         found.append(gradients(model, **BATCH))
@@ -233,12 +295,18 @@ def test_one_function_in_the_place_of_two_methods_is_refused(monkeypatch):
     monkeypatch.setattr(Tensor, "exp", lambda x, own=torch._C.TensorBase.exp: own(x))
     monkeypatch.setattr(Tensor, "sin", Tensor.exp)
     streambp.patch(MODELS["ours"], streambp.StreamConfig(chunk_size=5, lazy_logits=True))
-    with pytest.raises(StreamBPError, match=r"in the place of several methods of torch.Tensor \(.*exp.*\)"):
+    with pytest.raises(
+        StreamBPError, match=r"in the place of several methods of torch.Tensor \(.*exp.*\)"
+    ):
         MODELS["ours"](input_ids=IDS, use_cache=False).logits.exp()
 
 
-@pytest.mark.parametrize(("place", "name", "labelled"), [(F, "cross_entropy", True), (Tensor, "log_softmax", False)])
-def test_mutant_the_function_that_stands_under_the_name_is_called(monkeypatch, place, name, labelled):
+@pytest.mark.parametrize(
+    ("place", "name", "labelled"), [(F, "cross_entropy", True), (Tensor, "log_softmax", False)]
+)
+def test_mutant_the_function_that_stands_under_the_name_is_called(
+    monkeypatch, place, name, labelled
+):
     monkeypatch.setattr(standin, "asked_of", lambda func: func)
     with pytest.raises(AssertionError):
         compare(place, name, labelled, "after patch")

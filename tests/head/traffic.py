@@ -1,8 +1,8 @@
 """Bytes that a head moves through memory beside its matrix products, counted on meta.
 
-Every operation that is not a view reads its arguments and writes its results once; gathers and scatters move what they
-select. The kernels, which launch nothing on meta, are counted by what they read and write. A product that adds to a sum
-reads and writes it.
+Every operation that is not a view reads its arguments and writes its results once; gathers and
+scatters move what they select. The kernels, which launch nothing on meta, are counted by what they
+read and write. A product that adds to a sum reads and writes it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,31 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.mm.dtype}
 SUMS = {aten.addmm.dtype_out, aten.addmm_.default}
 SELECTIONS = {aten.index.Tensor, aten.gather.default, aten.index_select.default}
-SCATTERS = {aten.index_put_.default, aten.scatter_add_.default, aten.index_copy_.default, aten.scatter_add.default}
+SCATTERS = {
+    aten.index_put_.default,
+    aten.scatter_add_.default,
+    aten.index_copy_.default,
+    aten.scatter_add.default,
+}
 NO_READS = {aten.zeros_like.default, aten.zero_.default, aten.fill_.Scalar, aten.zeros.default}
-NOTHING = {aten.empty_like.default, aten.empty.memory_format, aten.promote_types.default, aten.new_empty.default}
-SYNCS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default}
+NOTHING = {
+    aten.empty_like.default,
+    aten.empty.memory_format,
+    aten.promote_types.default,
+    aten.new_empty.default,
+}
+SYNCS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+}
 
 
 def size(tensor):
-    return tensor.element_size() * math.prod(n for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s != 0)
+    return tensor.element_size() * math.prod(
+        n for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s != 0
+    )
 
 
 class Traffic(TorchDispatchMode):
@@ -45,7 +62,9 @@ class Traffic(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         self.calls.append((func, made))
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        views = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
         if views or func in NOTHING or func in PRODUCTS or func is aten._unsafe_view.default:
             return result
         if func in SUMS:
@@ -56,7 +75,9 @@ class Traffic(TorchDispatchMode):
             self.elementwise += 2 * size(given[-1])
         else:
             reads = [] if func in NO_READS else given[1:] if func is aten.copy_.default else given
-            self.elementwise += sum(map(size, {id(x): x for x in reads}.values())) + sum(map(size, made))
+            self.elementwise += sum(map(size, {id(x): x for x in reads}.values())) + sum(
+                map(size, made)
+            )
         return result
 
     @contextlib.contextmanager

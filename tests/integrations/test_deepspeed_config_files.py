@@ -1,4 +1,5 @@
-"""DeepSpeed configs that cannot be read, values of types that no field takes, and a section with fields.
+"""DeepSpeed configs that cannot be read, values of types that no field takes, and a section with
+fields.
 
 covers: integrations/deepspeed.py
 """
@@ -36,10 +37,15 @@ def test_a_config_that_is_no_json(tmp_path):
 
 def test_the_section_has_streamconfigs_fields():
     section = {"chunk_size": 5, "saves": ["kv"], "rows": "packed"}
-    assert stream_config({"streambp": section}) == StreamConfig(chunk_size=5, saves=("kv",), rows="packed")
+    assert stream_config({"streambp": section}) == StreamConfig(
+        chunk_size=5, saves=("kv",), rows="packed"
+    )
 
 
-FIELDS = {"streambp": {"chunk_size": 8192, "saves": ["attn_out"], "offload": "cpu"}, "train_batch_size": 8}
+FIELDS = {
+    "streambp": {"chunk_size": 8192, "saves": ["attn_out"], "offload": "cpu"},
+    "train_batch_size": 8,
+}
 LONG = {**FIELDS, "comment": "x" * 5000}
 
 

@@ -55,12 +55,22 @@ def tokenized():
 
 
 def long_prompts():
-    """Return pairs of which every other has a prompt that the collator cuts before its completions."""
+    """Return pairs of which every other has a prompt that the collator cuts before its
+    completions."""
     generator = seeded(0)
     found = []
     for index in range(8):
-        prompt = words(generator, MAX_LENGTH + 3, MAX_LENGTH + 6) if index % 2 else words(generator, 3, 5)
-        found.append({"prompt": prompt, **{name: " " + words(generator, 3, 6) for name in ("chosen", "rejected")}})
+        prompt = (
+            words(generator, MAX_LENGTH + 3, MAX_LENGTH + 6)
+            if index % 2
+            else words(generator, 3, 5)
+        )
+        found.append(
+            {
+                "prompt": prompt,
+                **{name: " " + words(generator, 3, 6) for name in ("chosen", "rejected")},
+            }
+        )
     return Dataset.from_list(found)
 
 
@@ -108,7 +118,10 @@ def test_ppo_with_no_completion_token(upstream, tmp_path):
     inputs = rollouts(trainer)
     inputs["completion_mask"] = torch.zeros_like(inputs["completion_mask"])
     head = copy.deepcopy(trainer.model.value_head)
-    (reference_loss(stock, inputs, trainer, lambda hidden, ids, mask: head(hidden)[..., 0]) * upstream).backward()
+    (
+        reference_loss(stock, inputs, trainer, lambda hidden, ids, mask: head(hidden)[..., 0])
+        * upstream
+    ).backward()
     expected = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
     expected |= {f"value_head.{name}": p.grad for name, p in head.named_parameters()}
     trainer.model.train()
@@ -123,7 +136,11 @@ def test_without_zeros_of_empty_batches_that_is_red(tmp_path, monkeypatch):
 
     def results(self, *given, real=HeadGradients.results):
         found = real(self, *given)
-        return found if self.inputs.labelled else tuple(None if x is None else x + torch.nan for x in found)
+        return (
+            found
+            if self.inputs.labelled
+            else tuple(None if x is None else x + torch.nan for x in found)
+        )
 
     monkeypatch.setattr(HeadGradients, "results", results)
     with pytest.raises((AssertionError, streambp.StreamBPError)):

@@ -1,6 +1,8 @@
-"""The plugins for axolotl, ms-swift and verl, against stand-ins of the interfaces that they are written for.
+"""The plugins for axolotl, ms-swift and verl, against stand-ins of the interfaces that they are
+written for.
 
-covers: integrations/axolotl.py, integrations/ms_swift.py, integrations/verl.py, launch/process.py, model/patching.py
+covers: integrations/axolotl.py, integrations/ms_swift.py, integrations/verl.py, launch/process.py,
+model/patching.py
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from tests.launch.test_process import bert, settings
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Puts stand-ins of modules where imports find them, and takes ours that were made with them away again."""
+    """Puts stand-ins of modules where imports find them, and takes ours that were made with them
+    away again."""
     monkeypatch.setattr(process.atexit, "register", lambda function, **given: None)
 
     def place(name, **members):
@@ -47,7 +50,12 @@ def axolotl(modules):
 
 
 def trainer(tmp_path, model=None, **more):
-    return Trainer(model_of() if model is None else model, arguments(tmp_path / "out"), train_dataset=rows(), **more)
+    return Trainer(
+        model_of() if model is None else model,
+        arguments(tmp_path / "out"),
+        train_dataset=rows(),
+        **more,
+    )
 
 
 def test_axolotls_section_patches_the_trainers_model_and_reference(axolotl, tmp_path, capsys):
@@ -55,7 +63,9 @@ def test_axolotls_section_patches_the_trainers_model_and_reference(axolotl, tmp_
     axolotl.StreamPlugin().post_trainer_create(
         SimpleNamespace(streambp={"chunk_size": 5, "saves": ["kv"], "rows": "packed"}), made
     )
-    assert settings(made.model) == StreamConfig(chunk_size=5, saves=("kv",), lazy_logits=True, rows="packed")
+    assert settings(made.model) == StreamConfig(
+        chunk_size=5, saves=("kv",), lazy_logits=True, rows="packed"
+    )
     made.ref_model = model_of(7).eval()
     made.train()
     assert is_patched(made.ref_model)
@@ -64,7 +74,9 @@ def test_axolotls_section_patches_the_trainers_model_and_reference(axolotl, tmp_
     axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={}), measured)
     assert settings(measured.model) == StreamConfig(eval_logits=True, lazy_logits=True, rows="auto")
     real = trainer(tmp_path)
-    axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={"lazy_logits": False}), real)
+    axolotl.StreamPlugin().post_trainer_create(
+        SimpleNamespace(streambp={"lazy_logits": False}), real
+    )
     assert settings(real.model) == StreamConfig(rows="auto")
 
 
@@ -86,7 +98,9 @@ def test_axolotl_checks_the_section_before_a_model_is_loaded(axolotl):
 
 def test_a_model_that_cannot_be_streamed_stops_axolotl(axolotl, tmp_path):
     with pytest.raises(UnsupportedModelError):
-        axolotl.StreamPlugin().post_trainer_create(SimpleNamespace(streambp={}), trainer(tmp_path, bert()))
+        axolotl.StreamPlugin().post_trainer_create(
+            SimpleNamespace(streambp={}), trainer(tmp_path, bert())
+        )
 
 
 def test_ms_swifts_callback(modules, tmp_path, monkeypatch):
@@ -108,25 +122,34 @@ def test_ms_swifts_callback(modules, tmp_path, monkeypatch):
 
     class Trainers(Trainer):
         def __init__(self, model, args):
-            super().__init__(model, args, callbacks=[names["streambp"](args, self)], train_dataset=rows())
+            super().__init__(
+                model, args, callbacks=[names["streambp"](args, self)], train_dataset=rows()
+            )
 
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "rows": "packed"}')
     made = Trainers(model_of(), arguments(tmp_path / "out"))
     assert settings(made.model) == StreamConfig(chunk_size=5, lazy_logits=True, rows="packed")
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "lazy_logits": false}')
-    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(chunk_size=5, rows="auto")
+    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(
+        chunk_size=5, rows="auto"
+    )
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": -5}')
     with pytest.raises(ConfigError):
         Trainers(model_of(), arguments(tmp_path / "out"))
     monkeypatch.delenv("STREAMBP_LAUNCH")
-    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(lazy_logits=True, rows="auto")
+    assert settings(Trainers(model_of(), arguments(tmp_path / "out")).model) == StreamConfig(
+        lazy_logits=True, rows="auto"
+    )
 
 
 class Engine:
-    """verl 0.9's FSDP engine: settings, a model with its own changes and adapters, FSDP around it, then training mode."""
+    """verl 0.9's FSDP engine: settings, a model with its own changes and adapters, FSDP around it,
+    then training mode."""
 
     def __init__(self, model, strategy="fsdp2", ranks=1, offload=False):
-        self.engine_config = SimpleNamespace(strategy=strategy, ulysses_sequence_parallel_size=ranks)
+        self.engine_config = SimpleNamespace(
+            strategy=strategy, ulysses_sequence_parallel_size=ranks
+        )
         self.model_config = SimpleNamespace(enable_activation_offload=offload)
         self.given = model
 
@@ -138,17 +161,21 @@ class Engine:
         self.module = self._build_fsdp_module(self.given)
 
     def gradients(self, ids):
-        """A policy's loss from logits, with which verl computes its log-probabilities; without padding, two documents."""
+        """A policy's loss from logits, with which verl computes its log-probabilities; without
+        padding, two documents."""
         self.module.train()
         positions = torch.cat([torch.arange(8), torch.arange(ids.shape[1] - 8)])[None]
-        logits = self.module(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False).logits
+        logits = self.module(
+            input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False
+        ).logits
         logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None]).sum().backward()
         return {name: parameter.grad for name, parameter in self.module.named_parameters()}
 
 
 @pytest.fixture
 def engines(modules, monkeypatch):
-    """A class of the engine, and of one that wraps models in its own way, of a verl that has imported ours."""
+    """A class of the engine, and of one that wraps models in its own way, of a verl that has
+    imported ours."""
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": 5, "rows": "packed"}')
     engine = type("FSDPEngine", (Engine,), {})
     turbo = type("FSDPTurboEngine", (engine,), {"_build_fsdp_module": lambda self, module: module})
@@ -170,7 +197,9 @@ def test_verls_engine_streams_what_it_trains(engines, attended_chunks, capsys):
     assert ours.module.wrapped
     assert 5 in attended_chunks
     assert ids.shape[1] not in attended_chunks
-    assert capsys.readouterr().err.count("streams: 2 x Qwen3DecoderLayer") == 1  # after the first forward
+    assert (
+        capsys.readouterr().err.count("streams: 2 x Qwen3DecoderLayer") == 1
+    )  # after the first forward
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)

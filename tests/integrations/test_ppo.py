@@ -32,13 +32,17 @@ WORDS = (5, 9, 14, 20)
 
 
 def prompts():
-    """Two words each: which word to repeat, and one that gives a reward or not whatever is answered."""
+    """Two words each: which word to repeat, and one that gives a reward or not whatever is
+    answered."""
     return Dataset.from_list([{"prompt": f"w{WORDS[i % 4]} w{30 + i % 7}"} for i in range(64)])
 
 
 def repeats(prompts, completions, **_):
     """The share of a completion's three words that repeat the prompt's first."""
-    return [sum(word == p.split()[0] for word in c.split()) / 3 for p, c in zip(prompts, completions, strict=True)]
+    return [
+        sum(word == p.split()[0] for word in c.split()) / 3
+        for p, c in zip(prompts, completions, strict=True)
+    ]
 
 
 def luck(prompts, **_):
@@ -69,7 +73,12 @@ def test_learns_what_the_prompt_asks_for(seed, tmp_path, attended_chunks):
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     rewards = [entry["rewards/repeats/mean"] for entry in log]
     explained = [entry["explained_variance"] for entry in log]
-    print("reward", [f"{r:.2f}" for r in rewards], "explained variance", [f"{e:.2f}" for e in explained])
+    print(
+        "reward",
+        [f"{r:.2f}" for r in rewards],
+        "explained variance",
+        [f"{e:.2f}" for e in explained],
+    )
     assert attended_chunks
     assert rewards[0] <= 0.2
     assert sorted(rewards[-8:])[4] >= 0.9  # the policy may slip once it has learnt
@@ -115,21 +124,36 @@ def test_gradients_and_one_backward(separate, tmp_path, monkeypatch):
         config.num_labels, config.classifier_dropout = 1, 0.0
         value_model = AutoModelForTokenClassification.from_config(config).double()
     stock = build("qwen3", torch.float64)
-    trainer = make(tmp_path, copy.deepcopy(stock), copy.deepcopy(value_model), entropy_coef=0.1, temperature=1.0)
+    trainer = make(
+        tmp_path,
+        copy.deepcopy(stock),
+        copy.deepcopy(value_model),
+        entropy_coef=0.1,
+        temperature=1.0,
+    )
     trainer.current_gradient_accumulation_steps = 1
     inputs = rollouts(trainer)
     if separate:
-        values_of = lambda hidden, ids, mask: value_model(input_ids=ids, attention_mask=mask).logits[..., 0]  # noqa: E731
+
+        def values_of(hidden, ids, mask):
+            return value_model(input_ids=ids, attention_mask=mask).logits[..., 0]
+
         extra = {f"value_model.{name}": p for name, p in value_model.named_parameters()}
     else:
         head = copy.deepcopy(trainer.model.value_head)
         values_of = lambda hidden, ids, mask: head(hidden)[..., 0]  # noqa: E731
         extra = {f"value_head.{name}": p for name, p in head.named_parameters()}
     reference_loss(stock, inputs, trainer, values_of).backward()
-    expected = {name: p.grad for name, p in {**dict(stock.named_parameters()), **extra}.items() if p.grad is not None}
+    expected = {
+        name: p.grad
+        for name, p in {**dict(stock.named_parameters()), **extra}.items()
+        if p.grad is not None
+    }
     calls = []
     real = StreamedLayer.backward
-    monkeypatch.setattr(StreamedLayer, "backward", staticmethod(lambda ctx, *g: calls.append(ctx) or real(ctx, *g)))
+    monkeypatch.setattr(
+        StreamedLayer, "backward", staticmethod(lambda ctx, *g: calls.append(ctx) or real(ctx, *g))
+    )
     trainer.model.train()
     trainer._compute_loss(trainer.model, inputs).backward()
     found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
@@ -140,7 +164,9 @@ def test_gradients_and_one_backward(separate, tmp_path, monkeypatch):
 
 def test_a_mutant_whose_values_do_not_reach_the_backbone_turns_that_red(tmp_path, monkeypatch):
     real = values.blockwise_values
-    monkeypatch.setattr(values, "blockwise_values", lambda hidden, norm, head: real(hidden.detach(), norm, head))
+    monkeypatch.setattr(
+        values, "blockwise_values", lambda hidden, norm, head: real(hidden.detach(), norm, head)
+    )
     with pytest.raises(AssertionError):
         test_gradients_and_one_backward(False, tmp_path, monkeypatch)
 
@@ -148,7 +174,9 @@ def test_a_mutant_whose_values_do_not_reach_the_backbone_turns_that_red(tmp_path
 @pytest.mark.full
 def test_checkpoints_hold_policy_and_values_apart(tmp_path):
     steered = {"kl_target": 1.0, "kl_horizon": 320}
-    trainer = make(tmp_path, build("qwen3"), save_strategy="steps", save_steps=2, max_steps=4, **steered)
+    trainer = make(
+        tmp_path, build("qwen3"), save_strategy="steps", save_steps=2, max_steps=4, **steered
+    )
     trainer.train()
     after = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     loaded = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4")
@@ -171,7 +199,9 @@ def test_lora_policy(tmp_path):
     trainer = make(tmp_path, build("qwen3"), peft_config=lora)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    changed = {
+        name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])
+    }
     assert any("lora" in name for name in changed)
     assert any("value_head" in name for name in changed)
     assert all("lora" in name or "value_head" in name for name in changed)
@@ -199,7 +229,13 @@ def test_reward_lands_on_the_last_token_and_kl_on_every_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("loss_type", "bnpo"), ("delta", 1.5), ("importance_sampling_level", "sequence"), ("beta", 0.3)]
+    ("name", "value"),
+    [
+        ("loss_type", "bnpo"),
+        ("delta", 1.5),
+        ("importance_sampling_level", "sequence"),
+        ("beta", 0.3),
+    ],
 )
 def test_settings_of_grpos_loss_are_refused(name, value):
     with pytest.raises(streambp.StreamBPError, match=f"{name} is set"):
@@ -209,4 +245,9 @@ def test_settings_of_grpos_loss_are_refused(name, value):
 
 def test_another_config_is_refused(tmp_path):
     with pytest.raises(streambp.StreamBPError, match="needs a StreamPPOConfig"):
-        StreamPPOTrainer(model=build("qwen3"), reward_funcs=[repeats], args=nn.Identity(), train_dataset=prompts())
+        StreamPPOTrainer(
+            model=build("qwen3"),
+            reward_funcs=[repeats],
+            args=nn.Identity(),
+            train_dataset=prompts(),
+        )

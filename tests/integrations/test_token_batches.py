@@ -1,4 +1,5 @@
-"""Batches by tokens: each row once an epoch, no batch too long, ranks alike, as accelerate deals them, too.
+"""Batches by tokens: each row once an epoch, no batch too long, ranks alike, as accelerate deals
+them, too.
 
 covers: integrations/token_batches.py
 """
@@ -33,14 +34,21 @@ def lengths_of(kind, rows):
 
 def check_epochs(lengths, tokens, ranks, epochs=4, **settings):
     """Every epoch of all ranks: the rows of every batch."""
-    samplers = [TokenBatchSampler(lengths, tokens, num_replicas=ranks, rank=rank, **settings) for rank in range(ranks)]
+    samplers = [
+        TokenBatchSampler(lengths, tokens, num_replicas=ranks, rank=rank, **settings)
+        for rank in range(ranks)
+    ]
     found = []
     for epoch in range(epochs):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         batches = [list(sampler) for sampler in samplers]
         assert {len(of_rank) for of_rank in batches} == {len(samplers[0])}
-        assert all(batch and sum(lengths[row] for row in batch) <= tokens for of_rank in batches for batch in of_rank)
+        assert all(
+            batch and sum(lengths[row] for row in batch) <= tokens
+            for of_rank in batches
+            for batch in of_rank
+        )
         rows = [row for of_rank in batches for batch in of_rank for row in batch]
         again = len(rows) - len(lengths)
         assert sorted(set(rows)) == list(range(len(lengths)))
@@ -66,7 +74,9 @@ def test_batches_are_full_and_those_of_one_step_alike():
     (batches,) = check_epochs(lengths, 8192, 4, epochs=1)
     assert sum(lengths) / (sum(map(len, batches)) * 8192) > 0.97
     steps = list(zip(*batches, strict=True))
-    apart = [abs(max(lengths[row] for row in a) - max(lengths[row] for row in b)) for a, b, *_ in steps]
+    apart = [
+        abs(max(lengths[row] for row in a) - max(lengths[row] for row in b)) for a, b, *_ in steps
+    ]
     others = [
         abs(max(lengths[row] for row in steps[i][0]) - max(lengths[row] for row in steps[-i][1]))
         for i in range(1, len(steps))
@@ -101,7 +111,9 @@ def test_accelerate_deals_as_the_sampler_does(ranks):
     lengths = lengths_of("long tail", 150)
     for rank in range(ranks):
         whole = TokenBatchSampler(lengths, 4096, num_replicas=ranks)
-        dealt = BatchSamplerShard(whole, num_processes=ranks, process_index=rank, even_batches=False)
+        dealt = BatchSamplerShard(
+            whole, num_processes=ranks, process_index=rank, even_batches=False
+        )
         own = TokenBatchSampler(lengths, 4096, num_replicas=ranks, rank=rank)
         for epoch in range(2):
             dealt.batch_sampler.sampler.set_epoch(epoch)
@@ -112,8 +124,12 @@ def test_accelerate_deals_as_the_sampler_does(ranks):
 
 def test_accelerates_loader_gives_it_the_epoch():
     lengths = lengths_of("long tail", 60)
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
-    loader = accelerator.prepare(DataLoader(list(range(60)), batch_sampler=TokenBatchSampler(lengths, 4096)))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
+    loader = accelerator.prepare(
+        DataLoader(list(range(60)), batch_sampler=TokenBatchSampler(lengths, 4096))
+    )
     for epoch in range(2):
         loader.set_epoch(epoch)
         expected = TokenBatchSampler(lengths, 4096)
@@ -124,7 +140,11 @@ def test_accelerates_loader_gives_it_the_epoch():
 @pytest.mark.parametrize(
     ("lengths", "settings", "said"),
     [
-        ([5, 70, 65], {}, "2 of 3 rows have more than tokens=64 tokens; the longest, row 1, has 70"),
+        (
+            [5, 70, 65],
+            {},
+            "2 of 3 rows have more than tokens=64 tokens; the longest, row 1, has 70",
+        ),
         ([], {}, "lengths is empty"),
         ([3, 0], {}, "Row 1 has no token"),
         ([3, 4], {"num_replicas": 2, "rank": 2}, "rank=2 is not one of num_replicas=2: 0 to 1"),

@@ -1,4 +1,5 @@
-"""Stream*Trainer against TRL's own: same seeds and data, SGD, some steps, float64 with float32 casts lifted on both.
+"""Stream*Trainer against TRL's own: same seeds and data, SGD, some steps, float64 with float32
+casts lifted on both.
 
 covers: integrations/trl/__init__.py, integrations/trl/dpo.py, integrations/trl/grpo.py,
   integrations/trl/settings.py, integrations/trl/sft.py, integrations/trl/trainer.py,
@@ -42,7 +43,8 @@ from streambp.integrations.trl import (
 
 
 class FullLogits:
-    """In place of TRL's kernel, which computes in float32 whatever it is given: the same values from full logits."""
+    """In place of TRL's kernel, which computes in float32 whatever it is given: the same values
+    from full logits."""
 
     calls = 0
 
@@ -77,7 +79,9 @@ def tokenizer():
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
     backend = Tokenizer(WordLevel(words, unk_token="w3"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def words(generator, low, high):
@@ -109,7 +113,16 @@ def prompts():
     return Dataset.from_list([{"prompt": words(generator, 2, 9)} for _ in range(16)])
 
 
-def train(trainer_class, config_class, dataset, folder, model=None, trainer=None, patch_with=None, **settings):
+def train(
+    trainer_class,
+    config_class,
+    dataset,
+    folder,
+    model=None,
+    trainer=None,
+    patch_with=None,
+    **settings,
+):
     """STEPS SGD steps from the same weights; the log, and all parameters afterwards.
 
     patch_with: patches the finished trainer's model.
@@ -124,7 +137,11 @@ def train(trainer_class, config_class, dataset, folder, model=None, trainer=None
         },
     )  # fmt: skip
     made = trainer_class(
-        model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer(), **(trainer or {})
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer(),
+        **(trainer or {}),
     )
     if patch_with is not None:
         streambp.patch(made.model, patch_with)
@@ -144,7 +161,9 @@ def compare(expected, found, tolerance=1e-9):
         ours = {key: value for key, value in ours.items() if not key.startswith("stream_")}
         assert ours.keys() == theirs.keys()
         # With equal rewards, which of them is larger is rounding.
-        undecided = {"rewards/accuracies"} if abs(theirs.get("rewards/margins", 1.0)) < 1e-7 else set()
+        undecided = (
+            {"rewards/accuracies"} if abs(theirs.get("rewards/margins", 1.0)) < 1e-7 else set()
+        )
         for key in ours.keys() - IGNORED - undecided:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-6, abs=1e-7), key
     assert worst_error(weights, expected_weights) <= tolerance
@@ -186,9 +205,13 @@ def test_sft(kind, tmp_path, attended_chunks):
 def test_sft_of_a_hybrid(tmp_path):
     """Qwen3.5: a layer with linear attention and one with softmax attention."""
     settings = {"gradient_accumulation_steps": 1, **SFT["plain"]}
-    expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, model=zoo.build("qwen3_5_text"), **settings)
+    expected = train(
+        SFTTrainer, SFTConfig, texts(), tmp_path, model=zoo.build("qwen3_5_text"), **settings
+    )
     model = zoo.build("qwen3_5_text")
-    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **STREAMED, **settings)
+    found = train(
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **STREAMED, **settings
+    )
     compare(expected, found)
     assert {layer.path for layer in streambp.describe(model).layers} == HYBRID_PATHS
     assert {layer.kind for layer in streambp.describe(model).layers} == {"Qwen3_5DecoderLayer"}
@@ -197,14 +220,19 @@ def test_sft_of_a_hybrid(tmp_path):
 @pytest.mark.full
 @pytest.mark.trls_kernel
 def test_sft_in_float32(tmp_path):
-    """With TRL's own kernel: no further from it than twice the distance between two of its attention kernels."""
+    """With TRL's own kernel: no further from it than twice the distance between two of its
+    attention kernels."""
     weights = []
     for attention in ("sdpa", "eager"):
         model = build("qwen3")
         model.set_attn_implementation(attention)
-        weights.append(train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model, **SFT["plain"])[1])
+        weights.append(
+            train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model, **SFT["plain"])[1]
+        )
     settings = {**STREAMED, **SFT["plain"]}
-    ours = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=build("qwen3"), **settings)[1]
+    ours = train(
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=build("qwen3"), **settings
+    )[1]
     assert relative_l2(ours, weights[0]) <= 2 * relative_l2(weights[1], weights[0])
 
 
@@ -243,7 +271,14 @@ def test_dpo(lora, loss_type, tmp_path, attended_chunks, checkpoint):
         seed_torch(0)
         model = {} if lora else checkpoint
         return train(
-            trainer_class, config_class, pairs(), tmp_path, trainer=trainer, loss_type=[loss_type], **model, **settings
+            trainer_class,
+            config_class,
+            pairs(),
+            tmp_path,
+            trainer=trainer,
+            loss_type=[loss_type],
+            **model,
+            **settings,
         )
 
     expected = run(DPOTrainer, DPOConfig)
@@ -283,7 +318,14 @@ def test_a_batch_without_a_label_has_fields_like_trls():
         model = build("qwen3")
         add(model, outputs=OPTIONAL_OUTPUTS)
         ids = torch.randint(3, VOCABULARY, (2, 9))
-        outputs.append(model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True, use_cache=False))
+        outputs.append(
+            model(
+                input_ids=ids,
+                labels=torch.full_like(ids, -100),
+                fused_lm_head=True,
+                use_cache=False,
+            )
+        )
     expected, found = outputs
     for name in ("log_probs", *OPTIONAL_OUTPUTS, "label_mask"):
         ours, theirs = getattr(found, name), getattr(expected, name)
@@ -296,7 +338,10 @@ def test_patching_anew_keeps_the_head_that_a_trainer_calls():
     from streambp.integrations.trl.trainer import add_streamed_head
     from streambp.model.fused_head import FusedHead
 
-    model, ids = build("qwen3", torch.float64), torch.randint(3, VOCABULARY, (2, 13), generator=seeded())
+    model, ids = (
+        build("qwen3", torch.float64),
+        torch.randint(3, VOCABULARY, (2, 13), generator=seeded()),
+    )
 
     def scored():
         return model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)
@@ -313,7 +358,10 @@ def test_patching_anew_keeps_the_head_that_a_trainer_calls():
 
 def reward(completions, **_):
     """Depends on what was generated: how many words have an even number."""
-    return [float(sum(int(word[1:]) % 2 == 0 for word in text.split() if word.startswith("w"))) for text in completions]
+    return [
+        float(sum(int(word[1:]) % 2 == 0 for word in text.split() if word.startswith("w")))
+        for text in completions
+    ]
 
 
 GRPO = {
@@ -327,7 +375,15 @@ def test_grpo(loss_type, tmp_path, attended_chunks, checkpoint):
     trainer = {"reward_funcs": reward}
     settings = {**GRPO, **checkpoint, "loss_type": loss_type}
     expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, trainer=trainer, **settings)
-    found = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, trainer=trainer, **settings, **STREAMED)
+    found = train(
+        StreamGRPOTrainer,
+        StreamGRPOConfig,
+        prompts(),
+        tmp_path,
+        trainer=trainer,
+        **settings,
+        **STREAMED,
+    )
     assert attended_chunks
     compare(expected, found)
     assert any(entry["reward_std"] > 0 for entry in expected[0])
@@ -339,9 +395,14 @@ def test_a_patched_model_keeps_its_settings(given, tmp_path, attended_chunks):
     model = build("qwen3", torch.float64)
     patched = model if given == "model" else peft.get_peft_model(model, peft.LoraConfig(**LORA))
     model = patched
-    streambp.patch(patched.base_model if given == "base of peft" else patched, streambp.StreamConfig(chunk_size=7))
+    streambp.patch(
+        patched.base_model if given == "base of peft" else patched,
+        streambp.StreamConfig(chunk_size=7),
+    )
     settings = {"max_steps": 1, "stream_chunk_size": "11"}
-    _, _, trainer = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **settings)
+    _, _, trainer = train(
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **settings
+    )
     assert streambp.describe(trainer.model).chunk_size == "7"
     assert 7 in attended_chunks
     assert attended_chunks.count(11) < attended_chunks.count(7)  # a trial may have 11 tokens
@@ -352,15 +413,34 @@ def test_a_patched_model_keeps_its_settings(given, tmp_path, attended_chunks):
 
 @pytest.mark.full
 def test_evaluation_generation_and_resume(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": STEPS // 2, "eval_strategy": "steps", "eval_steps": STEPS // 2}
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": STEPS // 2,
+        "eval_strategy": "steps",
+        "eval_steps": STEPS // 2,
+    }
     evaluation = {"trainer": {"eval_dataset": texts()}}
     expected = train(SFTTrainer, SFTConfig, texts(), tmp_path / "stock", **settings, **evaluation)
-    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path / "ours", **settings, **evaluation, **STREAMED)
-    losses = [[e["eval_loss"] for e in run[2].state.log_history if "eval_loss" in e] for run in (expected, found)]
+    found = train(
+        StreamSFTTrainer,
+        StreamSFTConfig,
+        texts(),
+        tmp_path / "ours",
+        **settings,
+        **evaluation,
+        **STREAMED,
+    )
+    losses = [
+        [e["eval_loss"] for e in run[2].state.log_history if "eval_loss" in e]
+        for run in (expected, found)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     prompt = torch.tensor([[5, 6, 7]])
     assert torch.equal(
-        *(run[2].model.eval().generate(prompt, max_new_tokens=4, do_sample=False) for run in (expected, found))
+        *(
+            run[2].model.eval().generate(prompt, max_new_tokens=4, do_sample=False)
+            for run in (expected, found)
+        )
     )
     trainer = found[2]
     trainer.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{STEPS // 2}"))
@@ -374,7 +454,9 @@ def test_settings_from_the_command_line():
         ["--stream_chunk_size", "512", "--stream_saves", "kv", "attn_out", "--output_dir", "x", "--bf16", "False",
          "--stream_rows", "packed"]
     )[0]  # fmt: skip
-    assert config.stream_config() == streambp.StreamConfig(chunk_size=512, saves=("kv", "attn_out"), rows="packed")
+    assert config.stream_config() == streambp.StreamConfig(
+        chunk_size=512, saves=("kv", "attn_out"), rows="packed"
+    )
     with pytest.raises(streambp.StreamBPError, match="chunk_size"):
         StreamSFTConfig(output_dir="x", stream_chunk_size="big", bf16=False).stream_config()
     with pytest.raises(streambp.StreamBPError, match="saves is 'kv'"):
@@ -382,13 +464,19 @@ def test_settings_from_the_command_line():
 
 
 def test_copies_of_a_trainers_model_score_with_their_own_weights(tmp_path):
-    _, _, trainer = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, max_steps=1, **STREAMED)
+    _, _, trainer = train(
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, max_steps=1, **STREAMED
+    )
     other = copy.deepcopy(trainer.model)
     with torch.no_grad():
         other.lm_head.weight.mul_(2.0)
     ids = torch.randint(3, VOCABULARY, (2, 9))
-    ours, theirs = (m(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for m in (trainer.model, other))
-    expected = other(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    ours, theirs = (
+        m(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for m in (trainer.model, other)
+    )
+    expected = (
+        other(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    )
     torch.testing.assert_close(theirs, expected)
     assert not torch.allclose(ours, theirs)
 
@@ -397,17 +485,29 @@ def test_copies_of_a_trainers_model_score_with_their_own_weights(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [
-        pytest.param(kind, lora, marks=() if (kind, lora) in (("dpo", False), ("grpo", True)) else pytest.mark.full)
+        pytest.param(
+            kind,
+            lora,
+            marks=() if (kind, lora) in (("dpo", False), ("grpo", True)) else pytest.mark.full,
+        )
         for kind in ("sft", "dpo", "grpo")
         for lora in (False, True)
     ],
 )
-def test_patching_the_model_of_a_finished_trainer(kind, lora, tmp_path, attended_chunks, checkpoint):
-    """TRL has given it a head by then: ours takes its place, with TRL's settings, and `unpatch` gives it back."""
+def test_patching_the_model_of_a_finished_trainer(
+    kind, lora, tmp_path, attended_chunks, checkpoint
+):
+    """TRL has given it a head by then: ours takes its place, with TRL's settings, and `unpatch`
+    gives it back."""
     classes, dataset, trainer, settings = {
         "sft": ((SFTTrainer, SFTConfig), texts, {}, SFT["dft"]),
         "dpo": ((DPOTrainer, DPOConfig), pairs, {}, {}),
-        "grpo": ((GRPOTrainer, GRPOConfig), prompts, {"reward_funcs": reward}, {**GRPO, "beta": 0.0}),
+        "grpo": (
+            (GRPOTrainer, GRPOConfig),
+            prompts,
+            {"reward_funcs": reward},
+            {**GRPO, "beta": 0.0},
+        ),
     }[kind]
 
     def run(patch_with):
@@ -415,7 +515,12 @@ def test_patching_the_model_of_a_finished_trainer(kind, lora, tmp_path, attended
         with_lora = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
         model = {} if lora else checkpoint
         return train(
-            *classes, dataset(), tmp_path, trainer={**trainer, **with_lora}, patch_with=patch_with, **{**settings, **model}
+            *classes,
+            dataset(),
+            tmp_path,
+            trainer={**trainer, **with_lora},
+            patch_with=patch_with,
+            **{**settings, **model},
         )
 
     expected = run(None)
@@ -434,15 +539,22 @@ def test_patching_the_model_of_a_finished_trainer(kind, lora, tmp_path, attended
 
 @pytest.mark.fast("True")
 @pytest.mark.parametrize("again", [False, True])
-def test_patching_before_and_after_trl_gave_its_head(again, tmp_path, attended_chunks, expected_sft):
+def test_patching_before_and_after_trl_gave_its_head(
+    again, tmp_path, attended_chunks, expected_sft
+):
     """Before: layers stream under TRL's own head. Patched again afterwards, the head is ours."""
     config = streambp.StreamConfig(chunk_size=5)
     model = streambp.patch(build("qwen3", torch.float64), config)
-    found = train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model, patch_with=config if again else None)
+    found = train(
+        SFTTrainer, SFTConfig, texts(), tmp_path, model=model, patch_with=config if again else None
+    )
     assert attended_chunks
     compare(expected_sft, found)
     head = streambp.describe(found[2].model).head
-    theirs = "as another library computes it: TRL's fused head replaced the model's forward after streambp.patch"
+    theirs = (
+        "as another library computes it: TRL's fused head replaced the model's forward after "
+        "streambp.patch"
+    )
     assert head == ("blockwise loss, no logits" if again else theirs)
 
 
@@ -455,7 +567,9 @@ def test_copies_of_a_model_patched_after_trl_use_their_own_weights(tmp_path):
     ids = torch.randint(3, VOCABULARY, (2, 9))
     expected = other.model(input_ids=ids).last_hidden_state @ other.lm_head.weight.T
     expected = expected[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(other(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, expected)
+    torch.testing.assert_close(
+        other(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, expected
+    )
 
 
 @pytest.mark.full
@@ -467,7 +581,9 @@ def test_without_our_head_trls_stays(tmp_path, expected_sft):
 
 
 @pytest.mark.full
-def test_another_librarys_forward_on_the_class_leaves_the_head_to_trl(tmp_path, monkeypatch, attended_chunks, expected_sft):
+def test_another_librarys_forward_on_the_class_leaves_the_head_to_trl(
+    tmp_path, monkeypatch, attended_chunks, expected_sft
+):
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused_forward)
     found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED)
     assert attended_chunks

@@ -43,7 +43,11 @@ def seen(monkeypatch):
     found, own = [], SFTTrainer.training_step
 
     def step(self, model, inputs, num_items_in_batch=None):
-        mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(inputs["input_ids"])
+        mask = (
+            inputs["attention_mask"]
+            if "attention_mask" in inputs
+            else torch.ones_like(inputs["input_ids"])
+        )
         found.append((int(mask.sum()), len(mask)))
         return own(self, model, inputs, num_items_in_batch)
 
@@ -56,7 +60,13 @@ def test_sft_by_tokens(tmp_path, seen):
     theirs = list(seen)
     seen.clear()
     _, found, made = train(
-        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, max_length=32, stream_batch_tokens=TOKENS, **STREAMED
+        StreamSFTTrainer,
+        StreamSFTConfig,
+        texts(),
+        tmp_path,
+        max_length=32,
+        stream_batch_tokens=TOKENS,
+        **STREAMED,
     )
     assert seen == theirs
     assert all(tokens <= TOKENS for tokens, _ in seen)
@@ -67,9 +77,16 @@ def test_sft_by_tokens(tmp_path, seen):
 
 def test_training_goes_on_where_it_was_left(tmp_path, seen):
     """In the middle of the second epoch, which has another order than the first."""
-    settings = {"max_length": 32, "stream_batch_tokens": TOKENS, "max_steps": 14, "gradient_accumulation_steps": 1}
+    settings = {
+        "max_length": 32,
+        "stream_batch_tokens": TOKENS,
+        "max_steps": 14,
+        "gradient_accumulation_steps": 1,
+    }
     settings |= {"save_strategy": "steps", "save_steps": 12}
-    _, expected, made = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **settings, **STREAMED)
+    _, expected, made = train(
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **settings, **STREAMED
+    )
     epoch = len(made.get_train_dataloader())
     assert epoch < 12 < 14 <= 2 * epoch
     assert seen[: 14 - epoch] != seen[epoch:]
@@ -81,7 +98,8 @@ def test_training_goes_on_where_it_was_left(tmp_path, seen):
 
 
 def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
-    """One step over the whole data set, in micro-batches of unlike sizes, is that of a single batch of all rows."""
+    """One step over the whole data set, in micro-batches of unlike sizes, is that of a single batch
+    of all rows."""
     data, model = texts(), build("qwen3", torch.float64)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     common = {"max_length": 32, "max_steps": 1, "num_train_epochs": 1}
@@ -101,22 +119,38 @@ def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
     )  # fmt: skip
     assert sum(rows for _, rows in seen) == len(data)
     assert len(seen) > 4
-    moved, expected = ({name: of[name] - start for name, start in before.items()} for of in (found, whole))
+    moved, expected = (
+        {name: of[name] - start for name, start in before.items()} for of in (found, whole)
+    )
     assert relative_l2(moved, expected) <= 1e-9
 
 
 def test_a_model_that_computes_padding_is_refused(tmp_path):
     config = streambp.StreamConfig(rows="as_given")
-    ours = streambp.patch(build("qwen3", torch.float64), config)  # before the trainer, whose settings it does not take
+    ours = streambp.patch(
+        build("qwen3", torch.float64), config
+    )  # before the trainer, whose settings it does not take
     with pytest.raises(ConfigError, match="leave rows out of StreamConfig"):
-        train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=ours, max_length=32, stream_batch_tokens=TOKENS)
+        train(
+            StreamSFTTrainer,
+            StreamSFTConfig,
+            texts(),
+            tmp_path,
+            model=ours,
+            max_length=32,
+            stream_batch_tokens=TOKENS,
+        )
 
 
 @pytest.mark.parametrize(
     ("data", "settings", "said"),
     [
         (texts, {"stream_rows": "as_given"}, 'rows="as_given", which computes padding'),
-        (lambda: IterableDataset.from_generator(lambda: iter(texts())), {}, "needs the length of every row"),
+        (
+            lambda: IterableDataset.from_generator(lambda: iter(texts())),
+            {},
+            "needs the length of every row",
+        ),
         (texts, {"max_length": None, "stream_batch_tokens": 8}, "truncate rows"),
     ],
 )

@@ -1,4 +1,5 @@
-"""TRL's own trainers in half precision, as its tests have them: gpt-oss in DPO, a float16 model in KTO's bfloat16.
+"""TRL's own trainers in half precision, as its tests have them: gpt-oss in DPO, a float16 model in
+KTO's bfloat16.
 
 covers: admission/own_run.py, layer/choices.py, layer/recompute.py
 """
@@ -25,7 +26,8 @@ from tests.integrations.test_trl import pairs, tokenizer, words
 
 
 def losses(trainer_class, config_class, model, data, folder, config=None, **settings):
-    """Of a few steps of one of TRL's trainers, as it comes or with a patched model; and which weights have changed."""
+    """Of a few steps of one of TRL's trainers, as it comes or with a patched model; and which
+    weights have changed."""
     model, reference = copy.deepcopy(model), copy.deepcopy(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     if config is not None:
@@ -35,7 +37,11 @@ def losses(trainer_class, config_class, model, data, folder, config=None, **sett
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, seed=0, **settings,
     )  # fmt: skip
     trainer = trainer_class(
-        model=model, ref_model=reference, args=arguments, train_dataset=data, processing_class=tokenizer()
+        model=model,
+        ref_model=reference,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer(),
     )
     trainer.train()
     changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
@@ -49,7 +55,10 @@ def compare(*given, **settings):
         assert found == pytest.approx(expected, rel=2e-2)
         assert changed == trained
         assert trained
-        assert {layer.path for layer in streambp.describe(model).layers} <= {"streams", "as unpatched"}
+        assert {layer.path for layer in streambp.describe(model).layers} <= {
+            "streams",
+            "as unpatched",
+        }
 
 
 @pytest.mark.full
@@ -62,7 +71,18 @@ def test_dpo_of_gpt_oss(tmp_path):
 def test_kto_of_a_float16_model(tmp_path):
     generator = seeded(0)
     rows = [
-        {"prompt": words(generator, 6, 9), "completion": " " + words(generator, 2, 6), "label": i % 2 == 0}
+        {
+            "prompt": words(generator, 6, 9),
+            "completion": " " + words(generator, 2, 6),
+            "label": i % 2 == 0,
+        }
         for i in range(12)
     ]
-    compare(KTOTrainer, KTOConfig, build("llama", torch.float16), Dataset.from_list(rows), tmp_path, bf16=True)
+    compare(
+        KTOTrainer,
+        KTOConfig,
+        build("llama", torch.float16),
+        Dataset.from_list(rows),
+        tmp_path,
+        bf16=True,
+    )

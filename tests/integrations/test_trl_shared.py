@@ -1,6 +1,8 @@
-"""TRL's trainers with packed rows against TRL's own, ten steps, with the tokens that are computed counted by hand.
+"""TRL's trainers with packed rows against TRL's own, ten steps, with the tokens that are computed
+counted by hand.
 
-covers: launch/groups.py, launch/process.py, integrations/trl/trainer.py, integrations/trl/grpo.py, integrations/trl/dpo.py
+covers: launch/groups.py, launch/process.py, integrations/trl/trainer.py, integrations/trl/grpo.py,
+integrations/trl/dpo.py
 """
 
 from __future__ import annotations
@@ -69,12 +71,15 @@ GRPO = {
 
 @pytest.fixture(autouse=True)
 def computed(monkeypatch):
-    """(tokens of the rows, different ones, tokens that were computed) of every call of a backbone that may share."""
+    """(tokens of the rows, different ones, tokens that were computed) of every call of a backbone
+    that may share."""
     found = []
 
     def find(ids, mask=None, *args, **more):
         tree = find_tree(ids, mask, *args, **{**more, "least": 1, "saves": 0.0})
-        rows, different = counted({"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask})
+        rows, different = counted(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+        )
         found.append((rows, different, tree.tokens if isinstance(tree, Tree) else rows))
         return tree
 
@@ -84,7 +89,8 @@ def computed(monkeypatch):
 
 @pytest.fixture
 def cut(monkeypatch):
-    """(of TRL's micro-batches, and of ours with the same rows) the tokens of all rows over those that differ in one."""
+    """(of TRL's micro-batches, and of ours with the same rows) the tokens of all rows over those
+    that differ in one."""
     found = []
 
     def saving(batches):
@@ -109,14 +115,19 @@ def cut(monkeypatch):
 
 
 def compare(expected, found, keys=("loss", "reward", "rewards/margins")):
-    """Losses of every step, and the weights after the last. Metrics that are means over micro-batches are left out."""
+    """Losses of every step, and the weights after the last. Metrics that are means over
+    micro-batches are left out."""
     (expected_log, expected_weights, _), (log, weights, _) = expected, found
     assert len(log) == len(expected_log)
     for key in keys:
-        ours, theirs = ([entry[key] for entry in entries if key in entry] for entries in (log, expected_log))
+        ours, theirs = (
+            [entry[key] for entry in entries if key in entry] for entries in (log, expected_log)
+        )
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7), key
     assert worst_error(weights, expected_weights) <= 1e-9
-    assert min(entry["grad_norm"] for entry in expected_log) > 1e-2  # of SGD at 0.1: every step moved them
+    assert (
+        min(entry["grad_norm"] for entry in expected_log) > 1e-2
+    )  # of SGD at 0.1: every step moved them
 
 
 def as_counted(computed):
@@ -130,12 +141,21 @@ def as_counted(computed):
 @pytest.mark.parametrize("rows", ["auto", "packed"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_sft_computes_no_padding(accumulation, rows, tmp_path, computed):
-    """Rows of 5 to 29 tokens, four in a micro-batch: what they have in common at their beginning is chance."""
+    """Rows of 5 to 29 tokens, four in a micro-batch: what they have in common at their beginning is
+    chance."""
     settings = {"max_length": 32, "max_steps": 10, "per_device_train_batch_size": 4}
     settings["gradient_accumulation_steps"] = accumulation
     expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, **settings)
     assert not computed
-    found = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **settings, **STREAMED, stream_rows=rows)
+    found = train(
+        StreamSFTTrainer,
+        StreamSFTConfig,
+        texts(),
+        tmp_path,
+        **settings,
+        **STREAMED,
+        stream_rows=rows,
+    )
     compare(expected, found, ("loss", "entropy", "mean_token_accuracy", "num_tokens"))
     assert len(computed) == 10 * accumulation
     as_counted(computed)
@@ -155,18 +175,25 @@ def test_by_default_no_trainer_computes_padding(tmp_path, computed, cut, checkpo
     ):
         settings = {**checkpoint, "max_steps": 10, **more}
         computed.clear()
-        compare(train(*theirs, data, tmp_path, **settings), train(*ours, data, tmp_path, **settings, **STREAMED))
+        compare(
+            train(*theirs, data, tmp_path, **settings),
+            train(*ours, data, tmp_path, **settings, **STREAMED),
+        )
         assert as_counted(computed) > 1.1
     assert not cut
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.full)], ids=["full", "peft"])
+@pytest.mark.parametrize(
+    "lora", [False, pytest.param(True, marks=pytest.mark.full)], ids=["full", "peft"]
+)
 def test_dpo_shares_its_prompts(lora, steps, tmp_path, computed, checkpoint):  # noqa: F811
     def run(trainer_class, config_class, **settings):
         seed_torch(0)
-        trainer, model = ({"peft_config": peft.LoraConfig(**LORA)}, {}) if lora else ({}, checkpoint)
+        trainer, model = (
+            ({"peft_config": peft.LoraConfig(**LORA)}, {}) if lora else ({}, checkpoint)
+        )
         settings |= {**model, "max_steps": steps}
         return train(trainer_class, config_class, pairs(), tmp_path, trainer=trainer, **settings)
 
@@ -180,7 +207,8 @@ def test_dpo_shares_its_prompts(lora, steps, tmp_path, computed, checkpoint):  #
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_grpo_keeps_groups_together(steps, tmp_path, computed, cut, checkpoint):  # noqa: F811
-    """An optimizer step has the rows that it has by TRL's own shuffle; its micro-batches are three prompts' four rows."""
+    """An optimizer step has the rows that it has by TRL's own shuffle; its micro-batches are three
+    prompts' four rows."""
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": steps}
     expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings)
     found = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **SHARED)
@@ -194,15 +222,24 @@ def test_grpo_keeps_groups_together(steps, tmp_path, computed, cut, checkpoint):
 
 @pytest.mark.full
 def test_grpo_of_several_steps_each_with_whole_groups(tmp_path, computed, checkpoint, monkeypatch):  # noqa: F811
-    """Two optimizer steps of a generation batch: TRL's trainer with a shuffle that knows its groups by their numbers."""
+    """Two optimizer steps of a generation batch: TRL's trainer with a shuffle that knows its groups
+    by their numbers."""
 
     def shuffled(rows):
         order = torch.randperm(len(rows["prompt_ids"])).tolist()
         groups_of = list(dict.fromkeys(row // GRPO["num_generations"] for row in order))
         order.sort(key=lambda row: groups_of.index(row // GRPO["num_generations"]))
-        return {name: value[order] if torch.is_tensor(value) and value.dim() else value for name, value in rows.items()}
+        return {
+            name: value[order] if torch.is_tensor(value) and value.dim() else value
+            for name, value in rows.items()
+        }
 
-    more = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 10}
+    more = {
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_iterations": 2,
+        "max_steps": 10,
+    }
     settings = {**GRPO, **checkpoint, **more, "trainer": {"reward_funcs": reward}}
     with monkeypatch.context() as patched:
         patched.setattr(trl.trainer.grpo_trainer, "shuffle_sequence_dict", shuffled)
@@ -217,7 +254,9 @@ class LaunchedRLOO(RLOOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        launched = process.Launched(streambp.StreamConfig(chunk_size=5, rows="packed", lazy_logits=True))
+        launched = process.Launched(
+            streambp.StreamConfig(chunk_size=5, rows="packed", lazy_logits=True)
+        )
         launched.trainer_made(self)
 
 
@@ -234,25 +273,45 @@ def test_launched_rloo_keeps_groups_together(tmp_path, computed, cut, checkpoint
 
 @pytest.mark.full
 def test_kto_shares_what_is_in_a_batch(tmp_path, computed, checkpoint):  # noqa: F811
-    """Rows of a prompt are wherever the sampler puts them; mismatched completions follow prompts of the same batch."""
+    """Rows of a prompt are wherever the sampler puts them; mismatched completions follow prompts of
+    the same batch."""
     generator = seeded(0)
     asked = [words(generator, 6, 9) for _ in range(2)]
-    rows = [{"prompt": asked[i % 2], "completion": " " + words(generator, 2, 6), "label": i % 3 == 0} for i in range(24)]
-    data, settings = Dataset.from_list(rows), {**checkpoint, "max_steps": 10, "per_device_train_batch_size": 4}
+    rows = [
+        {"prompt": asked[i % 2], "completion": " " + words(generator, 2, 6), "label": i % 3 == 0}
+        for i in range(24)
+    ]
+    data, settings = (
+        Dataset.from_list(rows),
+        {**checkpoint, "max_steps": 10, "per_device_train_batch_size": 4},
+    )
     expected = train(KTOTrainer, KTOConfig, data, tmp_path, **settings)
-    found = train(KTOTrainer, KTOConfig, data, tmp_path, **settings, patch_with=streambp.StreamConfig(5, rows="packed"))
+    found = train(
+        KTOTrainer,
+        KTOConfig,
+        data,
+        tmp_path,
+        **settings,
+        patch_with=streambp.StreamConfig(5, rows="packed"),
+    )
     compare(expected, found)
     assert as_counted(computed) > 1.3
 
 
 @pytest.mark.full
 def test_trainers_that_keep_no_groups(tmp_path, cut, checkpoint):  # noqa: F811
-    """Sharing is off: TRL's micro-batches. It is on, but the model is TRL's: those too, until `keep_groups`."""
+    """Sharing is off: TRL's micro-batches. It is on, but the model is TRL's: those too, until
+    `keep_groups`."""
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": 1}
     train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **STREAMED)
     assert not cut
     made = train(
-        GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings, patch_with=streambp.StreamConfig(5, rows="packed")
+        GRPOTrainer,
+        GRPOConfig,
+        prompts(),
+        tmp_path,
+        **settings,
+        patch_with=streambp.StreamConfig(5, rows="packed"),
     )[2]
     assert not cut
     made._buffered_inputs = None
@@ -265,8 +324,15 @@ def test_trainers_that_keep_no_groups(tmp_path, cut, checkpoint):  # noqa: F811
 
 @pytest.mark.full
 def test_ppo_shares_its_prompts(tmp_path, computed, cut):
-    """Against our own trainer with rows: TRL has none. A minibatch is a rollout of eight prompts, four rows each."""
-    settings = {"num_generations": 4, "steps_per_generation": 1, "max_steps": 3, "learning_rate": 0.1, "optim": "sgd"}
+    """Against our own trainer with rows: TRL has none. A minibatch is a rollout of eight prompts,
+    four rows each."""
+    settings = {
+        "num_generations": 4,
+        "steps_per_generation": 1,
+        "max_steps": 3,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+    }
 
     def run(**more):
         trainer = test_ppo.make(tmp_path, build("qwen3", torch.float64), **settings, **more)

@@ -1,6 +1,8 @@
-"""What the command does with programs, whatever they train: environment, exit codes, signals, the placed file.
+"""What the command does with programs, whatever they train: environment, exit codes, signals, the
+placed file.
 
-covers: cli/runs.py, launch/command.py, launch/hook.py, launch/place.py, launch/report.py, launch/settings.py
+covers: cli/runs.py, launch/command.py, launch/hook.py, launch/place.py, launch/report.py,
+launch/settings.py
 """
 
 from __future__ import annotations
@@ -56,14 +58,22 @@ def program(tmp_path, text):
 def test_every_setting_is_a_flag_and_reaches_the_program(capfd):
     """A new field of StreamConfig needs a value here that is not launch's default."""
     names = {field.name for field in dataclasses.fields(StreamConfig)}
-    assert {*OTHERS, "head", "share_prefixes"} == names  # no logits are lazy without the one; the other is a former name
+    assert {
+        *OTHERS,
+        "head",
+        "share_prefixes",
+    } == names  # no logits are lazy without the one; the other is a former name
     shown = f"import os; print(os.environ[{VARIABLE!r}])"
     assert main(["launch", ALLOWED, *FLAGS, "--", sys.executable, "-c", shown]) == 0
-    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(StreamConfig(**OTHERS), "train")
+    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(
+        StreamConfig(**OTHERS), "train"
+    )
     assert Settings().to_json() == "{}"
     assert from_fields({}).config == StreamConfig(lazy_logits=True, rows="auto")
     assert main(["launch", ALLOWED, "--no-head", "--", sys.executable, "-c", shown]) == 0
-    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(StreamConfig(head=False, rows="auto"))
+    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(
+        StreamConfig(head=False, rows="auto")
+    )
 
 
 def test_only_the_first_two_dashes_are_ours():
@@ -91,7 +101,8 @@ def test_a_command_that_cannot_be_run(arguments, said, capsys):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"chunksize": 5}, {"at": "loop"}, {"saves": "kv"}, {"head": False, "lazy_logits": True}]
+    "fields",
+    [{"chunksize": 5}, {"at": "loop"}, {"saves": "kv"}, {"head": False, "lazy_logits": True}],
 )
 def test_settings_that_cannot_be(fields):
     with pytest.raises(ConfigError):
@@ -148,13 +159,11 @@ LOOK = (
     "import multiprocessing, sys\n"
     "def look(queue):\n"
     "    hooks = sum(hasattr(f, 'streambp_launch') for f in sys.meta_path)\n"
-    "    queue.put([hooks, 'torch' in sys.modules, sys.modules.get('sitecustomize').__dict__.get('HIDDEN')])\n"
-    "if __name__ == '__main__':\n"
-    "    queue = multiprocessing.get_context('spawn').SimpleQueue()\n"
-    "    look(queue)\n"
-    "    print(queue.get())\n"
-    "    child = multiprocessing.get_context('spawn').Process(target=look, args=(queue,))\n"
-    "    child.start(); child.join(); print(queue.get())\n"
+    "    queue.put([hooks, 'torch' in sys.modules, "
+    "sys.modules.get('sitecustomize').__dict__.get('HIDDEN')])\nif __name__ == '__main__':\n    "
+    "queue = multiprocessing.get_context('spawn').SimpleQueue()\n    look(queue)\n    "
+    "print(queue.get())\n    child = multiprocessing.get_context('spawn').Process(target=look, "
+    "args=(queue,))\n    child.start(); child.join(); print(queue.get())\n"
 )
 
 
@@ -168,18 +177,32 @@ def test_the_hook_is_in_every_process_and_hides_no_sitecustomize(tmp_path, monke
 
 
 def test_the_placed_file(tmp_path):
-    """Without the variable no module is imported that is not there without the file; with it the hook, even under -I."""
+    """Without the variable no module is imported that is not there without the file; with it the
+    hook, even under -I."""
     venv.create(tmp_path / "v", with_pip=False, symlinks=os.name != "nt")
     python = tmp_path / "v" / ("Scripts" if os.name == "nt" else "bin") / "python"
     folder = next((tmp_path / "v").rglob("site-packages"))
-    (folder / "other.pth").write_text("\n")  # from 3.13 on the first such file of an environment imports its encoding
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("STREAMBP", "PYTHON"))}
+    (folder / "other.pth").write_text(
+        "\n"
+    )  # from 3.13 on the first such file of an environment imports its encoding
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("STREAMBP", "PYTHON"))
+    }
 
     def modules(variables, *flags):
-        told = "import sys; print([any(hasattr(f, 'streambp_launch') for f in sys.meta_path), 'torch' in sys.modules])"
+        told = (
+            "import sys; print([any(hasattr(f, 'streambp_launch') for f in sys.meta_path), 'torch' "
+            "in sys.modules])"
+        )
         command = [python, *flags, "-X", "importtime", "-c", told]
-        result = subprocess.run(command, env={**plain, **variables}, capture_output=True, text=True, check=True)
-        return {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}, result.stdout.strip()
+        result = subprocess.run(
+            command, env={**plain, **variables}, capture_output=True, text=True, check=True
+        )
+        return {
+            line.rpartition("|")[2].strip() for line in result.stderr.splitlines()
+        }, result.stdout.strip()
 
     before = modules({})
     assert before[1] == "[False, False]"
@@ -202,7 +225,9 @@ def test_installing_by_the_command(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
     assert main(["launch", "--uninstall"]) == 0
     assert "No file was placed" in capsys.readouterr().out
-    monkeypatch.setattr("streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path / "nowhere"))
+    monkeypatch.setattr(
+        "streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path / "nowhere")
+    )
     assert main(["launch", "--install"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
@@ -212,7 +237,9 @@ def test_launch_and_the_placed_file_make_one_hook(tmp_path):
     place(tmp_path)
     told = f"import site, sys; site.addsitedir({str(tmp_path)!r})\n"
     told += "print(sum(hasattr(f, 'streambp_launch') for f in sys.meta_path))"
-    result = subprocess.run([sys.executable, "-c", told], env=variables, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", told], env=variables, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "1"
 
 
@@ -225,7 +252,12 @@ def test_settings_that_are_no_json_stop_the_program_that_needs_them(tmp_path, mo
 
 
 def test_a_launch_in_a_launch_tells_the_outer_one(tmp_path, monkeypatch, capfd):
-    account = {"process": 11, "rank": None, "program": "train.py", "models": [{"kind": "A", "description": "streams"}]}
+    account = {
+        "process": 11,
+        "rank": None,
+        "program": "train.py",
+        "models": [{"kind": "A", "description": "streams"}],
+    }
     leaving = f"""
 import json, os
 with open(os.path.join(os.environ["STREAMBP_LAUNCH_REPORT"], "11.json"), "w") as file:
@@ -257,7 +289,12 @@ def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch)
     assert not leave(Account(13, None, "train.py", models))
 
 
-ACCOUNT = {"process": 11, "rank": "0", "program": "train.py", "models": [{"kind": "A", "description": "streams"}]}
+ACCOUNT = {
+    "process": 11,
+    "rank": "0",
+    "program": "train.py",
+    "models": [{"kind": "A", "description": "streams"}],
+}
 
 
 def leaves(tmp_path, files, code):
@@ -281,9 +318,15 @@ sys.exit({code})
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"11.json": json.dumps({**ACCOUNT, "rank": "worker-0"}).encode()}, "process 11 (rank worker-0)"),
+        (
+            {"11.json": json.dumps({**ACCOUNT, "rank": "worker-0"}).encode()},
+            "process 11 (rank worker-0)",
+        ),
         ({"11.json": json.dumps({**ACCOUNT, "rank": "9" * 5000}).encode()}, "process 11 (rank 999"),
-        ({"11.json": json.dumps(ACCOUNT).encode()[:40]}, "what process 11 did could not be told (JSONDecodeError"),
+        (
+            {"11.json": json.dumps(ACCOUNT).encode()[:40]},
+            "what process 11 did could not be told (JSONDecodeError",
+        ),
         ({"11.json": b""}, "what process 11 did could not be told"),
         ({"11.json": b"\xff\xfe"}, "what process 11 did could not be told (UnicodeDecodeError"),
         ({"11.json": b"[]"}, "what process 11 did could not be told (TypeError"),
@@ -316,7 +359,9 @@ def test_a_report_that_fails_leaves_the_exit_code(broken, tmp_path, monkeypatch,
         raise OSError("no such thing")
 
     monkeypatch.setattr(command, broken, fails)
-    assert launch(sys.executable, leaves(tmp_path, {"11.json": json.dumps(ACCOUNT).encode()}, 3)) == 3
+    assert (
+        launch(sys.executable, leaves(tmp_path, {"11.json": json.dumps(ACCOUNT).encode()}, 3)) == 3
+    )
     assert "could not be told (OSError: no such thing)" in capfd.readouterr().err
 
 

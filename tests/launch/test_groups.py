@@ -19,19 +19,28 @@ from tests.seeds import seeded
 
 
 def generated(prompts, completions, longest_prompt, longest_completion, least_prompt=1, seed=0):
-    """A generation batch as TRL has it: prompts padded on the left, completions on the right, groups in order."""
+    """A generation batch as TRL has it: prompts padded on the left, completions on the right,
+    groups in order."""
     generator = seeded(seed)
 
     def lengths(count, longest, least=1):
         return torch.randint(least, longest + 1, (count,), generator=generator)
 
-    of_prompts = lengths(prompts, longest_prompt, least_prompt).repeat_interleave(completions)  # [rows]
+    of_prompts = lengths(prompts, longest_prompt, least_prompt).repeat_interleave(
+        completions
+    )  # [rows]
     prompt_mask = (torch.arange(longest_prompt).flip(0) < of_prompts[:, None]).long()
-    ids = torch.randint(3, 1000, (prompts, longest_prompt), generator=generator).repeat_interleave(completions, 0)
+    ids = torch.randint(3, 1000, (prompts, longest_prompt), generator=generator).repeat_interleave(
+        completions, 0
+    )
     rows = prompts * completions
-    completion_mask = (torch.arange(longest_completion) < lengths(rows, longest_completion)[:, None]).long()
+    completion_mask = (
+        torch.arange(longest_completion) < lengths(rows, longest_completion)[:, None]
+    ).long()
     completion_ids = torch.randint(3, 1000, (rows, longest_completion), generator=generator)
-    completion_ids[:, 0] = 3 + torch.arange(rows)  # none begins like another by chance, which would be shared in one order
+    completion_ids[:, 0] = 3 + torch.arange(
+        rows
+    )  # none begins like another by chance, which would be shared in one order
     return {
         "prompt_ids": ids * prompt_mask, "prompt_mask": prompt_mask,
         "completion_ids": completion_ids * completion_mask, "completion_mask": completion_mask,
@@ -51,7 +60,10 @@ def cut(batch, size, shuffled=True, seed=0):
         taken = order[start : start + size]
         return value[taken] if torch.is_tensor(value) else [value[row] for row in taken]
 
-    return [{name: part(value, start) for name, value in batch.items()} for start in range(0, rows, size)]
+    return [
+        {name: part(value, start) for name, value in batch.items()}
+        for start in range(0, rows, size)
+    ]
 
 
 def named(batches):
@@ -68,7 +80,9 @@ def test_prompts_stay_together_and_every_row_is_kept(size):
     assert sorted(order) == list(range(24))
     assert len([prompt for prompt, _ in itertools.groupby(order, key=lambda row: row // 4)]) == 6
     shuffled = [int(name.split()[1]) for name in itertools.chain.from_iterable(named(theirs))]
-    assert list(dict.fromkeys(row // 4 for row in order)) == list(dict.fromkeys(row // 4 for row in shuffled))
+    assert list(dict.fromkeys(row // 4 for row in order)) == list(
+        dict.fromkeys(row // 4 for row in shuffled)
+    )
     for micro in ours:  # all that a row has goes with it
         rows = [int(name.split()[1]) for name in micro["names"]]
         assert micro["advantages"].tolist() == rows
@@ -81,7 +95,10 @@ def test_prompts_stay_together_and_every_row_is_kept(size):
 def test_the_same_ids_behind_other_padding_are_another_prompt():
     batch = generated(prompts=2, completions=3, longest_prompt=4, longest_completion=2)
     batch["prompt_ids"][:] = 0
-    batch["prompt_mask"][:3], batch["prompt_mask"][3:] = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
+    batch["prompt_mask"][:3], batch["prompt_mask"][3:] = (
+        torch.tensor([0, 0, 0, 1]),
+        torch.tensor([0, 0, 1, 1]),
+    )
     for names in named(grouped(cut(batch, 3))):
         assert len({int(name.split()[1]) // 3 for name in names}) == 1
 
@@ -98,14 +115,23 @@ def test_what_may_not_be_row_by_row_stays_as_it_is(changed):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "completions", "size", "least"), [(8, 8, 8, 3.0), (8, 8, 4, 2.2), (8, 8, 16, 3.0), (4, 16, 16, 4.0)]
+    ("prompts", "completions", "size", "least"),
+    [(8, 8, 8, 3.0), (8, 8, 4, 2.2), (8, 8, 16, 3.0), (4, 16, 16, 4.0)],
 )
 def test_tokens_saved_are_those_of_rows_in_order(prompts, completions, size, least):
-    """Prompts of 256 to 512 tokens, completions of up to 128; printed are tokens of rows over those of the tree."""
-    batch = generated(prompts, completions, longest_prompt=512, longest_completion=128, least_prompt=256)
+    """Prompts of 256 to 512 tokens, completions of up to 128; printed are tokens of rows over those
+    of the tree."""
+    batch = generated(
+        prompts, completions, longest_prompt=512, longest_completion=128, least_prompt=256
+    )
     theirs = cut(batch, size)
-    ordered, ours, shuffled = (saved(batches) for batches in (cut(batch, size, shuffled=False), grouped(theirs), theirs))
-    print(f"{prompts} x {completions} in micro-batches of {size}: {ours:.2f}, as TRL shuffles {shuffled:.2f}")
+    ordered, ours, shuffled = (
+        saved(batches) for batches in (cut(batch, size, shuffled=False), grouped(theirs), theirs)
+    )
+    print(
+        f"{prompts} x {completions} in micro-batches of {size}: {ours:.2f}, as TRL shuffles "
+        f"{shuffled:.2f}"
+    )
     assert ours == pytest.approx(ordered, rel=1e-6)
     assert ours > max(least, 1.5 * shuffled)
 
@@ -114,7 +140,10 @@ def saved(batches):
     """Tokens of all rows over those that are computed."""
     rows = computed = 0
     for batch in batches:
-        ids, mask = (torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], 1) for what in ("ids", "mask"))
+        ids, mask = (
+            torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], 1)
+            for what in ("ids", "mask")
+        )
         tree = find_tree(ids, mask)
         rows += int(mask.sum())
         computed += tree.tokens if isinstance(tree, Tree) else int(mask.sum())
@@ -139,13 +168,18 @@ class Trainer:
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_trainer_gets_groups_while_its_model_shares(shares):
-    trainer, batch = Trainer(shares), generated(prompts=2, completions=8, longest_prompt=5, longest_completion=3)
+    trainer, batch = (
+        Trainer(shares),
+        generated(prompts=2, completions=8, longest_prompt=5, longest_completion=3),
+    )
     groups.keep_groups(trainer)
     groups.keep_groups(trainer)
     rows = []
     for _ in range(2):
         halves = [trainer._prepare_inputs(batch)["names"] for _ in range(2)]
-        assert sorted(itertools.chain.from_iterable(halves)) == sorted(batch["names"])  # no row twice
+        assert sorted(itertools.chain.from_iterable(halves)) == sorted(
+            batch["names"]
+        )  # no row twice
         rows += [{int(name.split()[1]) // 8 for name in names} for names in halves]
     assert all(len(prompts) == 1 for prompts in rows) == shares
 

@@ -15,7 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertForMaskedLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+)
 
 import streambp
 from streambp import StreamConfig
@@ -37,7 +43,8 @@ def hook(monkeypatch):
 
 @pytest.fixture
 def trainer_class(hook):
-    """A Trainer of a transformers that the hook has seen, a subclass's author having no part in it."""
+    """A Trainer of a transformers that the hook has seen, a subclass's author having no part in
+    it."""
     module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
     hook.change_trainer(module)
     return module.Trainer
@@ -49,11 +56,19 @@ def settings(model):
 
 def bert():
     return BertForMaskedLM(
-        BertConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
     )
 
 
-def test_a_reference_made_after_init_is_patched_and_calls_without_labels_are_told(trainer_class, hook, tmp_path, capsys):
+def test_a_reference_made_after_init_is_patched_and_calls_without_labels_are_told(
+    trainer_class, hook, tmp_path, capsys
+):
     class WithReference(trainer_class):
         def __init__(self, *given, **more):
             super().__init__(*given, **more)
@@ -73,7 +88,9 @@ def test_a_reference_made_after_init_is_patched_and_calls_without_labels_are_tol
     assert "no logits: computed blockwise for log_softmax + " in capsys.readouterr().err
     policy, reference = hook.launched.account().models
     assert "no logits: computed blockwise for log_softmax + " in policy.description
-    assert "not tried yet: 2 x" in reference.description, "its calls return a cache: they run as unpatched"
+    assert "not tried yet: 2 x" in reference.description, (
+        "its calls return a cache: they run as unpatched"
+    )
 
 
 def scaled(outputs, labels, num_items_in_batch=None):
@@ -92,12 +109,22 @@ def test_losses_that_trainers_compute_from_logits(trainer_class, tmp_path, more)
     runs = []
     for kind in (Trainer, trainer_class):
         made = kind(
-            model_of(), arguments(tmp_path / "out", **settings), train_dataset=rows(), eval_dataset=rows(2), **functions
+            model_of(),
+            arguments(tmp_path / "out", **settings),
+            train_dataset=rows(),
+            eval_dataset=rows(2),
+            **functions,
         )
         made.train()
         loss, predicted = made.evaluate()["eval_loss"], made.predict(rows(2)).predictions
         predicted = predicted[0] if isinstance(predicted, tuple) else predicted
-        runs.append((loss, torch.as_tensor(predicted), torch.cat([p.flatten() for p in made.model.parameters()]).detach()))
+        runs.append(
+            (
+                loss,
+                torch.as_tensor(predicted),
+                torch.cat([p.flatten() for p in made.model.parameters()]).detach(),
+            )
+        )
     before = torch.cat([p.flatten() for p in model_of().parameters()]).detach()
     (expected_loss, expected, weights), (found_loss, found, ours) = runs
     assert (ours - weights).norm() <= 1e-4 * (weights - before).norm()
@@ -117,7 +144,10 @@ def test_predictions_are_those_of_the_program_alone(trainer_class, tmp_path, lab
         runs.append(kind(model_of(), told, preprocess_logits_for_metrics=chosen).predict(given))
     expected, found = runs
     torch.testing.assert_close(
-        torch.as_tensor(found.predictions), torch.as_tensor(expected.predictions), rtol=1e-4, atol=1e-5
+        torch.as_tensor(found.predictions),
+        torch.as_tensor(expected.predictions),
+        rtol=1e-4,
+        atol=1e-5,
     )
     assert set(expected.metrics) == set(found.metrics)
     assert not labels or abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) <= 1e-5
@@ -125,7 +155,8 @@ def test_predictions_are_those_of_the_program_alone(trainer_class, tmp_path, lab
 
 @pytest.mark.full
 def test_generated_predictions(hook, tmp_path):
-    """As LLaMA-Factory's `predict_with_generate`: a patched model generates in evaluation, with a cache."""
+    """As LLaMA-Factory's `predict_with_generate`: a patched model generates in evaluation, with a
+    cache."""
     module = SimpleNamespace(Trainer=type("Trainer", (Seq2SeqTrainer,), {}))
     hook.change_trainer(module)
     runs = []
@@ -169,7 +200,10 @@ def test_metrics_that_trainers_compute_from_logits_beside_the_loss(trainer_class
     assert len(runs[0]) == 6
     torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), rtol=1e-5, atol=0)
     head = streambp.describe(made.model).head
-    assert head == "blockwise loss, no logits; besides, no logits: computed blockwise for log_softmax + exp + mul + sum"
+    assert (
+        head
+        == "blockwise loss, no logits; besides, no logits: computed blockwise for log_softmax + exp + mul + sum"
+    )
 
 
 def test_accelerates_conversion_to_float32_builds_nothing(trainer_class, tmp_path):
@@ -211,14 +245,19 @@ def test_logits_are_there_for_metrics_and_only_then(trainer_class, tmp_path):
     trainer_class(plain, arguments(tmp_path / "out"))
     trainer_class(measured, arguments(tmp_path / "out"), compute_metrics=right)
     assert (settings(plain).eval_logits, settings(measured).eval_logits) == (False, True)
-    trainer_class(plain, arguments(tmp_path / "out"), preprocess_logits_for_metrics=lambda logits, labels: logits)
+    trainer_class(
+        plain,
+        arguments(tmp_path / "out"),
+        preprocess_logits_for_metrics=lambda logits, labels: logits,
+    )
     assert settings(plain) == StreamConfig(
         chunk_size=5, eval_logits=True, lazy_logits=True, rows="auto"
     )  # what launch patched, it may patch anew
 
 
 def test_trls_head_leaves_logits_for_metrics(hook, trainer_class, tmp_path):
-    """TRL gives its head to a model after its trainer has been made, and the trainer is seen to again when it trains."""
+    """TRL gives its head to a model after its trainer has been made, and the trainer is seen to
+    again when it trains."""
     pytest.importorskip("trl")
     model, ids = model_of(), torch.randint(VOCABULARY, (2, 11))
     trainer = trainer_class(model, arguments(tmp_path / "out"), compute_metrics=right)
@@ -234,10 +273,14 @@ def test_trls_head_leaves_logits_for_metrics(hook, trainer_class, tmp_path):
 def test_without_our_head_there_are_logits_anyway(trainer_class, tmp_path):
     given = arguments(tmp_path / "out")
     given.stream_config = lambda: StreamConfig(head=False)
-    assert settings(trainer_class(model_of(), given, compute_metrics=right).model) == StreamConfig(head=False)
+    assert settings(trainer_class(model_of(), given, compute_metrics=right).model) == StreamConfig(
+        head=False
+    )
 
 
-def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(trainer_class, hook, tmp_path, capsys):
+def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(
+    trainer_class, hook, tmp_path, capsys
+):
     model = bert()
     expected = copy.deepcopy(model)
     for made, kind in ((model, trainer_class), (expected, Trainer)):

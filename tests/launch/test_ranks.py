@@ -1,4 +1,5 @@
-"""`streambp launch` in front of torchrun: two ranks, DDP and DeepSpeed ZeRO-3, against the same command without it.
+"""`streambp launch` in front of torchrun: two ranks, DDP and DeepSpeed ZeRO-3, against the same
+command without it.
 
 covers: cli/runs.py
 """
@@ -22,7 +23,10 @@ from tests.families import LENGTH, build
 def check_trained_alike(ours, stock, name):
     before = {at: p.detach().double() for at, p in build("qwen3").named_parameters()}
     weights = [{at: w.double() for at, w in run["weights"].items()} for run in (ours, stock)]
-    print(f"{name}: weights moved by {distance(weights[1], before):.1e}, apart {distance(*weights):.1e}")
+    print(
+        f"{name}: weights moved by {distance(weights[1], before):.1e}, apart "
+        f"{distance(*weights):.1e}"
+    )
     assert distance(*weights) <= 1e-4 * distance(weights[1], before)
     assert ours["loss"] == pytest.approx(stock["loss"], abs=1e-5)
 
@@ -40,7 +44,15 @@ def test_zero_3_trains_as_without_launch(loop, flags, tmp_path, monkeypatch, cap
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # it would mean DDP
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+    ]
     command += ["tests.distributed.trainer_script", loop, str(config), str(output)]
     capfd.readouterr()
     assert main(["launch", "--chunk-size", "5", *flags, "--", *command]) == 0
@@ -63,13 +75,23 @@ def test_ddp_trains_as_without_launch(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+    ]
     runs = []
     for launch in ([], ["launch", "--chunk-size", "5", "--"]):
         output = tmp_path / f"output{len(runs)}.pt"
         command = [*torchrun, "tests.distributed.trainer_script", "trainer", "-", str(output)]
         capfd.readouterr()
-        assert (main([*launch, *command]) if launch else subprocess.run(command, check=False).returncode) == 0
+        assert (
+            main([*launch, *command]) if launch else subprocess.run(command, check=False).returncode
+        ) == 0
         runs.append(torch.load(output, weights_only=True))
     stock, ours = runs
     assert [run["engines"] for run in runs] == [["ddp"], ["ddp"]]

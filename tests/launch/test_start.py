@@ -17,16 +17,33 @@ from streambp.launch.place import place
 from streambp.launch.settings import Settings
 
 OF_THE_LOADER = {"sitecustomize", "__future__", "importlib", "importlib.machinery"}
-OF_IMPORTLIB = {"importlib._bootstrap", "importlib._bootstrap_external", "_imp", "_warnings", "warnings"}
+OF_IMPORTLIB = {
+    "importlib._bootstrap",
+    "importlib._bootstrap_external",
+    "_imp",
+    "_warnings",
+    "warnings",
+}
 
 
 def started(python, variables):
-    """Microseconds that each module took a Python that does nothing: its own, and with what it imports."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("STREAMBP", "PYTHON"))}
+    """Microseconds that each module took a Python that does nothing: its own, and with what it
+    imports."""
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("STREAMBP", "PYTHON"))
+    }
     command = [python, "-X", "importtime", "-c", ""]
-    said = subprocess.run(command, env={**plain, **variables}, capture_output=True, text=True, check=True).stderr
-    rows = [line.removeprefix("import time:").split("|") for line in said.splitlines() if "|" in line]
-    return {name.strip(): (int(own), int(all_)) for own, all_, name in rows if own.strip().isdigit()}
+    said = subprocess.run(
+        command, env={**plain, **variables}, capture_output=True, text=True, check=True
+    ).stderr
+    rows = [
+        line.removeprefix("import time:").split("|") for line in said.splitlines() if "|" in line
+    ]
+    return {
+        name.strip(): (int(own), int(all_)) for own, all_, name in rows if own.strip().isdigit()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +70,11 @@ def test_a_process_imports_next_to_nothing(way, python, tmp_path, capsys):
     new = set(after) - set(before)
     with capsys.disabled():
         cost = sum(after[name][0] for name in new | {"sitecustomize"} if name in after)
-        print(f" [{way}: {cost} us in {', '.join(sorted(new)) or 'no new module'}; a start imports {len(after)}]", end="")
+        print(
+            f" [{way}: {cost} us in {', '.join(sorted(new)) or 'no new module'}; a start imports "
+            f"{len(after)}]",
+            end="",
+        )
     assert "os" in before
     assert "importlib.machinery" in new  # the hook was loaded
     assert new <= OF_THE_LOADER | OF_IMPORTLIB

@@ -1,4 +1,5 @@
-"""`streambp launch -- trl ...` against `trl ...`: TRL's own scripts, which run in processes that accelerate starts.
+"""`streambp launch -- trl ...` against `trl ...`: TRL's own scripts, which run in processes that
+accelerate starts.
 
 covers: cli/runs.py
 """
@@ -26,8 +27,24 @@ from tests.launch.test_programs import ROOT
 
 LOSSES, WEIGHTS = 1e-5, 1e-4  # absolute; of the distance moved
 DATA = {"sft": texts, "dpo": pairs, "grpo": prompts}
-LORA = ("--use_peft", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "down_proj")
-GRPO = ("--reward_funcs", "tests.launch.programs.reward", "--num_generations", "2", "--max_completion_length", "8")
+LORA = (
+    "--use_peft",
+    "--lora_r",
+    "4",
+    "--lora_dropout",
+    "0",
+    "--lora_target_modules",
+    "q_proj",
+    "down_proj",
+)
+GRPO = (
+    "--reward_funcs",
+    "tests.launch.programs.reward",
+    "--num_generations",
+    "2",
+    "--max_completion_length",
+    "8",
+)
 
 
 def train(kind, folder, name, *launch):
@@ -43,10 +60,14 @@ def train(kind, folder, name, *launch):
     if launch:
         code = main([*launch, "--", *command])
     else:
-        code = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+        code = subprocess.run(
+            command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ).returncode
     assert code == 0
     state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())
-    return [entry for entry in state["log_history"] if "loss" in entry], load_file(next(output.glob("*.safetensors")))
+    return [entry for entry in state["log_history"] if "loss" in entry], load_file(
+        next(output.glob("*.safetensors"))
+    )
 
 
 @pytest.mark.full
@@ -58,7 +79,9 @@ def train(kind, folder, name, *launch):
 def test_a_command_trains_as_without_launch(kind, tmp_path, monkeypatch, capfd):
     if LORA[0] in kind:
         pytest.importorskip("peft", reason="peft is not installed")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -75,7 +98,10 @@ def test_a_command_trains_as_without_launch(kind, tmp_path, monkeypatch, capfd):
     assert "blockwise loss, no logits\n" in report
     assert "costs memory" not in report
     if kind[0] == "grpo" or kind == ("dpo",):
-        assert "2 x Qwen3ForCausalLM, patched" in report or report.count("Qwen3ForCausalLM, patched") == 2  # the reference
+        assert (
+            "2 x Qwen3ForCausalLM, patched" in report
+            or report.count("Qwen3ForCausalLM, patched") == 2
+        )  # the reference
     assert len(log) == len(expected_log) == 2
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(log, expected_log, strict=True)) <= LOSSES
     assert set(found) == set(expected)
@@ -86,7 +112,9 @@ def test_a_command_trains_as_without_launch(kind, tmp_path, monkeypatch, capfd):
 
 
 def distance(first, second):
-    return math.sqrt(sum(float((first[name].double() - second[name].double()).pow(2).sum()) for name in second))
+    return math.sqrt(
+        sum(float((first[name].double() - second[name].double()).pow(2).sum()) for name in second)
+    )
 
 
 def moved(weights, folder: Path, adapters):

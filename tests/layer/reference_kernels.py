@@ -1,7 +1,9 @@
-"""What the packages' kernels compute, token by token in torch, with what they ask of layouts, dtypes and shapes asserted.
+"""What the packages' kernels compute, token by token in torch, with what they ask of layouts,
+dtypes and shapes asserted.
 
-`install` puts them where transformers would find the packages: behind its own wrapper, which hands on what a kernel takes.
-Signatures are those of causal_conv1d 1.6, mamba_ssm 2.3 and fla-core 0.6, for as much as transformers passes.
+`install` puts them where transformers would find the packages: behind its own wrapper, which hands
+on what a kernel takes. Signatures are those of causal_conv1d 1.6, mamba_ssm 2.3 and fla-core 0.6,
+for as much as transformers passes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """x [B, D, L], weight [D, k], seq_idx [B, L] -> [B, D, L]; a token reads those of its own document."""
+    """x [B, D, L], weight [D, k], seq_idx [B, L] -> [B, D, L]; a token reads those of its own
+    document."""
     assert initial_states is None
     assert not return_final_states
     assert final_states_out is None
@@ -42,7 +45,9 @@ def causal_conv1d_fn(
         assert seq_idx.shape == (x.shape[0], length)
     out = torch.zeros_like(x)
     for back in range(min(weight.shape[-1], length)):
-        part = weight[:, weight.shape[-1] - 1 - back, None] * x[..., : length - back]  # [D, 1] x [B, D, L - back]
+        part = (
+            weight[:, weight.shape[-1] - 1 - back, None] * x[..., : length - back]
+        )  # [D, 1] x [B, D, L - back]
         if seq_idx is not None:
             part = part * (seq_idx[:, back:] == seq_idx[:, : length - back])[:, None]
         out = out + F.pad(part, (back, 0))
@@ -52,8 +57,11 @@ def causal_conv1d_fn(
     return out if activation is None else F.silu(out)
 
 
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k [B, L, H, K], v [B, L, H, V], g [B, L, H, 1 or K], beta [B, L, H], state [B, H, K, V] -> [B, L, H, V], state."""
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q, k [B, L, H, K], v [B, L, H, V], g [B, L, H, 1 or K], beta [B, L, H], state [B, H, K, V] ->
+    [B, L, H, V], state."""
     found = []
     for t in range(q.shape[1]):
         state = state * g[:, t, :, :, None].exp()
@@ -76,7 +84,8 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """q, k [B, L, H, K], v [B, L, Hv, V], g, beta [B, L, Hv], states [N, Hv, K, V]: one for each document, or row."""
+    """q, k [B, L, H, K], v [B, L, Hv, V], g, beta [B, L, Hv], states [N, Hv, K, V]: one for each
+    document, or row."""
     assert scale is None
     groups = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
@@ -120,7 +129,16 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """The same with decays g [B, L, H, K]."""
     return chunk_gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
     )
 
 
@@ -142,7 +160,8 @@ def mamba_chunk_scan_combined(
     return_final_states: bool = False,
     return_varlen_states: bool = False,
 ) -> Any:
-    """x [B, L, H, P], dt [B, L, H], A [H], B, C [B, L, G, N], states [B, H, P, N]; a start state is document 0's."""
+    """x [B, L, H, P], dt [B, L, H], A [H], B, C [B, L, G, N], states [B, H, P, N]; a start state is
+    document 0's."""
     rows, length, heads, size = x.shape
     assert cu_seqlens is None
     assert z is None
@@ -163,7 +182,9 @@ def mamba_chunk_scan_combined(
             state = state * (seq_idx[:, t] == before)[:, None, None, None]
             before = seq_idx[:, t]
         step = dt[:, t, :, None, None]
-        state = state * (step * A[:, None, None]).exp() + step * x[:, t, :, :, None] * B[:, t, :, None]
+        state = (
+            state * (step * A[:, None, None]).exp() + step * x[:, t, :, :, None] * B[:, t, :, None]
+        )
         found.append((state * C[:, t, :, None]).sum(-1))
     out = torch.stack(found, 1).to(x.dtype)
     out = out if D is None else (out + x * D[:, None]).to(x.dtype)
@@ -182,7 +203,8 @@ def selective_scan_fn(
     delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Any:
-    """u, delta, z [B, D, L], A [D, N], B, C [B, N, L] -> [B, D, L], end state [B, D, N], which has no gradient.
+    """u, delta, z [B, D, L], A [D, N], B, C [B, N, L] -> [B, D, L], end state [B, D, N], which has
+    no gradient.
 
     In half precision between kernels alone: all that it computes is in float32.
     """
@@ -234,16 +256,34 @@ def mamba_split_conv1d_scan_combined(
     z, xbc, dt = zxbcdt.split([width, width + 2 * ngroups * size, heads], -1)
     xbc = causal_conv1d_fn(xbc.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT
     x, b, c = xbc.split([width, ngroups * size, ngroups * size], -1)
-    x, b, c = x.unflatten(-1, (heads, headdim)), b.unflatten(-1, (ngroups, size)), c.unflatten(-1, (ngroups, size))
+    x, b, c = (
+        x.unflatten(-1, (heads, headdim)),
+        b.unflatten(-1, (ngroups, size)),
+        c.unflatten(-1, (ngroups, size)),
+    )
     y = mamba_chunk_scan_combined(
-        x, dt, A, b, c, chunk_size, D, None, dt_bias, None, seq_idx, dt_softplus=True, dt_limit=dt_limit
+        x,
+        dt,
+        A,
+        b,
+        c,
+        chunk_size,
+        D,
+        None,
+        dt_bias,
+        None,
+        seq_idx,
+        dt_softplus=True,
+        dt_limit=dt_limit,
     ).flatten(-2)
     if rmsnorm_weight is None:
         y = y * F.silu(z)
     else:
         assert not norm_before_gate
         grouped = (y * F.silu(z)).unflatten(-1, (ngroups, -1))
-        y = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + rmsnorm_eps)).flatten(-2) * rmsnorm_weight
+        y = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + rmsnorm_eps)).flatten(
+            -2
+        ) * rmsnorm_weight
     return F.linear(y, outproj_weight, outproj_bias)
 
 
@@ -258,11 +298,16 @@ KERNELS = {  # transformers' name for it: its package and what stands for it
 
 
 def install(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, **changes: Any) -> None:
-    """Put these kernels, or `changes` by transformers' names, into the modeling module of a model."""
+    """Put these kernels, or `changes` by transformers' names, into the modeling module of a
+    model."""
     modeling = sys.modules[type(model).__module__]
-    from transformers.integrations import use_kernel_func_from_hub_with_fallback  # transformers 5.5 has none
+    from transformers.integrations import (
+        use_kernel_func_from_hub_with_fallback,
+    )  # transformers 5.5 has none
 
-    kernels = {name: (package, changes.get(name, kernel)) for name, (package, kernel) in KERNELS.items()}
+    kernels = {
+        name: (package, changes.get(name, kernel)) for name, (package, kernel) in KERNELS.items()
+    }
     for package in {package for package, _ in kernels.values()}:
         own = {kernel.__name__: kernel for of, kernel in kernels.values() if of == package}
         stands_in = types.ModuleType(package)

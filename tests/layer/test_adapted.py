@@ -1,4 +1,5 @@
-"""One Linear with adapters as one operation: gradients are peft's, and what cannot be computed so is peft's to the bit.
+"""One Linear with adapters as one operation: gradients are peft's, and what cannot be computed so
+is peft's to the bit.
 
 covers: layer/adapted.py, layer/adapters.py
 """
@@ -43,7 +44,9 @@ def around(base, dtype=torch.float64, std=0.3, count=1, **settings):
     wide = settings.pop("autocast_adapter_dtype", True)
     model = None
     for number in range(count):
-        lora = peft.LoraConfig(r=4 + number, lora_alpha=3 + 2 * number, target_modules=["proj"], **settings)
+        lora = peft.LoraConfig(
+            r=4 + number, lora_alpha=3 + 2 * number, target_modules=["proj"], **settings
+        )
         if model is None:
             model = peft.get_peft_model(base.to(dtype), lora, autocast_adapter_dtype=wide)
         else:
@@ -55,7 +58,9 @@ def around(base, dtype=torch.float64, std=0.3, count=1, **settings):
             if "lora_B" in name or name.endswith("lora_bias"):
                 parameter.normal_(0, std)
     if count > 1:
-        model.base_model.set_adapter([f"adapter {number}" if number else "default" for number in range(count)])
+        model.base_model.set_adapter(
+            [f"adapter {number}" if number else "default" for number in range(count)]
+        )
     return model.train()
 
 
@@ -151,7 +156,9 @@ def test_float64(name, calls):
     check(SERVED[name](), calls)
 
 
-@pytest.mark.parametrize("name", ["plain", "three with biases", "two with dropout", "everything trained"])
+@pytest.mark.parametrize(
+    "name", ["plain", "three with biases", "two with dropout", "everything trained"]
+)
 def test_a_known_output(name, calls):
     """It is given back, and backward is as ever."""
     seed_torch(1)
@@ -188,7 +195,9 @@ def test_random_numbers_are_drawn_for_an_output_that_nobody_reads():
 @pytest.mark.parametrize("adapters_in", ["float32", "bfloat16"])
 def test_dropout_has_the_mask_of_peft(adapters_in, autocast):
     """With A of ones and B of ones, y shows how many features dropout has left of each token."""
-    model = around(Holder(bias=False), HALF, lora_dropout=0.4, autocast_adapter_dtype=adapters_in == "float32")
+    model = around(
+        Holder(bias=False), HALF, lora_dropout=0.4, autocast_adapter_dtype=adapters_in == "float32"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "lora" in name else 0.0)
@@ -237,7 +246,10 @@ def another_base(model):
 
 
 def assert_same_bits(model, x, calls, **settings):
-    (y, expected), (found, gradients) = run(model, x, **settings), run(model, x, fused=True, **settings)
+    (y, expected), (found, gradients) = (
+        run(model, x, **settings),
+        run(model, x, fused=True, **settings),
+    )
     assert not calls
     assert torch.equal(found, y)
     assert found.dtype == y.dtype
@@ -314,7 +326,12 @@ def test_casts_that_are_switched_off(calls):
 
 def errors(model, x, true, **settings):
     def error(found):
-        return math.sqrt(sum(float((found[n].double() - g).square().sum() / g.square().sum()) for n, g in true.items()))
+        return math.sqrt(
+            sum(
+                float((found[n].double() - g).square().sum() / g.square().sum())
+                for n, g in true.items()
+            )
+        )
 
     return tuple(error(run(model, x, fused=fused, **settings)[1]) for fused in (True, False))
 
@@ -387,7 +404,9 @@ def test_kernels_of_a_forward():
 
 def factors_for_each_call(monkeypatch):
     real = Adaptation._made
-    monkeypatch.setattr(Adaptation, "_made", lambda self, *args: (self.factors.clear(), real(self, *args))[1])
+    monkeypatch.setattr(
+        Adaptation, "_made", lambda self, *args: (self.factors.clear(), real(self, *args))[1]
+    )
 
 
 def one_part(monkeypatch):
@@ -409,7 +428,9 @@ def without_masks(monkeypatch):
 
 def a_mask_of_its_own(monkeypatch):
     real = Adaptation._mask
-    monkeypatch.setattr(Adaptation, "_mask", lambda self, x, adapter: (torch.rand(3), real(self, x, adapter))[1])
+    monkeypatch.setattr(
+        Adaptation, "_mask", lambda self, x, adapter: (torch.rand(3), real(self, x, adapter))[1]
+    )
 
 
 def unmasked_dx(monkeypatch):
@@ -446,7 +467,9 @@ class Three(nn.Module):
 
     def __init__(self, reads="xxx"):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(IN, size, bias=size > 20) for size in (OUT, 16, 24))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(IN, size, bias=size > 20) for size in (OUT, 16, 24)
+        )
         self.reads = reads
 
     def forward(self, x):
@@ -457,7 +480,11 @@ class Three(nn.Module):
 
 def of_three(reads, dtype=torch.float64, change=None, wide=True, **settings):
     lora = peft.LoraConfig(
-        r=4, rank_pattern={"k_proj": 2}, target_modules=r".*[qkv]_proj", init_lora_weights=False, **settings
+        r=4,
+        rank_pattern={"k_proj": 2},
+        target_modules=r".*[qkv]_proj",
+        init_lora_weights=False,
+        **settings,
     )
     model = peft.get_peft_model(Three(reads).to(dtype), lora, autocast_adapter_dtype=wide)
     if dtype == torch.float64:
@@ -492,7 +519,11 @@ def both_of_three(model, x, autocast=None, parts=False):
 def shared(monkeypatch):
     """How many Linears each product of an x with their A was for."""
     seen, real = [], operation.Shared.read
-    monkeypatch.setattr(operation.Shared, "read", lambda self, rows: (seen.append(len(self.factors)), real(self, rows))[1])
+    monkeypatch.setattr(
+        operation.Shared,
+        "read",
+        lambda self, rows: (seen.append(len(self.factors)), real(self, rows))[1],
+    )
     return seen
 
 
@@ -514,7 +545,9 @@ def check_three(name, shared, wants_x=True, parts=False):
     settings, counts = OF_ONE_INPUT[name]
     seed_torch(1)
     model = of_three(**settings)
-    (y, expected), (found, gradients) = both_of_three(model, given().requires_grad_(wants_x), parts=parts)
+    (y, expected), (found, gradients) = both_of_three(
+        model, given().requires_grad_(wants_x), parts=parts
+    )
     assert (found - y).norm() <= FLOAT64_BAR * y.norm()
     assert worst_error(gradients, expected) <= FLOAT64_BAR
     assert shared == counts
@@ -542,10 +575,15 @@ def test_linears_of_one_input_are_as_precise_as_peft(wide, autocast, shared):
     for seed in range(16):
         seed_torch(seed)
         model, x = of_three("xxx", HALF, wide=wide), given(HALF).requires_grad_()
-        true = both_of_three(copy.deepcopy(model).double(), x.detach().double().requires_grad_())[0][1]
+        true = both_of_three(copy.deepcopy(model).double(), x.detach().double().requires_grad_())[
+            0
+        ][1]
         (_, stock), (_, found) = both_of_three(model, x, autocast)
         off = [
-            sum(float((g[name].double() - value).square().sum() / value.square().sum()) for name, value in true.items())
+            sum(
+                float((g[name].double() - value).square().sum() / value.square().sum())
+                for name, value in true.items()
+            )
             ** 0.5
             for g in (found, stock)
         ]

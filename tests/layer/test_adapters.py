@@ -1,5 +1,5 @@
-"""Streamed layers whose Linears have LoRA adapters: gradients are those of the unpatched model, whatever is saved, and the
-adapters cost nothing of the size of what the Linears read and write.
+"""Streamed layers whose Linears have LoRA adapters: gradients are those of the unpatched model,
+whatever is saved, and the adapters cost nothing of the size of what the Linears read and write.
 
 covers: layer/adapters.py, layer/adapted.py, layer/products.py, layer/site.py, model/adapters.py
 """
@@ -34,7 +34,9 @@ MODES = ("left-padded", "packed")
 def with_adapters(model, dtype=torch.float64, **settings):
     """The model with adapters that have grown, on all its Linears."""
     seed_torch(1)
-    config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings})
+    config = peft.LoraConfig(
+        **{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings}
+    )
     model = peft.get_peft_model(model, config)
     return model.to(dtype) if dtype == torch.float64 else model
 
@@ -49,7 +51,9 @@ def streamed(model, **settings):
 def calls(monkeypatch):
     """The batch shapes that the operation was called with."""
     seen, real = [], operation._forward
-    monkeypatch.setattr(operation, "_forward", lambda *args: (seen.append(args[2].shape), real(*args))[1])
+    monkeypatch.setattr(
+        operation, "_forward", lambda *args: (seen.append(args[2].shape), real(*args))[1]
+    )
     return seen
 
 
@@ -99,7 +103,9 @@ def everything_trained(model):
 
 def two_active(model):
     seed_torch(9)
-    model.add_adapter("second", peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    model.add_adapter(
+        "second", peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+    )
     model.base_model.set_adapter(["default", "second"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -110,7 +116,10 @@ def two_active(model):
 COVERED = {
     "dropout": ({"lora_dropout": 0.3}, None),
     "two active": ({}, two_active),
-    "patterns, rslora": ({"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"up_proj": 5}, "use_rslora": True}, None),
+    "patterns, rslora": (
+        {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"up_proj": 5}, "use_rslora": True},
+        None,
+    ),
     "biases": ({"bias": "all", "lora_bias": True}, None),
     "base weights trained": ({}, everything_trained),
     "other modules beside": (
@@ -120,7 +129,9 @@ COVERED = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(COVERED, lambda name: name in ("two active", "base weights trained")))
+@pytest.mark.parametrize(
+    "name", thinned(COVERED, lambda name: name in ("two active", "base weights trained"))
+)
 def test_the_served_list(name, calls, float64_oracle):
     settings, change = COVERED[name]
     stock = with_adapters(build("qwen2", torch.float64, tie_word_embeddings=False), **settings)
@@ -131,7 +142,10 @@ def test_the_served_list(name, calls, float64_oracle):
         assert calls
         return
     # Chunks draw their own masks: with one chunk they are those of the whole sequence.
-    assert check(stock, calls, "plain", saves=("attn_out", "kv", "*"), chunk_size=64, rows="as_given") > 0
+    assert (
+        check(stock, calls, "plain", saves=("attn_out", "kv", "*"), chunk_size=64, rows="as_given")
+        > 0
+    )
     both = []
     for kernels in ("auto", "own"):
         ours = streamed(stock, kernels=kernels)
@@ -174,7 +188,9 @@ def test_what_falls_back_is_peft_to_the_bit(name, calls):
     stock = with_adapters(build("qwen3", dtype), dtype, **settings)
     if change == "hooks":
         for module in adapters_of(stock):
-            module.lora_A["default"].register_forward_hook(lambda module, args, output: output * 1.5)
+            module.lora_A["default"].register_forward_hook(
+                lambda module, args, output: output * 1.5
+            )
     told = assert_same_bits(stock, calls, saves=("attn_out", "kv", "*"))
     assert "14 Linears with adapters are computed by peft's code" in told
     assert why in told
@@ -193,14 +209,17 @@ def test_own_kernels_are_peft_to_the_bit(calls):
 
 
 def test_adapters_that_change_between_steps(calls, float64_oracle):
-    """Each step is that of the unpatched model as it is then, and `unpatch` leaves nothing behind."""
+    """Each step is that of the unpatched model as it is then, and `unpatch` leaves nothing
+    behind."""
     stock = with_adapters(build("qwen3", torch.float64))
     ours = streamed(stock, saves="auto")
     batch = make_batch("left-padded")
     changes = {
         "as they are": lambda model: None,
         "scaled": lambda model: [module.scale_layer(3.0) for module in adapters_of(model)],
-        "switched off": lambda model: [module.enable_adapters(False) for module in adapters_of(model)],
+        "switched off": lambda model: [
+            module.enable_adapters(False) for module in adapters_of(model)
+        ],
         "on again": lambda model: [module.enable_adapters(True) for module in adapters_of(model)],
         "merged": lambda model: model.merge_adapter(),
         "unmerged": lambda model: model.unmerge_adapter(),
@@ -215,7 +234,10 @@ def test_adapters_that_change_between_steps(calls, float64_oracle):
             else:
                 for path, parameter in model.named_parameters():
                     parameter.requires_grad_("lora_" in path)
-        (loss, found), (expected_loss, expected) = gradients(ours, **batch), gradients(stock, **batch)
+        (loss, found), (expected_loss, expected) = (
+            gradients(ours, **batch),
+            gradients(stock, **batch),
+        )
         assert abs(loss - expected_loss) <= BAR * abs(expected_loss), name
         assert worst_error(found, expected) <= BAR, name
         assert bool(calls) == (name not in ("switched off", "merged")), name
@@ -244,7 +266,8 @@ def test_an_error_in_a_step_leaves_modules_as_they_were(calls):
 
 @pytest.mark.full
 def test_what_saves_name(calls):
-    """A Linear's name stands for its output with the adapters'; the products of adapters are nobody's to save."""
+    """A Linear's name stands for its output with the adapters'; the products of adapters are
+    nobody's to save."""
     stock = with_adapters(build("qwen3"), torch.float32)
     ours = streamed(stock, saves=("*",))
     gradients(ours, **make_batch("plain"))
@@ -269,14 +292,18 @@ def test_a_wrong_trace_is_found(monkeypatch):
     ours = streamed(with_adapters(build("qwen3"), torch.float32), saves=())
     gradients(ours, **make_batch("plain"))
     for site in ours._streambp.steps.sites:
-        assert {name for found in site.unread.values() for name in found.recompute} <= {"mlp.down_proj"}
+        assert {name for found in site.unread.values() for name in found.recompute} <= {
+            "mlp.down_proj"
+        }
 
 
 def in_pefts_way(monkeypatch):
     """Values that are known are computed all the same, and their adapters' gradients are lost."""
     real = operation._backward
     monkeypatch.setattr(
-        operation, "_backward", lambda ctx, grad: (*real(ctx, grad)[:4], *[None] * (len(ctx.needs_input_grad) - 4))
+        operation,
+        "_backward",
+        lambda ctx, grad: (*real(ctx, grad)[:4], *[None] * (len(ctx.needs_input_grad) - 4)),
     )
 
 
@@ -301,7 +328,10 @@ def nothing_is_put_back(monkeypatch):
 @pytest.mark.parametrize(
     ("mutant", "named"),
     [
-        (in_pefts_way, lambda calls: test_float64(("attn_out", "kv", "*"), "none", 5, "packed", calls, None)),
+        (
+            in_pefts_way,
+            lambda calls: test_float64(("attn_out", "kv", "*"), "none", 5, "packed", calls, None),
+        ),
         (nothing_is_put_back, test_an_error_in_a_step_leaves_modules_as_they_were),
     ],
 )
@@ -312,11 +342,14 @@ def test_mutants(mutant, named, calls, monkeypatch):
 
 
 def error_of(found, true):
-    return sum(float((found[n].double() - g.double()).square().sum()) for n, g in true.items()) ** 0.5
+    return (
+        sum(float((found[n].double() - g.double()).square().sum()) for n, g in true.items()) ** 0.5
+    )
 
 
 def in_half(family, seed, std, autocast=False, wide=True):
-    """Our error and peft's, of the whole gradient of a streamed model in bfloat16, against float32."""
+    """Our error and peft's, of the whole gradient of a streamed model in bfloat16, against
+    float32."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     base = build(family, torch.bfloat16, seed, **sizes)
     seed_torch(1000 + seed)
@@ -338,11 +371,17 @@ def in_half(family, seed, std, autocast=False, wide=True):
 @pytest.mark.parametrize("std", [0.02, 0.2])
 @pytest.mark.parametrize(
     ("family", "autocast", "wide"),
-    [("qwen3", False, True), ("qwen2", False, True), ("qwen3", True, True), ("qwen3", False, False)],
+    [
+        ("qwen3", False, True),
+        ("qwen2", False, True),
+        ("qwen3", True, True),
+        ("qwen3", False, False),
+    ],
     ids=["qwen3", "qwen2", "autocast", "bfloat16 adapters"],
 )
 def test_bfloat16_is_as_precise_as_peft(family, autocast, wide, std):
-    """Both are draws of one noise: the ratio of their means over models is known to its standard error."""
+    """Both are draws of one noise: the ratio of their means over models is known to its standard
+    error."""
     pairs = [in_half(family, seed, std, autocast, wide) for seed in range(16)]
     ours, pefts = (statistics.fmean(column) for column in zip(*pairs, strict=True))
     ratio = ours / pefts
@@ -356,9 +395,14 @@ def test_bfloat16_is_as_precise_as_peft(family, autocast, wide, std):
 def test_no_memory_is_spent_on_the_products_of_adapters(kernels, monkeypatch):
     """They take as long to read as to compute again."""
     seen, real = [], saved.Cost
-    monkeypatch.setattr(saved, "Cost", lambda **costs: (seen.append(costs["products"]), real(**costs))[1])
+    monkeypatch.setattr(
+        saved, "Cost", lambda **costs: (seen.append(costs["products"]), real(**costs))[1]
+    )
     ours = streamed(with_adapters(build("qwen3"), torch.float32), saves="auto", kernels=kernels)
     gradients(ours, **make_batch("plain"))
     names = {name for products in seen for name in products}
-    assert {name.removesuffix(".base_layer") for name in names} >= {"mlp.gate_proj", "self_attn.q_proj"}
+    assert {name.removesuffix(".base_layer") for name in names} >= {
+        "mlp.gate_proj",
+        "self_attn.q_proj",
+    }
     assert not any("lora_" in name for name in names)

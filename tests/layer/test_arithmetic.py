@@ -1,6 +1,8 @@
-"""Linear FLOPs of a step against torch's non-reentrant checkpointing; attention pairs against the spans.
+"""Linear FLOPs of a step against torch's non-reentrant checkpointing; attention pairs against the
+spans.
 
-covers: attention/kernels.py, attention/spans.py, head/one_pass.py, head/recipe.py, layer/site.py, lazy/deferred.py
+covers: attention/kernels.py, attention/spans.py, head/one_pass.py, head/recipe.py, layer/site.py,
+lazy/deferred.py
 """
 
 from __future__ import annotations
@@ -37,8 +39,18 @@ LENGTH = 4096
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
-LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
-PHI3_MINI = {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 32}
+LLAMA_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+PHI3_MINI = {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
 GEMMA3_4B = {
     "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 }  # fmt: skip
@@ -61,7 +73,9 @@ def meta_layer(name):
 def layer_flops(layer, sizes, chunk_size=None):
     """Linear FLOPs of forward and backward; checkpointed where no chunk size is given."""
     head_dim = sizes.get("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
-    x = torch.empty(1, LENGTH, sizes["hidden_size"], dtype=torch.bfloat16, device="meta", requires_grad=True)
+    x = torch.empty(
+        1, LENGTH, sizes["hidden_size"], dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
     rotary = torch.empty(1, LENGTH, head_dim, dtype=torch.bfloat16, device="meta")
     named = {"attention_mask": None, "position_embeddings": (rotary, rotary)}
     with LinearFlops() as flops:
@@ -74,11 +88,14 @@ def layer_flops(layer, sizes, chunk_size=None):
 
 
 def _without_attention(layer, x, named):
-    """The layer with its attention product replaced by an elementwise stand-in: Linears are what is counted."""
+    """The layer with its attention product replaced by an elementwise stand-in: Linears are what is
+    counted."""
 
     def stand_in(module, query, key, value, attention_mask, **kwargs):
         repeats = query.shape[1] // key.shape[1]
-        return (query + (key * value).repeat_interleave(repeats, 1)).transpose(1, 2).contiguous(), None
+        return (query + (key * value).repeat_interleave(repeats, 1)).transpose(
+            1, 2
+        ).contiguous(), None
 
     AttentionInterface.register("stand_in", stand_in)
     configs = {id(m.config): m.config for m in layer.modules() if hasattr(m, "config")}.values()
@@ -96,7 +113,9 @@ def _without_attention(layer, x, named):
 @pytest.mark.parametrize(
     ("name", "chunk_size"),
     [
-        pytest.param(name, size, marks=() if size == 1500 or name == "qwen3-8b" else pytest.mark.full)
+        pytest.param(
+            name, size, marks=() if size == 1500 or name == "qwen3-8b" else pytest.mark.full
+        )
         for name in LAYERS
         for size in (256, 1500, LENGTH)
     ],
@@ -117,7 +136,9 @@ def test_linear_flops_of_a_qwen3_8b_step():
     with LinearFlops() as stock_head:
         F.cross_entropy(head(hidden).float(), labels).backward()
     with LinearFlops() as our_head:
-        F.cross_entropy(head(Deferred.make(hidden, Recipe(HeadRequest(Pending())))).float(), labels).backward()
+        F.cross_entropy(
+            head(Deferred.make(hidden, Recipe(HeadRequest(Pending())))).float(), labels
+        ).backward()
     ours = 36 * layer_flops(layer, sizes, 512) + our_head.total
     stock = 36 * layer_flops(layer, sizes) + stock_head.total
     print(f"Qwen3-8B step, chunks of 512: {ours / stock:.4f} x checkpointing's Linear FLOPs")
@@ -142,10 +163,16 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
     for kernel in (kernels.CPU_FLASH, kernels.MATH):
         monkeypatch.setattr(kernel, "forward", counted(kernel.forward, "forward"))
         monkeypatch.setattr(kernel, "backward", counted(kernel.backward, "backward"))
-    config = StreamConfig(chunk_size=5, saves=saves, attention="auto", rows="as_given")  # its trial attends
+    config = StreamConfig(
+        chunk_size=5, saves=saves, attention="auto", rows="as_given"
+    )  # its trial attends
     model = streambp.patch(build(family, num_hidden_layers=1), config)
-    monkeypatch.setattr("streambp.layer.site.plain_linears", lambda layer, adapted=(): {})  # no probe: it attends as well
-    monkeypatch.setattr("streambp.admission.entry.can_stream", lambda call: Verdict(True))  # so do these
+    monkeypatch.setattr(
+        "streambp.layer.site.plain_linears", lambda layer, adapted=(): {}
+    )  # no probe: it attends as well
+    monkeypatch.setattr(
+        "streambp.admission.entry.can_stream", lambda call: Verdict(True)
+    )  # so do these
     monkeypatch.setattr("streambp.admission.entry.look_for_writes", lambda call: None)
     gradients(model, **make_batch(mode))
     inside, masked = expected_pairs(model, mode)
@@ -157,13 +184,18 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
 
 
 def expected_pairs(model, mode):
-    """Pairs inside the spans, and masked pairs that the diagonal and window-edge blocks hold, by brute force."""
+    """Pairs inside the spans, and masked pairs that the diagonal and window-edge blocks hold, by
+    brute force."""
     batch = make_batch(mode)
     length, window = batch["input_ids"].shape[1], getattr(model.config, "sliding_window", None)
     inside = masked = 0
     for row in range(batch["input_ids"].shape[0]):
         kept = batch["attention_mask"][row] if "attention_mask" in batch else torch.ones(length)
-        document = (batch["position_ids"][row] == 0).cumsum(0) if "position_ids" in batch else torch.zeros(length)
+        document = (
+            (batch["position_ids"][row] == 0).cumsum(0)
+            if "position_ids" in batch
+            else torch.zeros(length)
+        )
         query, key = torch.arange(length)[:, None], torch.arange(length)
         allowed = (key <= query) & (document[:, None] == document) & (kept[:, None] * kept > 0)
         if window:
@@ -174,11 +206,20 @@ def expected_pairs(model, mode):
                 tokens = int(((document == d) & (kept > 0))[start : start + 5].sum())
                 masked += tokens * (tokens - 1) // 2
                 first = int(((document == d) & (kept > 0)).nonzero()[0]) if tokens else 0
-                last = start + max(i for i in range(5) if start + i < length and document[start + i] == d) + 1
+                last = (
+                    start
+                    + max(i for i in range(5) if start + i < length and document[start + i] == d)
+                    + 1
+                )
                 if window and tokens:
                     q0 = max(first, start)
                     edge, full = max(first, q0 - window + 1), max(first, last - window)
                     band = max(0, min(full, q0) - edge)
-                    area = sum(1 for q in range(q0, last) for k in range(edge, edge + band) if k <= q - window)
+                    area = sum(
+                        1
+                        for q in range(q0, last)
+                        for k in range(edge, edge + band)
+                        if k <= q - window
+                    )
                     masked += area
     return inside, masked

@@ -1,7 +1,7 @@
 """Autocast in backward: restored for what is computed again, off for gradients. [Note: autocast]
 
-covers: attention/attend.py, attention/kernels.py, head/blocks.py, head/log_probs.py, head/one_pass.py,
-  layer/recompute.py, layer/shadows.py
+covers: attention/attend.py, attention/kernels.py, head/blocks.py, head/log_probs.py,
+  head/one_pass.py, layer/recompute.py, layer/shadows.py
 """
 
 from __future__ import annotations
@@ -37,8 +37,13 @@ def in_float32(module):
 
     def forward(*args, **kwargs):
         with torch.autocast("cpu", enabled=False):
-            args = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-            return own(*args, **{k: x.float() if k == "hidden_states" else x for k, x in kwargs.items()})
+            args = [
+                x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                for x in args
+            ]
+            return own(
+                *args, **{k: x.float() if k == "hidden_states" else x for k, x in kwargs.items()}
+            )
 
     module.forward = forward
 
@@ -48,7 +53,8 @@ def bf16():
 
 
 def gradients_of(model, loss_of, inside=False, autocast=bf16):
-    """Of one step under autocast, its backward called inside of it or, as torch recommends, outside."""
+    """Of one step under autocast, its backward called inside of it or, as torch recommends,
+    outside."""
     model.zero_grad(set_to_none=True)
     with autocast():
         loss = loss_of(model)
@@ -64,8 +70,11 @@ def labelled(batch):
 
 
 def of_hidden_states(batch):
-    """A loss without a head, so that a model of float32 regions alone has nothing that autocast rounds."""
-    batch = {name: tensor for name, tensor in batch.items() if name not in ("labels", "shift_labels")}
+    """A loss without a head, so that a model of float32 regions alone has nothing that autocast
+    rounds."""
+    batch = {
+        name: tensor for name, tensor in batch.items() if name not in ("labels", "shift_labels")
+    }
     weight = torch.randn(2, LENGTH, 32, generator=seeded(5))
     return lambda model: (model.model(**batch, use_cache=False).last_hidden_state * weight).sum()
 
@@ -108,7 +117,8 @@ def test_without_autocast_off_it_is_not(split, monkeypatch):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_without_a_context_around_the_pass_the_program_decides(split, monkeypatch):
-    """The mutant: autocast is off in backward only where the program calls backward outside of it."""
+    """The mutant: autocast is off in backward only where the program calls backward outside of
+    it."""
     monkeypatch.setattr(recompute.Autocast, "off", lambda self: contextlib.nullcontext())
     with pytest.raises(AssertionError):
         error_of_a_float32_layer(split)
@@ -120,7 +130,10 @@ def test_a_float32_mlp_is_as_precise_as_in_the_unpatched_model():
 
 
 def errors_with_a_float32_mlp(seed):
-    model, batch = build("qwen3", seed=seed, hidden_size=64), make_batch("plain", length=96, seed=seed)
+    model, batch = (
+        build("qwen3", seed=seed, hidden_size=64),
+        make_batch("plain", length=96, seed=seed),
+    )
     for layer in model.model.layers:
         in_float32(layer.mlp)
     truth = gradients_of(model, labelled(batch), autocast=contextlib.nullcontext)
@@ -139,7 +152,8 @@ def errors_with_a_float32_mlp(seed):
     ],
 )
 def test_backward_inside_of_autocast_gives_the_same_gradients(name, saves, monkeypatch):
-    """Fused attention and plain products (softcap, a dense mask), experts, the head's passes, halves of a shard."""
+    """Fused attention and plain products (softcap, a dense mask), experts, the head's passes,
+    halves of a shard."""
     batch = make_batch("packed" if name == "packed" else "plain")
     loss_of = labelled(with_shifted_labels(batch) if name == "split" else batch)
     model = zoo.build(name).float() if name in ("gemma2", "qwen3_moe") else build("qwen3")
@@ -151,19 +165,27 @@ def test_backward_inside_of_autocast_gives_the_same_gradients(name, saves, monke
 
         def loss_of(model):
             logits = model(input_ids=ids, use_cache=False).logits.float()
-            return -logits.log_softmax(-1).gather(-1, ids[..., None]).mean() + logits.softmax(-1).square().mean()
+            return (
+                -logits.log_softmax(-1).gather(-1, ids[..., None]).mean()
+                + logits.softmax(-1).square().mean()
+            )
 
     outside, inside = (gradients_of(model, loss_of, inside) for inside in (False, True))
     assert outside.keys() == inside.keys()
-    different = [name for name, gradient in outside.items() if not torch.equal(gradient, inside[name])]
+    different = [
+        name for name, gradient in outside.items() if not torch.equal(gradient, inside[name])
+    ]
     assert not different
 
 
 def scores_in_autocast(monkeypatch):
-    """Whether autocast is on where plain products compute scores, in forward and again in backward."""
+    """Whether autocast is on where plain products compute scores, in forward and again in
+    backward."""
     seen, real = [], kernels.MathKernel._scores
     monkeypatch.setattr(
-        kernels.MathKernel, "_scores", lambda *given: seen.append(torch.is_autocast_enabled("cpu")) or real(*given)
+        kernels.MathKernel,
+        "_scores",
+        lambda *given: seen.append(torch.is_autocast_enabled("cpu")) or real(*given),
     )
     model = streambp.patch(build("qwen3", attention_dropout=0.1), StreamConfig(chunk_size=5))
     in_float32(model.model.layers[0].self_attn)
@@ -183,7 +205,8 @@ def test_kernels_in_autocast_are_seen(monkeypatch):
 
 
 def test_windows_under_autocast_are_as_precise_as_unpatched():
-    """Their edges are attended by plain products, beside fused kernels that are handed the logsumexp of both."""
+    """Their edges are attended by plain products, beside fused kernels that are handed the
+    logsumexp of both."""
     with attended_logsumexps() as dtypes:
         assert_as_precise(map(errors_with_windows, itertools.count()))
     assert dtypes == {torch.float32}
@@ -193,7 +216,9 @@ def errors_with_windows(seed):
     model, batch = build("gemma3", seed=seed), make_batch("plain", seed=seed)
     truth = gradients_of(model, labelled(batch), autocast=contextlib.nullcontext)
     stock = gradients_of(model, labelled(batch))
-    ours = gradients_of(streambp.patch(model, StreamConfig(chunk_size=5, saves=())), labelled(batch))
+    ours = gradients_of(
+        streambp.patch(model, StreamConfig(chunk_size=5, saves=())), labelled(batch)
+    )
     return relative_l2(ours, truth), relative_l2(stock, truth)
 
 
@@ -233,7 +258,8 @@ def test_a_head_in_float32_is_differentiated_there(one_pass):
 
 
 def casts_of_a_backward():
-    """Of up_proj's and gate_proj's weights in one backward pass; a hook keeps up_proj from adding up its own gradient."""
+    """Of up_proj's and gate_proj's weights in one backward pass; a hook keeps up_proj from adding
+    up its own gradient."""
     model = streambp.patch(build("qwen3", num_hidden_layers=1), StreamConfig(chunk_size=5))
     mlp = model.model.layers[0].mlp
     mlp.up_proj.register_forward_hook(lambda *_: None)

@@ -1,4 +1,5 @@
-"""Bytes a token, counted on meta between T = 512k and 1M on a Qwen3-8B-shaped layer (DESIGN.md section 4).
+"""Bytes a token, counted on meta between T = 512k and 1M on a Qwen3-8B-shaped layer (DESIGN.md
+section 4).
 
 covers: head/log_probs.py, layer/site.py, offload/arena.py, offload/engines.py, offload/manager.py
 """
@@ -66,7 +67,8 @@ def slope(measure, lengths=LENGTHS):
 
 
 def run_layer(layer, length, forward, grad=True):
-    """Peak bytes of forward, of the first layer's backward beyond its saved input, and of the second's likewise."""
+    """Peak bytes of forward, of the first layer's backward beyond its saved input, and of the
+    second's likewise."""
     x = empty(1, length, 4096).requires_grad_(grad)
     peaks = {}
     with LiveBytes() as count, contextlib.nullcontext() if grad else torch.no_grad():
@@ -96,7 +98,9 @@ def streamed(saves=(), offloader=None):
     def forward(layer, x, position_embeddings):
         config = StreamConfig(chunk_size=131072, saves=saves)
         site = LayerSite(layer, config, offloader=offloader, index=next(index))
-        return stream_layer(site, (x,), {"attention_mask": None, "position_embeddings": position_embeddings})
+        return stream_layer(
+            site, (x,), {"attention_mask": None, "position_embeddings": position_embeddings}
+        )
 
     return forward
 
@@ -105,7 +109,9 @@ def flash_on_meta(module, query, key, value, attention_mask, dropout=0.0, scalin
     """FlashAttention's shapes; sdpa would count a [T, T] matrix on meta."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
+    out = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, True, scale=scaling
+    )[0]
     return out.transpose(1, 2), None
 
 
@@ -190,9 +196,14 @@ def offloaded_peaks(saves, gpu_memory, grad=True):
         return run_layer(layer, length, streamed(saves, offloader), grad)
 
     peaks = [measure(length) for length in LENGTHS]
-    slopes = {name: (peaks[1][name] - peaks[0][name]) / (LENGTHS[1] - LENGTHS[0]) for name in peaks[0]}
+    slopes = {
+        name: (peaks[1][name] - peaks[0][name]) / (LENGTHS[1] - LENGTHS[0]) for name in peaks[0]
+    }
     for name, found in slopes.items():
-        print(f"offloaded, saves {saves}, gpu_memory {gpu_memory}, {name}: {found / KB:.2f} KB a token")
+        print(
+            f"offloaded, saves {saves}, gpu_memory {gpu_memory}, {name}: {found / KB:.2f} KB a "
+            "token"
+        )
     return slopes
 
 
@@ -203,7 +214,9 @@ def test_offloaded_backward_grows_by_21_kb_a_token():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("saves", [("attn_out", "kv"), pytest.param(("attn_out",), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "saves", [("attn_out", "kv"), pytest.param(("attn_out",), marks=pytest.mark.full)]
+)
 def test_backward_with_a_streamed_prefix_grows_by_9_5_kb_a_token(saves):
     """What is left are the gradient's buffer (8 KB) and cos and sin (0.5 KB)."""
     slopes = offloaded_peaks(saves, 2**30)
@@ -217,10 +230,12 @@ def test_forward_without_grad_streams_its_prefix_too():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("gpu_memory", "forward_bar", "backward_bar"), [(None, 21, 29), (2**30, 17, 17)])
+@pytest.mark.parametrize(
+    ("gpu_memory", "forward_bar", "backward_bar"), [(None, 21, 29), (2**30, 17, 17)]
+)
 def test_several_layers_offloaded_grow_no_faster_than_one(gpu_memory, forward_bar, backward_bar):
-    """Of four layers, a forward's peak is one's input and output, and a backward's the last one's, whose incoming gradient
-    is not ours to write over."""
+    """Of four layers, a forward's peak is one's input and output, and a backward's the last one's,
+    whose incoming gradient is not ours to write over."""
 
     def measure(length):
         engine = HostOnMeta(torch.device("meta"))
@@ -240,7 +255,11 @@ def test_several_layers_offloaded_grow_no_faster_than_one(gpu_memory, forward_ba
             return peak, count.peak
 
     short, long = (measure(length) for length in LENGTHS)
-    for name, bar, a, b in zip(("forward", "backward"), (forward_bar, backward_bar), short, long, strict=True):
+    for name, bar, a, b in zip(
+        ("forward", "backward"), (forward_bar, backward_bar), short, long, strict=True
+    ):
         found = (b - a) / (LENGTHS[1] - LENGTHS[0])
-        print(f"four layers offloaded, gpu_memory {gpu_memory}, {name}: {found / KB:.2f} KB a token")
+        print(
+            f"four layers offloaded, gpu_memory {gpu_memory}, {name}: {found / KB:.2f} KB a token"
+        )
         assert found <= bar * KB

@@ -1,4 +1,5 @@
-"""A router that ties to rounding decides nothing; a layer that computes something else is refused. [Note: choices]
+"""A router that ties to rounding decides nothing; a layer that computes something else is refused.
+[Note: choices]
 
 covers: admission/agreement.py, admission/own_run.py, admission/probe.py, layer/choices.py
 """
@@ -45,8 +46,8 @@ def is_streaming():
 
 
 def tied(monkeypatch):
-    """The last expert that a token goes to and the next one are liked as much. A rounding decides who is first, which falls
-    otherwise where the layer streams."""
+    """The last expert that a token goes to and the next one are liked as much. A rounding decides
+    who is first, which falls otherwise where the layer streams."""
     real = torch.topk
 
     def topk(x, k, *args, **kwargs):
@@ -63,10 +64,18 @@ def tied(monkeypatch):
 
 
 def step(model, precision="weights", **batch):
-    with torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext():
+    with (
+        torch.autocast("cpu", torch.bfloat16)
+        if precision == "autocast"
+        else contextlib.nullcontext()
+    ):
         loss = model(**(batch or make_batch("plain")), use_cache=False).loss
     loss.backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+    assert all(
+        parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
 
 
 def paths(model):
@@ -79,7 +88,11 @@ def test_a_tie_in_the_router_refuses_nothing(family, precision, monkeypatch):
     model = mixture(family, precision)
     tied(monkeypatch)
     differing, note = [], Choices._note
-    monkeypatch.setattr(Choices, "_note", lambda self, *given: (note(self, *given), differing.append(self.differing)))
+    monkeypatch.setattr(
+        Choices,
+        "_note",
+        lambda self, *given: (note(self, *given), differing.append(self.differing)),
+    )
     step(streambp.patch(model, CHUNKS), precision)
     assert max(differing) >= 20  # of 24 tokens
     assert paths(model) == {"streams"}
@@ -89,7 +102,9 @@ def test_a_tie_in_the_router_refuses_nothing(family, precision, monkeypatch):
 def test_mutant_a_tie_decides(family, monkeypatch):
     """Without choices that are handed out the same models are refused."""
     monkeypatch.setattr(
-        Choices, "__torch_function__", lambda self, func, types, args=(), kwargs=None: func(*args, **(kwargs or {}))
+        Choices,
+        "__torch_function__",
+        lambda self, func, types, args=(), kwargs=None: func(*args, **(kwargs or {})),
     )
     with pytest.raises(OtherModelError):
         test_a_tie_in_the_router_refuses_nothing(family, "weights", monkeypatch)
@@ -97,11 +112,15 @@ def test_mutant_a_tie_decides(family, monkeypatch):
 
 def while_streaming(monkeypatch, model, name, change):
     """The forward of the model's class of that name is `change` of it while its layer streams."""
-    found = next(type(module) for module in model.modules() if type(module).__name__.lower().endswith(name))
+    found = next(
+        type(module) for module in model.modules() if type(module).__name__.lower().endswith(name)
+    )
     real = found.forward
 
     def forward(self, *given, **named):
-        return change(real, self, *given, **named) if is_streaming() else real(self, *given, **named)
+        return (
+            change(real, self, *given, **named) if is_streaming() else real(self, *given, **named)
+        )
 
     monkeypatch.setattr(found, "forward", forward)
 
@@ -120,20 +139,28 @@ def scaled_attention(monkeypatch, model):
 def unrotated_attention(monkeypatch, model):
     def unrotated(real, self, *given, position_embeddings, **named):
         cos, sin = position_embeddings
-        return real(self, *given, position_embeddings=(torch.ones_like(cos), torch.zeros_like(sin)), **named)
+        return real(
+            self, *given, position_embeddings=(torch.ones_like(cos), torch.zeros_like(sin)), **named
+        )
 
     while_streaming(monkeypatch, model, "attention", unrotated)
 
 
 def experts_permuted(monkeypatch, model):
     while_streaming(
-        monkeypatch, model, "experts", lambda real, self, x, index, weights: real(self, x, index.roll(1, 0) ^ 1, weights)
+        monkeypatch,
+        model,
+        "experts",
+        lambda real, self, x, index, weights: real(self, x, index.roll(1, 0) ^ 1, weights),
     )
 
 
 def another_activation(monkeypatch, model):
     while_streaming(
-        monkeypatch, model, "experts", lambda real, self, x, index, weights: real(self, x, index, weights).tanh()
+        monkeypatch,
+        model,
+        "experts",
+        lambda real, self, x, index, weights: real(self, x, index, weights).tanh(),
     )
 
 
@@ -151,7 +178,9 @@ def router_ignored(monkeypatch, model):
 
 
 def router_turned(monkeypatch, model):
-    while_streaming(monkeypatch, model, "topkrouter", lambda real, self, x: real(self, x.roll(1, -1)))
+    while_streaming(
+        monkeypatch, model, "topkrouter", lambda real, self, x: real(self, x.roll(1, -1))
+    )
 
 
 OTHERS = (
@@ -174,10 +203,14 @@ def test_what_computes_something_else_is_refused(other, family, precision, monke
 
 
 def chosen_elsewhere(monkeypatch, precision):
-    """DeepSeek's router picks by scores and a bias that no weight has: here it picks otherwise while it streams."""
+    """DeepSeek's router picks by scores and a bias that no weight has: here it picks otherwise
+    while it streams."""
     model = streambp.patch(mixture("deepseek_v3", precision), CHUNKS)
     real = torch.topk
-    turned = lambda x, *given, **named: real(x.roll(1, -1) if is_streaming() else x, *given, **named)  # noqa: E731
+
+    def turned(x, *given, **named):
+        return real(x.roll(1, -1) if is_streaming() else x, *given, **named)
+
     monkeypatch.setattr(torch, "topk", turned)
     step(model, precision)
 
@@ -215,7 +248,11 @@ def test_later_runs_are_handed_the_choices_of_the_first(name, flat):
     def of(x, start, stop):
         with choices.at(Chunk(0, start, stop), rows):
             part = x[:, start:stop]
-            return choose(part.flatten(0, 1)).unflatten(0, (rows, stop - start)) if flat else choose(part)
+            return (
+                choose(part.flatten(0, 1)).unflatten(0, (rows, stop - start))
+                if flat
+                else choose(part)
+            )
 
     first = of(logits, 0, length)
     assert torch.equal(first, choose(logits))

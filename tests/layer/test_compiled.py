@@ -21,9 +21,18 @@ from tests.seeds import seeded
 CHUNK, CHUNKS, LENGTH = 7, 4, 23  # the last chunk has two tokens
 TOKEN_WISE = ("mlp", "input_layernorm", "post_attention_layernorm")
 PASSES = 2  # forward and recomputation
-REFILLS = CHUNKS - 1  # of the keys and values: calls of a layer's first norm alone; the last chunk's need none
-LENGTHS = {None: 2, False: 2, True: 1}  # graphs for two lengths: None makes a dynamic one at the second
-NORMS, MLPS = 3, 2  # passes of their code: forward, the refill, whose weights are a chunk's own, and recomputation
+REFILLS = (
+    CHUNKS - 1
+)  # of the keys and values: calls of a layer's first norm alone; the last chunk's need none
+LENGTHS = {
+    None: 2,
+    False: 2,
+    True: 1,
+}  # graphs for two lengths: None makes a dynamic one at the second
+NORMS, MLPS = (
+    3,
+    2,
+)  # passes of their code: forward, the refill, whose weights are a chunk's own, and recomputation
 CONFIG = StreamConfig(chunk_size=CHUNK, saves=())
 EAGER = "what is around them is eager, too"
 
@@ -68,7 +77,8 @@ class Apart:
 
 @pytest.fixture(autouse=True)
 def _compiled_anew():
-    """A function of which torch would compile no more, and run the rest eagerly without a word, raises."""
+    """A function of which torch would compile no more, and run the rest eagerly without a word,
+    raises."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
@@ -76,7 +86,8 @@ def _compiled_anew():
 
 
 def steps_of(model, backend, when, config=CONFIG, steps=2, names=TOKEN_WISE, **options):
-    """Gradients of each step against the unpatched model's, runs of compiled code in the last, and the model."""
+    """Gradients of each step against the unpatched model's, runs of compiled code in the last, and
+    the model."""
     batch = make_batch("plain", LENGTH)
     _, expected = gradients(copy.deepcopy(model), **batch)
     if when == "before patch":
@@ -100,13 +111,17 @@ BACKENDS = ("eager", "aot_eager", "inductor")
 
 
 @pytest.mark.fast(
-    "before patch-None-aot_eager", "after patch-None-eager", "between steps-True-eager", "before patch-False-eager"
+    "before patch-None-aot_eager",
+    "after patch-None-eager",
+    "between steps-True-eager",
+    "before patch-False-eager",
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("when", WHEN)
 def test_compiled_modules_stay_compiled_and_layers_stream(when, dynamic, backend):
-    """Every call of a chunk runs compiled code, with at most two graphs a pass, however many layers there are."""
+    """Every call of a chunk runs compiled code, with at most two graphs a pass, however many layers
+    there are."""
     assert torch._functorch.config.donated_buffer  # as torch ships it
     counted, model = Apart(backend), build("qwen3")
     errors, runs, model = steps_of(model, counted, when, dynamic=dynamic)
@@ -115,7 +130,10 @@ def test_compiled_modules_stay_compiled_and_layers_stream(when, dynamic, backend
     layers = len(model.model.layers)
     assert runs == (PASSES * CHUNKS * len(TOKEN_WISE) + REFILLS) * layers
     graphs = counted.norms.graphs, counted.mlps.graphs
-    print(f"{when}, dynamic={dynamic}, {backend}: {graphs} graphs of norms and MLPs, {runs} runs a step")
+    print(
+        f"{when}, dynamic={dynamic}, {backend}: {graphs} graphs of norms and MLPs, {runs} runs a "
+        "step"
+    )
     assert counted.norms.graphs <= NORMS * LENGTHS[dynamic]
     assert counted.mlps.graphs <= MLPS * LENGTHS[dynamic]
 
@@ -136,7 +154,9 @@ def test_settings_with_compiled_modules(saves, offload):
 
 def test_whole_attention_compiled_breaks_at_the_blocks():
     counted = Counted("eager")
-    errors, runs, model = steps_of(build("qwen3"), counted, "before patch", names=("self_attn", *TOKEN_WISE))
+    errors, runs, model = steps_of(
+        build("qwen3"), counted, "before patch", names=("self_attn", *TOKEN_WISE)
+    )
     assert max(errors) <= 1e-6
     assert runs > PASSES * CHUNKS * (1 + len(TOKEN_WISE)) * len(model.model.layers)
     assert "streams: 2 x" in str(streambp.describe(model))
@@ -149,14 +169,20 @@ def test_a_submodule_that_torch_compile_wraps():
         layer.mlp = torch.compile(layer.mlp, backend=counted)
     streambp.patch(model, CONFIG)
     _, found = gradients(model, **make_batch("plain", LENGTH))
-    assert worst_error({name.replace("._orig_mod", ""): grad for name, grad in found.items()}, expected) <= 1e-6
+    assert (
+        worst_error(
+            {name.replace("._orig_mod", ""): grad for name, grad in found.items()}, expected
+        )
+        <= 1e-6
+    )
     assert counted.runs == PASSES * CHUNKS * len(model.model.layers)
     assert "streams: 2 x" in str(streambp.describe(model))
 
 
 @pytest.mark.parametrize("when", WHEN[:2])
 def test_regional_compilation_by_accelerate(when):
-    """It puts torch's wrapper around each layer: streamed layers stay eager, before `patch` and after."""
+    """It puts torch's wrapper around each layer: streamed layers stay eager, before `patch` and
+    after."""
     regions = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
     counted, model = Counted("eager"), build("qwen3")
     _, expected = gradients(copy.deepcopy(model), **make_batch("plain", LENGTH))
@@ -165,11 +191,22 @@ def test_regional_compilation_by_accelerate(when):
     else:
         model = regions.compile_regions(streambp.patch(model, CONFIG), backend=counted)
     _, found = gradients(model, **make_batch("plain", LENGTH))
-    assert worst_error({name.replace("._orig_mod", ""): grad for name, grad in found.items()}, expected) <= 1e-6
-    assert (counted.runs > 0) == (when == "before patch")  # a patched model's copy computes with the original's modules
+    assert (
+        worst_error(
+            {name.replace("._orig_mod", ""): grad for name, grad in found.items()}, expected
+        )
+        <= 1e-6
+    )
+    assert (counted.runs > 0) == (
+        when == "before patch"
+    )  # a patched model's copy computes with the original's modules
     described = str(streambp.describe(model))
     assert "streams: 2 x" in described
-    which = "model.embed_tokens, model.norm, model.rotary_emb run compiled" if when == "before patch" else EAGER
+    which = (
+        "model.embed_tokens, model.norm, model.rotary_emb run compiled"
+        if when == "before patch"
+        else EAGER
+    )
     assert f"streamed layers stay eager under torch.compile; {which}" in described
 
 
@@ -184,10 +221,16 @@ def test_a_whole_model_that_is_compiled_runs_eagerly_and_describe_says_so(how, w
         model.compile(backend=counted)
         return model
 
-    model = streambp.patch(compiled(model), CONFIG) if when == "before patch" else compiled(streambp.patch(model, CONFIG))
+    model = (
+        streambp.patch(compiled(model), CONFIG)
+        if when == "before patch"
+        else compiled(streambp.patch(model, CONFIG))
+    )
     gradients(model, **make_batch("plain", LENGTH))
     assert counted.runs == 0
-    assert f"streamed layers stay eager under torch.compile; {EAGER}" in str(streambp.describe(model))
+    assert f"streamed layers stay eager under torch.compile; {EAGER}" in str(
+        streambp.describe(model)
+    )
 
 
 def test_describe_names_what_runs_compiled():

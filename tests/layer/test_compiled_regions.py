@@ -1,6 +1,8 @@
-"""`kernels="compiled"`: norms, gated activations and rotations that torch compiles. [Note: compiled regions]
+"""`kernels="compiled"`: norms, gated activations and rotations that torch compiles. [Note: compiled
+regions]
 
-covers: model/compiled_regions.py, model/chosen_kernels.py, foreign.py, layer/site.py, model/describe.py
+covers: model/compiled_regions.py, model/chosen_kernels.py, foreign.py, layer/site.py,
+model/describe.py
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ PASSES = {"input_layernorm": 3, "self_attn": 2, "post_attention_layernorm": 2, "
 
 @pytest.fixture(autouse=True)
 def _compiled_anew(monkeypatch):
-    """A function of which torch would compile no more, and run the rest eagerly without a word, raises."""
+    """A function of which torch would compile no more, and run the rest eagerly without a word,
+    raises."""
     monkeypatch.setattr(compiled_regions, "BACKEND", "eager")
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -57,7 +60,10 @@ def compiler_of(model):
     ("family", "backend"),
     [
         ("llama", "eager"),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("qwen3", "inductor"), ("phi3", "aot_eager"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("qwen3", "inductor"), ("phi3", "aot_eager"))
+        ),
     ],
 )
 def test_regions_are_exact_and_few_graphs_serve_all_lengths(family, backend, monkeypatch):
@@ -75,7 +81,10 @@ def test_regions_are_exact_and_few_graphs_serve_all_lengths(family, backend, mon
     print(f"{family}, {backend}: {dict(graphs)} graphs, {compiler_of(model).seconds:.1f} s")
     roles = {"input_layernorm", "post_attention_layernorm", "mlp", "self_attn"}
     assert roles <= graphs.keys()
-    two = {"self_attn": 2, "input_layernorm": 2}  # a row alone and several; a row's first chunk and others
+    two = {
+        "self_attn": 2,
+        "input_layernorm": 2,
+    }  # a row alone and several; a row's first chunk and others
     assert all(number <= PASSES[role] * two.get(role, 1) for role, number in graphs.items())
     described = str(streambp.describe(model))
     assert "streams: 2 x" in described
@@ -88,7 +97,9 @@ def test_every_kind_of_run_computes_with_regions():
     ran = []
     model, batch = small(), make_batch("plain")
     before = own(model)
-    streambp.patch(model, streambp.StreamConfig(chunk_size=64, kernels="compiled"))  # as unpatched, or with kept graphs
+    streambp.patch(
+        model, streambp.StreamConfig(chunk_size=64, kernels="compiled")
+    )  # as unpatched, or with kept graphs
     for role, region in regions_of(model):
         region.compiled = counting(region.compiled, role, ran)
 
@@ -139,7 +150,9 @@ def test_copies_and_pickles():
 
 
 @pytest.mark.parametrize("why", ["no compiler", "no Triton"])
-def test_a_machine_that_cannot_compile_leaves_the_model_as_it_was_and_describe_says_so(why, monkeypatch):
+def test_a_machine_that_cannot_compile_leaves_the_model_as_it_was_and_describe_says_so(
+    why, monkeypatch
+):
     if why == "no compiler":
         monkeypatch.setattr(compiled_regions.shutil, "which", lambda name: None)
     else:
@@ -149,7 +162,9 @@ def test_a_machine_that_cannot_compile_leaves_the_model_as_it_was_and_describe_s
     model = small()
     before = own(model)
     streambp.patch(model, CONFIG)
-    notes = [note for note in streambp.describe(model).notes if "leaves all modules as they are" in note]
+    notes = [
+        note for note in streambp.describe(model).notes if "leaves all modules as they are" in note
+    ]
     assert len(notes) == 1
     assert "torch.compile needs" in notes[0]
     assert not fused_modules(model.model.layers[0])
@@ -169,7 +184,9 @@ class DrawsAnew(WithDropout):
     """The mutant: with a graph it draws other numbers."""
 
     def forward(self, x):
-        return super().forward(x + 1e-300 * torch.rand(1, dtype=x.dtype) if torch.is_grad_enabled() else x)
+        return super().forward(
+            x + 1e-300 * torch.rand(1, dtype=x.dtype) if torch.is_grad_enabled() else x
+        )
 
 
 class TiedNorm(modeling_llama.LlamaRMSNorm):
@@ -191,10 +208,14 @@ def test_modules_that_compute_otherwise_keep_their_own_forward():
 
 
 def directional(model, batch, seed, step=1e-6):
-    """The derivative of the loss along a random direction: by differences, and by the gradients. Both draw alike."""
+    """The derivative of the loss along a random direction: by differences, and by the gradients.
+    Both draw alike."""
     generator = seeded(seed)
     parameters = dict(model.named_parameters())
-    along = {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in parameters.items()}
+    along = {
+        name: torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        for name, p in parameters.items()
+    }
     losses = []
     for sign in (1, -1):
         with torch.no_grad():
@@ -207,7 +228,9 @@ def directional(model, batch, seed, step=1e-6):
                 p.sub_(along[name], alpha=sign * step)
     seed_torch(seed)
     found = gradients(model, **batch)[1]
-    return (losses[0] - losses[1]) / (2 * step), sum((along[name] * g).sum().item() for name, g in found.items())
+    return (losses[0] - losses[1]) / (2 * step), sum(
+        (along[name] * g).sum().item() for name, g in found.items()
+    )
 
 
 @pytest.mark.fast("eager")
@@ -220,12 +243,16 @@ def test_dropout_in_compiled_code_draws_the_same_again(backend, monkeypatch):
         model, batch = small().double(), make_batch("plain", LENGTH)
         model.model.layers[0].mlp.__class__ = kind
         model.model.layers[0].mlp.compile(backend=backend, dynamic=True)
-        config = streambp.StreamConfig(chunk_size=CHUNK, saves=(), kernels="own", compare_backward=kind is WithDropout)
+        config = streambp.StreamConfig(
+            chunk_size=CHUNK, saves=(), kernels="own", compare_backward=kind is WithDropout
+        )
         streambp.patch(model, config)
         gradients(model, **batch)
         by_differences, by_gradients = directional(model, batch, 3)
         assert "streams: 1 x" in str(streambp.describe(model))
-        assert (abs(by_differences - by_gradients) <= 1e-7 * abs(by_differences)) == (kind is WithDropout)
+        assert (abs(by_differences - by_gradients) <= 1e-7 * abs(by_differences)) == (
+            kind is WithDropout
+        )
 
 
 class DropsGradient(torch.autograd.Function):
@@ -250,8 +277,9 @@ MUTANTS = {
 @pytest.mark.parametrize("where", ["as written", "as compiled"])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_seen(name, where, monkeypatch):
-    """As written, a trial sees a region that mixes tokens, and the layer runs whole. What a compiler makes of it is in no
-    trial: the bar of gradients sees it, if the comparison of the forward with what is computed again has not."""
+    """As written, a trial sees a region that mixes tokens, and the layer runs whole. What a
+    compiler makes of it is in no trial: the bar of gradients sees it, if the comparison of the
+    forward with what is computed again has not."""
     mutant, stock, batch = MUTANTS[name], small(), make_batch("plain", LENGTH)
     model = copy.deepcopy(stock)
     streambp.patch(model, CONFIG)
@@ -276,7 +304,9 @@ def test_mutants_are_seen(name, where, monkeypatch):
 @pytest.mark.full
 def test_verify_compares_both_with_regions(monkeypatch):
     with_regions, real = [], compare._run
-    monkeypatch.setattr(compare, "_run", lambda m, *a: with_regions.append(bool(fused_modules(m))) or real(m, *a))
+    monkeypatch.setattr(
+        compare, "_run", lambda m, *a: with_regions.append(bool(fused_modules(m))) or real(m, *a)
+    )
     result = compare.verify(build("qwen3"), seq_len=97, saves=("attn_out",), kernels="compiled")
     assert result.exact, result
     assert True in with_regions
@@ -291,7 +321,8 @@ def test_a_rotation_of_one_tensor_stays_the_models(family, float64_oracle):
 
 
 def marks_after_unpatching():
-    """What torch's compiler has noted on a model's parameters and modules after `unpatch`, beside what was there before."""
+    """What torch's compiler has noted on a model's parameters and modules after `unpatch`, beside
+    what was there before."""
     model = small()
     noted = model.model.layers[0].input_layernorm.weight
     torch._dynamo.mark_static_address(noted)  # by the user
@@ -301,7 +332,9 @@ def marks_after_unpatching():
     some = any(set(vars(p)) - before[name] for name, p in model.named_parameters())
     streambp.unpatch(model)
     after = {name: set(vars(x)) for name, x in [*model.named_parameters(), *model.named_modules()]}
-    return some, {name: after[name] ^ before[name] for name in before if after[name] != before[name]}
+    return some, {
+        name: after[name] ^ before[name] for name in before if after[name] != before[name]
+    }
 
 
 def test_unpatch_takes_off_what_the_compiler_has_noted():

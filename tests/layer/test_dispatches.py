@@ -1,4 +1,5 @@
-"""What a chunk costs beside the layer's own operations: dispatches, uploads and waits, on meta and without a device.
+"""What a chunk costs beside the layer's own operations: dispatches, uploads and waits, on meta and
+without a device.
 
 covers: device.py, layer/call.py, nested.py
 """
@@ -26,7 +27,8 @@ CHUNK = 8192
 
 
 def run(chunks, watch, saves=(), offloader=None):
-    """Forward and backward of a Qwen3-8B layer in so many chunks, watched by `watch`, once probes and traces are done."""
+    """Forward and backward of a Qwen3-8B layer in so many chunks, watched by `watch`, once probes
+    and traces are done."""
     layer = qwen3_8b_layer()
     site = LayerSite(layer, StreamConfig(chunk_size=CHUNK, saves=saves), offloader=offloader)
 
@@ -49,7 +51,10 @@ def test_dispatches_of_a_layer_and_chunk():
     bookkeeping = count.of("layer/") / 8 - count.of("layer/products.py") / 8
     own = count.of("model") / 8
     attention = count.of("attention/") / 8
-    print(f"layer {own:.1f}, its Linears {linears:.1f}, attention {attention:.1f}, bookkeeping {bookkeeping:.1f}")
+    print(
+        f"layer {own:.1f}, its Linears {linears:.1f}, attention {attention:.1f}, bookkeeping "
+        f"{bookkeeping:.1f}"
+    )
     assert bookkeeping <= 14.5  # 29.5 before
     assert linears <= 68  # a Linear's forward takes 4, its backward 6
     assert own <= 311
@@ -58,17 +63,33 @@ def test_dispatches_of_a_layer_and_chunk():
 def test_sums_of_weight_gradients_are_made_by_the_products():
     """One operation for each Linear and chunk; the other parameters' are added up together."""
     count = run(8, Dispatches())
-    by_name = {name: n for (origin, name), n in count.counts.items() if origin == "accumulate.py:add_product"}
+    by_name = {
+        name: n
+        for (origin, name), n in count.counts.items()
+        if origin == "accumulate.py:add_product"
+    }
     assert by_name == {"mm.dtype": 7, SUM_WITHOUT_DATA.name().removeprefix("aten::"): 7 * 7}
     assert count.counts["layer/shadows.py:add", "_foreach_add_.List"] == 7
-    assert not [name for (origin, name) in count.counts if origin == "layer/shadows.py:add" and name.startswith("add_")]
+    assert not [
+        name
+        for (origin, name) in count.counts
+        if origin == "layer/shadows.py:add" and name.startswith("add_")
+    ]
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises where a device would wait for the host or the host for a device: values read, shapes that depend on data,
-    tensors made on the CPU and sent."""
+    """Raises where a device would wait for the host or the host for a device: values read, shapes
+    that depend on data, tensors made on the CPU and sent."""
 
-    READS = ("_local_scalar_dense", "item", "nonzero", "unique", "masked_select", "equal", "is_nonzero")
+    READS = (
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "unique",
+        "masked_select",
+        "equal",
+        "is_nonzero",
+    )
     seen = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -76,9 +97,17 @@ class NoWaits(TorchDispatchMode):
         self.seen += 1
         assert name not in self.READS, f"{func} waits for the device"
         if name in ("_to_copy", "copy_"):
-            source = args[-1] if name == "copy_" and len(args) == 2 else args[1] if name == "copy_" else args[0]
+            source = (
+                args[-1]
+                if name == "copy_" and len(args) == 2
+                else args[1]
+                if name == "copy_"
+                else args[0]
+            )
             target = (kwargs or {}).get("device", args[0].device)
-            assert source.device.type != "cpu" or torch.device(target).type == "cpu", f"{func} sends a tensor from the host"
+            assert source.device.type != "cpu" or torch.device(target).type == "cpu", (
+                f"{func} sends a tensor from the host"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -111,9 +140,13 @@ def test_no_chunk_waits_for_the_device_or_sends_it_anything(saves, gpu_memory, m
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda x: x + torch.ones(4096).to("meta"), lambda x: x.where(x.new_ones(()).bool().item(), x)]
+    "wrong",
+    [lambda x: x + torch.ones(4096).to("meta"), lambda x: x.where(x.new_ones(()).bool().item(), x)],
 )
 def test_a_wait_would_be_found(wrong):
     x = empty(1, 4, 4096)
-    with pytest.raises((AssertionError, RuntimeError), match=r"from the host|waits for|meta"), NoWaits():
+    with (
+        pytest.raises((AssertionError, RuntimeError), match=r"from the host|waits for|meta"),
+        NoWaits(),
+    ):
         wrong(x)

@@ -1,4 +1,5 @@
-"""Packed rows in layers with states: where documents start is told to the kernels, in chunks. [Note: documents]
+"""Packed rows in layers with states: where documents start is told to the kernels, in chunks.
+[Note: documents]
 
 covers: admission/probe.py, admission/trials.py, recurrent/documents.py
 """
@@ -49,7 +50,8 @@ CUTS = ([0, 5, 6, 15, 21, 23], [0, 9, 23])
 
 
 def packed(ids=True, ends=True, rows=None):
-    """Documents of one token (5), that start with a chunk of 5 (5, 15), within chunks (6, 9, 21), over several (9)."""
+    """Documents of one token (5), that start with a chunk of 5 (5, 15), within chunks (6, 9, 21),
+    over several (9)."""
     rows = (1 if ends else 2) if rows is None else rows
     return packed_batch(list(CUTS[:rows]), ids, ends)
 
@@ -71,7 +73,11 @@ def check_packed(stock, batch, chunk_sizes):
 CASES = [("qwen3_next", {}), ("bamba", {"ends": False}), ("lfm2", {"ends": False})]
 OTHERS = [
     *((name, case) for name in RULES for case in ({}, {"ids": False}, {"ends": False})),
-    *((name, case) for name in (*SCANS, *CONVOLUTIONS) for case in ({"ends": False}, {"rows": 1}, {"ids": False})),
+    *(
+        (name, case)
+        for name in (*SCANS, *CONVOLUTIONS)
+        for case in ({"ends": False}, {"rows": 1}, {"ids": False})
+    ),
     *((name, case) for name in DROPPED for case in ({"rows": 1}, {"ends": False})),
 ]
 
@@ -80,7 +86,10 @@ OTHERS = [
     ("name", "case", "chunk_sizes"),
     [
         *((name, case, (5,)) for name, case in CASES),
-        *(pytest.param(name, case, (2, 3, 5, 6, 7, 16, 22), marks=pytest.mark.full) for name, case in OTHERS),
+        *(
+            pytest.param(name, case, (2, 3, 5, 6, 7, 16, 22), marks=pytest.mark.full)
+            for name, case in OTHERS
+        ),
     ],
     ids=str,
 )
@@ -90,7 +99,8 @@ def test_packed_rows_stream(name, case, chunk_sizes, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
 def test_what_the_kernels_are_told_counts(name, monkeypatch):
-    """The documents of attention are told by position_ids: what differs is the layer with states."""
+    """The documents of attention are told by position_ids: what differs is the layer with
+    states."""
     model, batch = build(name, monkeypatch), packed()
     _, apart = gradients(model, **batch)
     del batch["seq_idx"], batch["cu_seq_lens_q"]
@@ -113,7 +123,9 @@ def test_two_calls_before_their_backward(monkeypatch):
     stock, batches = build("bamba", monkeypatch), (packed(ends=False), make_batch("plain"))
     ours = patched(copy.deepcopy(stock), chunk_size=5)
     expected, found = (
-        torch.autograd.grad(sum(model(**batch, use_cache=False).loss for batch in batches), model.parameters())
+        torch.autograd.grad(
+            sum(model(**batch, use_cache=False).loss for batch in batches), model.parameters()
+        )
         for model in (stock, ours)
     )
     assert paths(ours) == {"streams"}
@@ -123,7 +135,9 @@ def test_two_calls_before_their_backward(monkeypatch):
 def test_describe_names_what_tells(monkeypatch):
     ours, batch = patched(build("bamba", monkeypatch), chunk_size=5), packed()
     gradients(ours, **batch)
-    assert "documents of packed rows as seq_idx and cu_seq_lens_q tell its kernels" in str(streambp.describe(ours))
+    assert "documents of packed rows as seq_idx and cu_seq_lens_q tell its kernels" in str(
+        streambp.describe(ours)
+    )
     gradients(ours, **make_batch("plain"))
     assert "documents" not in str(streambp.describe(ours))
 
@@ -137,16 +151,27 @@ def test_offloading_changes_no_bit(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "trained"),
-    [("qwen3_next", "in_proj_ba"), pytest.param("falcon_h1", "out_proj", marks=needs_falcons_documents)],
+    [
+        ("qwen3_next", "in_proj_ba"),
+        pytest.param("falcon_h1", "out_proj", marks=needs_falcons_documents),
+    ],
 )
 def test_the_trace_of_unread_products_sees_one_document(name, trained, monkeypatch):
-    """It runs two chunks of two tokens, and here the second would start a document: nobody would read its start states."""
-    stock, batch = build(name, monkeypatch), packed_batch([[0, 2, 4, 5, 6, 14, 23]], True, name == "qwen3_next")
+    """It runs two chunks of two tokens, and here the second would start a document: nobody would
+    read its start states."""
+    stock, batch = (
+        build(name, monkeypatch),
+        packed_batch([[0, 2, 4, 5, 6, 14, 23]], True, name == "qwen3_next"),
+    )
     for parameter_name, parameter in stock.named_parameters():
         parameter.requires_grad_(trained in parameter_name)
     seen = []
     real = trials.Trial.recompute
-    monkeypatch.setattr(trials.Trial, "recompute", lambda self: seen.append(self.call.arguments.documents) or real(self))
+    monkeypatch.setattr(
+        trials.Trial,
+        "recompute",
+        lambda self: seen.append(self.call.arguments.documents) or real(self),
+    )
     check_packed(stock, batch, [5])
     told = [of for of in seen if of is not None]
     assert told
@@ -170,9 +195,15 @@ def nothing(_):
     return "its selective scan takes no notice"
 
 
-@pytest.mark.parametrize(("name", "change"), [("lfm2", ends_too_soon), ("lfm2", padding_behind), ("jamba", nothing)])
+@pytest.mark.parametrize(
+    ("name", "change"), [("lfm2", ends_too_soon), ("lfm2", padding_behind), ("jamba", nothing)]
+)
 def test_what_chunks_cannot_be_told_runs_whole(name, change, monkeypatch):
-    stock = build(name, monkeypatch, **({"num_hidden_layers": 1, "layer_types": ["conv"]} if name == "lfm2" else {}))
+    stock = build(
+        name,
+        monkeypatch,
+        **({"num_hidden_layers": 1, "layer_types": ["conv"]} if name == "lfm2" else {}),
+    )
     batch = packed()
     because = change(batch)
     expected = gradients(copy.deepcopy(stock), **batch)[1]

@@ -64,7 +64,8 @@ def tried(model, batch, trains):
 
 
 def streams_exactly(model, counts=False):
-    """Good calls, after the last of which all layers stream, with the gradients of the model that never failed.
+    """Good calls, after the last of which all layers stream, with the gradients of the model that
+    never failed.
 
     A layer whose module counts its calls runs whole: it would count chunks.
     """
@@ -92,10 +93,14 @@ def test_a_module_that_raises_once(how, number, trains, float64_oracle):
     how(model.model.layers[0], number)
     streambp.patch(model, CONFIG)
     failed = [tried(model, make_batch("plain"), trains) for _ in range(3)]
-    assert sum(failed) <= 2 * (how is counts_and_fails)  # a forward, and a recomputation that is put back
+    assert sum(failed) <= 2 * (
+        how is counts_and_fails
+    )  # a forward, and a recomputation that is put back
     for _ in range(number if how is counts_and_fails else 0):
         failed.append(tried(model, make_batch("plain"), trains))
-    assert sum(failed) <= 2 * (how is counts_and_fails)  # a forward, and a recomputation that is put back
+    assert sum(failed) <= 2 * (
+        how is counts_and_fails
+    )  # a forward, and a recomputation that is put back
     streams_exactly(model, counts=how is counts_and_fails)
 
 
@@ -130,7 +135,11 @@ def test_embeddings_of_another_dtype(float64_oracle):
 def test_what_never_runs_in_chunks_is_known_after_some_calls(float64_oracle, monkeypatch):
     """A layer that does not work on chunks is tried so many times, and no more."""
     model = build("llama", torch.float64)
-    trials, real, length = [], model.model.layers[0].mlp.forward, make_batch("plain")["input_ids"].shape[1]
+    trials, real, length = (
+        [],
+        model.model.layers[0].mlp.forward,
+        make_batch("plain")["input_ids"].shape[1],
+    )
 
     def forward(x):
         if x.shape[1] not in (length, 12):
@@ -140,7 +149,9 @@ def test_what_never_runs_in_chunks_is_known_after_some_calls(float64_oracle, mon
     model.model.layers[0].mlp.forward = forward
     streambp.patch(model, CONFIG)
     why_not = probe._why_not
-    monkeypatch.setattr(probe, "_why_not", lambda call, x: trials.append(call.site.index) or why_not(call, x))
+    monkeypatch.setattr(
+        probe, "_why_not", lambda call, x: trials.append(call.site.index) or why_not(call, x)
+    )
     for _ in range(TIMES + 2):
         gradients(model, **make_batch("plain"))
     assert trials.count(0) == TIMES

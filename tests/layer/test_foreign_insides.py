@@ -1,4 +1,5 @@
-"""What others put inside a layer may look at absolute positions: then the layer runs whole. [Note: foreign insides]
+"""What others put inside a layer may look at absolute positions: then the layer runs whole. [Note:
+foreign insides]
 
 covers: admission/insides.py, admission/long_trial.py, admission/probe.py
 """
@@ -22,11 +23,15 @@ from tests.tiers import thinned
 from tests.versions import HYBRID_PATHS
 
 LENGTH = 150
-CONFIG = streambp.StreamConfig(chunk_size=32, rows="as_given")  # trials of sharing run layers as well
+CONFIG = streambp.StreamConfig(
+    chunk_size=32, rows="as_given"
+)  # trials of sharing run layers as well
 CONFIG_AS_GIVEN = streambp.StreamConfig(chunk_size=7, documents="as_given", rows="as_given")
 EXACT = pytest.mark.usefixtures("float64_oracle")
 STEER = torch.linspace(-1, 1, 32, dtype=torch.float64)
-KEPT = torch.cat((torch.ones(40), (torch.arange(400) % 3 > 0).float())).double()  # of all positions, the first alike
+KEPT = torch.cat(
+    (torch.ones(40), (torch.arange(400) % 3 > 0).float())
+).double()  # of all positions, the first alike
 
 
 def adds_in_place(module, args, out):
@@ -129,7 +134,10 @@ def test_absolute_positions_run_whole(way, frozen):
     assert f"over {LENGTH} tokens at once" in streambp.describe(ours).layers[1].reason
     assert "test_foreign_insides" in streambp.describe(ours).layers[1].reason
     with torch.no_grad():
-        assert abs(ours(**batch, use_cache=False).loss - models[0](**batch, use_cache=False).loss) <= 1e-12
+        assert (
+            abs(ours(**batch, use_cache=False).loss - models[0](**batch, use_cache=False).loss)
+            <= 1e-12
+        )
 
 
 @EXACT
@@ -144,7 +152,9 @@ def trials(monkeypatch):
     """Lengths of the trials at a call's own length."""
     seen = []
     real = long_trial.why_not_at_length
-    monkeypatch.setattr(probe, "why_not_at_length", lambda call: seen.append(call.plan.length) or real(call))
+    monkeypatch.setattr(
+        probe, "why_not_at_length", lambda call: seen.append(call.plan.length) or real(call)
+    )
     return seen
 
 
@@ -152,7 +162,12 @@ def trials(monkeypatch):
 def test_a_longer_call_is_tried_again(trials):
     """Positions from 100 on are out of sight until then; shorter calls need no trial."""
     stock, ours = changed(WAYS["given back"]), streambp.patch(changed(WAYS["given back"]), CONFIG)
-    for length, expected_paths in ((70, "streams"), (90, "streams"), (60, "streams"), (LENGTH, "checkpoints")):
+    for length, expected_paths in (
+        (70, "streams"),
+        (90, "streams"),
+        (60, "streams"),
+        (LENGTH, "checkpoints"),
+    ):
         batch = make_batch("plain", length=length)
         assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= 1e-10
         assert paths(ours) == ["streams", expected_paths]
@@ -175,15 +190,21 @@ class Gated(torch.nn.Module):
 @pytest.mark.parametrize(
     ("family", "mode"),
     thinned(
-        itertools.product(["qwen3", "gptj", "lfm2", "qwen3_moe"], ["plain", "left-padded", "packed"]),
-        lambda family, mode: family == "qwen3" or mode == ("packed" if family == "lfm2" else "left-padded"),
+        itertools.product(
+            ["qwen3", "gptj", "lfm2", "qwen3_moe"], ["plain", "left-padded", "packed"]
+        ),
+        lambda family, mode: (
+            family == "qwen3" or mode == ("packed" if family == "lfm2" else "left-padded")
+        ),
     ),
 )
 def test_token_by_token_streams(family, mode, trials):
     stock = build(family, torch.float64) if family == "qwen3" else zoo.build(family)
     layers = getattr(stock, "model", None) or stock.transformer
     layers = getattr(layers, "layers", None) or layers.h
-    place = next(name for name, module in layers[0].named_children() if name in ("mlp", "feed_forward"))
+    place = next(
+        name for name, module in layers[0].named_children() if name in ("mlp", "feed_forward")
+    )
     setattr(layers[0], place, Gated(getattr(layers[0], place)))
     layers[1].register_forward_pre_hook(lambda module, args: None)
     getattr(layers[1], place).register_forward_hook(lambda module, args, out: out)
@@ -208,7 +229,9 @@ def test_rounding_is_no_difference(family, dtype):
     model = build(family, dtype) if family == "qwen3" else zoo.build(family, dtype)
     for layer in model.model.layers:
         layer.mlp = Gated(layer.mlp)
-    streambp.patch(model, CONFIG)(**make_batch("plain", length=1000), use_cache=False).loss.backward()
+    streambp.patch(model, CONFIG)(
+        **make_batch("plain", length=1000), use_cache=False
+    ).loss.backward()
     assert set(paths(model)) == {"streams"}
 
 
@@ -256,13 +279,17 @@ def test_memory_that_does_not_suffice(monkeypatch):
     assert reason == f"{__name__}.forward tried on 64 tokens at once, no more did fit"
 
 
-@pytest.mark.parametrize(("hook", "may"), [(adds_if_long, True), (adds_in_place, False), (masks, False), (print, False)])
+@pytest.mark.parametrize(
+    ("hook", "may"), [(adds_if_long, True), (adds_in_place, False), (masks, False), (print, False)]
+)
 def test_what_a_hooks_source_tells(hook, may):
     """Those without a branch do on few tokens what they do on many, and are watched."""
     assert insides._may_change(hook) is may
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe", "lfm2", "jamba", "gptj", "bamba"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3", "qwen3_moe", "lfm2", "jamba", "gptj", "bamba"]
+)
 def test_nothing_of_transformers_is_foreign(family):
     model = build(family) if family in ("qwen3", "gemma3") else zoo.build(family)
     assert insides.foreign_parts(model, None) == []
@@ -290,7 +317,11 @@ def with_backward_hook(hook):
     model = build("qwen3", torch.float64)
     for layer in model.model.layers:
         full = hook is not edits_if_long
-        (layer.mlp.register_full_backward_hook if full else layer.mlp.register_full_backward_pre_hook)(hook)
+        (
+            layer.mlp.register_full_backward_hook
+            if full
+            else layer.mlp.register_full_backward_pre_hook
+        )(hook)
     return model
 
 

@@ -22,11 +22,18 @@ from tests.test_contract import CONFIG, check_agree
 @contextlib.contextmanager
 def watching(register):
     """The names of modules that were handed NaN or gave it, and how many calls were looked at."""
-    found, calls = [], queue.SimpleQueue()  # out of sight: what a list kept would make layers run whole
+    found, calls = (
+        [],
+        queue.SimpleQueue(),
+    )  # out of sight: what a list kept would make layers run whole
 
     def look(module, *values):
         calls.put(module)
-        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        tensors = [
+            leaf
+            for leaf in tree_leaves(values)
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        ]
         found.extend([type(module).__name__] if any(bool(x.isnan().any()) for x in tensors) else [])
 
     handle = register(look)
@@ -36,7 +43,9 @@ def watching(register):
         handle.remove()
 
 
-@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+@pytest.mark.parametrize(
+    "register", [register_module_forward_hook, register_module_forward_pre_hook]
+)
 @pytest.mark.parametrize("first", [False, True])
 def test_a_monitor_sees_no_products_that_were_left_out(register, first, float64_oracle):
     """first: the layers have streamed without it before."""

@@ -1,4 +1,5 @@
-"""Products that are read where no trace of saved tensors sees it must not be left out of a recomputation.
+"""Products that are read where no trace of saved tensors sees it must not be left out of a
+recomputation.
 
 covers: admission/trials.py
 """
@@ -46,8 +47,12 @@ def check(monkeypatch, forward):
 
 
 FORWARDS = {
-    "a checkpoint inside": lambda self, x, real: checkpoint(lambda y: real(self, y), x, use_reentrant=False),
-    "a Function that keeps tensors by itself": lambda self, x, real: Product.apply(real(self, x), x),
+    "a checkpoint inside": lambda self, x, real: checkpoint(
+        lambda y: real(self, y), x, use_reentrant=False
+    ),
+    "a Function that keeps tensors by itself": lambda self, x, real: Product.apply(
+        real(self, x), x
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Expert blocks that DeepSpeed marked as ZeRO-3 leaves before the layer around them was patched. [Note: inner leaves]
+"""Expert blocks that DeepSpeed marked as ZeRO-3 leaves before the layer around them was patched.
+[Note: inner leaves]
 
 covers: distributed/engines.py, distributed/zero.py
 """
@@ -17,11 +18,20 @@ from tests.families import make_batch
 
 
 def reducing(model):
-    """Hooks as DeepSpeed hangs them on its leaves, on every expert block; what they find when they run."""
+    """Hooks as DeepSpeed hangs them on its leaves, on every expert block; what they find when they
+    run."""
     seen = []
 
     def reduce(module, grad_input, grad_output):
-        seen.append((module, {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}))
+        seen.append(
+            (
+                module,
+                {
+                    name: None if p.grad is None else p.grad.clone()
+                    for name, p in module.named_parameters()
+                },
+            )
+        )
 
     reduce.__module__ = "deepspeed.runtime.zero.stage3"
     for layer in model.model.layers:
@@ -40,7 +50,9 @@ def test_an_inner_leaf_is_reduced_once_with_all_its_gradients(dtype):
         loss = model(**make_batch("plain", seed=step), use_cache=False).loss
         assert not seen
         loss.backward()
-        assert [id(module) for module, _ in seen] == [id(layer.mlp) for layer in reversed(model.model.layers)]
+        assert [id(module) for module, _ in seen] == [
+            id(layer.mlp) for layer in reversed(model.model.layers)
+        ]
         for module, found in seen:
             for name, parameter in module.named_parameters():
                 assert torch.equal(found[name], parameter.grad), name
@@ -57,14 +69,18 @@ def test_without_grad_nothing_is_reduced():
 
 
 def test_layers_get_their_hook_once_deepspeed_was_imported(monkeypatch):
-    """It costs every call of a layer, and does nothing before. DeepSpeed's own, which are there by then, come behind."""
+    """It costs every call of a layer, and does nothing before. DeepSpeed's own, which are there by
+    then, come behind."""
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     model = zoo.build("qwen3", torch.float32)
     streambp.patch(model, streambp.StreamConfig(chunk_size=5))
     batch = make_batch("plain", seed=0)
 
     def hooks():
-        return [[hook.__name__ for hook in layer._forward_pre_hooks.values()] for layer in model.model.layers]
+        return [
+            [hook.__name__ for hook in layer._forward_pre_hooks.values()]
+            for layer in model.model.layers
+        ]
 
     model(**batch, use_cache=False).loss.backward()
     assert all(layer._z3_leaf for layer in model.model.layers)

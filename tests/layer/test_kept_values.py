@@ -1,4 +1,5 @@
-"""What layers, forwards and hooks keep without a graph is what they keep unpatched, in training and in evaluation.
+"""What layers, forwards and hooks keep without a graph is what they keep unpatched, in training and
+in evaluation.
 
 covers: admission/kept_values.py, fingerprint/holders.py, fingerprint/memory.py
 """
@@ -102,7 +103,9 @@ def deque_of_the_last(layer):
 
 def set_of_numbers(layer):
     kept = set()
-    layer.mlp.register_forward_hook(lambda module, args, out: kept.add(round(float(out.detach().norm()), 9)))
+    layer.mlp.register_forward_hook(
+        lambda module, args, out: kept.add(round(float(out.detach().norm()), 9))
+    )
     return lambda: sorted(kept)
 
 
@@ -110,7 +113,9 @@ def default_argument(layer):
     def hook(module, args, out, kept=[]):  # noqa: B006 - it is the idiom
         kept[:] = [seen(out)]
 
-    layer.mlp.register_forward_hook(hook := types.FunctionType(hook.__code__, globals(), argdefs=([],)))
+    layer.mlp.register_forward_hook(
+        hook := types.FunctionType(hook.__code__, globals(), argdefs=([],))
+    )
     return lambda: hook.__defaults__[0][0]
 
 
@@ -383,7 +388,11 @@ WAYS = {
         all_modules, generator, variable_of_the_context, bound_append, forward_of_a_class,
     )
 }  # fmt: skip
-WITHOUT_A_GRAPH = ("sum_of_all", "gradient", "gradient_of_a_tensor")  # each token is seen once, or nothing is kept
+WITHOUT_A_GRAPH = (
+    "sum_of_all",
+    "gradient",
+    "gradient_of_a_tensor",
+)  # each token is seen once, or nothing is kept
 
 
 @pytest.fixture(autouse=True)
@@ -409,16 +418,26 @@ def evaluate(model, seed=0):
     return {"loss": loss}
 
 
-STEPS = {"train": (train, train), "evaluate": (evaluate, evaluate), "both": (train, evaluate, train)}
+STEPS = {
+    "train": (train, train),
+    "evaluate": (evaluate, evaluate),
+    "both": (train, evaluate, train),
+}
 
 
 def same(one, other):
     if isinstance(one, torch.Tensor | np.ndarray):
         assert tuple(one.shape) == tuple(other.shape)
-        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            torch.as_tensor(one), torch.as_tensor(other), rtol=1e-9, atol=1e-12
+        )
     elif isinstance(one, dict | list):
         assert len(one) == len(other)
-        pairs = zip(one.values(), other.values(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
+        pairs = (
+            zip(one.values(), other.values(), strict=True)
+            if isinstance(one, dict)
+            else zip(one, other, strict=True)
+        )
         for pair in pairs:
             same(*pair)
     elif isinstance(one, float):
@@ -456,13 +475,17 @@ def check(way, steps, when="before"):
     ("way", "steps", "when"),
     thinned(
         itertools.product(WAYS, STEPS, ["before", "after", "later"]),
-        lambda way, steps, when: (steps, when) in (("train", "before"), ("both", "later"), ("evaluate", "after")),
+        lambda way, steps, when: (
+            (steps, when) in (("train", "before"), ("both", "later"), ("evaluate", "after"))
+        ),
     ),
 )
 def test_what_is_kept_is_what_the_unpatched_model_keeps(way, steps, when):
     model = check(WAYS[way], STEPS[steps], when)
     streams = steps == "evaluate" and way in WITHOUT_A_GRAPH
-    streams |= way == "forward_of_the_layer" and when != "before"  # it stands around ours, and sees the whole
+    streams |= (
+        way == "forward_of_the_layer" and when != "before"
+    )  # it stands around ours, and sees the whole
     assert paths(model)[1] == ("streams" if streams else "checkpoints")
 
 
@@ -521,7 +544,9 @@ def by_an_object(layer):
 
     outer = Outer()
     layer.mlp.register_forward_pre_hook(outer.record)
-    return lambda: setattr(outer.inner["first"][0], "target", {}), lambda: outer.inner["first"][0].target
+    return lambda: setattr(
+        outer.inner["first"][0], "target", {}
+    ), lambda: outer.inner["first"][0].target
 
 
 def by_a_length(layer):
@@ -567,7 +592,9 @@ def test_a_switch_out_of_sight(step):
         step(model)
         switch()
         if index:
-            with pytest.raises(streambp.StreamBPError, match=r"keeps values of single chunks \(kept"):
+            with pytest.raises(
+                streambp.StreamBPError, match=r"keeps values of single chunks \(kept"
+            ):
                 step(model)
             _, hook = model.model.layers[1].mlp._forward_hooks.popitem()
             hook.__closure__[0].cell_contents.clear()
@@ -639,8 +666,8 @@ STORES = {
 
 
 def replaying(model, store, told):
-    """Puts a forward on each router. told: "mode" has the mode in a string, "grad" replays where there are gradients,
-    "flag" where an attribute of the model's config says so."""
+    """Puts a forward on each router. told: "mode" has the mode in a string, "grad" replays where
+    there are gradients, "flag" where an attribute of the model's config says so."""
     record, replay = STORES[store]
     state = {"mode": "off", "kept": {}}
 
@@ -700,7 +727,8 @@ def check_replay(store, told, when):
     ),
 )
 def test_routes_that_are_replayed(store, told, when):
-    """Where the weights are those of the record, live routes are the same, and a trial of these tokens tells nothing."""
+    """Where the weights are those of the record, live routes are the same, and a trial of these
+    tokens tells nothing."""
     check_replay(store, told, when)
 
 
@@ -715,7 +743,9 @@ def test_weights_of_attention_are_refused_by_name():
 
     model.model.layers[1].self_attn.register_forward_hook(hook)
     streambp.patch(model, CONFIG)
-    with pytest.raises(UnsupportedModelError, match=r"such as weights of attention: .*\['weights'\]"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"such as weights of attention: .*\['weights'\]"
+    ):
         train(model)
     assert kept == {}
     model(**make_batch("plain", LENGTH), output_attentions=True, use_cache=False).loss.backward()
@@ -724,9 +754,14 @@ def test_weights_of_attention_are_refused_by_name():
 
 def check_out_of_sight():
     """A hook puts what it sees into a queue: the trial's stay there, and the layer runs whole."""
-    models, queues = [build("qwen3", torch.float64) for _ in range(2)], [queue.SimpleQueue() for _ in range(2)]
+    models, queues = (
+        [build("qwen3", torch.float64) for _ in range(2)],
+        [queue.SimpleQueue() for _ in range(2)],
+    )
     for model, kept in zip(models, queues, strict=True):
-        model.model.layers[1].mlp.register_forward_hook(lambda m, args, out, put=kept.put: put(seen(out)))
+        model.model.layers[1].mlp.register_forward_hook(
+            lambda m, args, out, put=kept.put: put(seen(out))
+        )
     streambp.patch(models[1], CONFIG)
     for model, kept in zip(models, queues, strict=True):
         evaluate(model)
@@ -787,7 +822,9 @@ def test_without_code_of_others_nothing_is_looked_at(family, monkeypatch):
 def test_a_time_is_no_difference(monkeypatch):
     """What is another at each run tells nothing."""
     model, ticks = build("qwen3", torch.float64), itertools.count()
-    model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: setattr(m, "ended", next(ticks) ** 2))
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda m, a, out: setattr(m, "ended", next(ticks) ** 2)
+    )
     streambp.patch(model, CONFIG)
     train(model)
     assert paths(model) == ["streams", "streams"]
@@ -805,7 +842,9 @@ def test_a_recorder_that_comes_after_a_warm_up(step):
                 streambp.warm_up(model, **make_batch("plain", LENGTH), use_cache=False)
         read = end_of_a_list(model.model.layers[1])
         if index:
-            with pytest.raises(streambp.StreamBPError, match=r"keeps values of single chunks \(kept"):
+            with pytest.raises(
+                streambp.StreamBPError, match=r"keeps values of single chunks \(kept"
+            ):
                 step(model)
             model.model.layers[1].mlp._forward_hooks.clear()
             read = end_of_a_list(model.model.layers[1])
@@ -850,13 +889,17 @@ def not_undone(roots):
 
 
 def shapes_alone(monkeypatch):
-    alike = lambda one, other, tolerance: getattr(one, "shape", None) == getattr(other, "shape", None)  # noqa: E731
+    def alike(one, other, tolerance):
+        return getattr(one, "shape", None) == getattr(other, "shape", None)
+
     monkeypatch.setattr(kept_values, "_alike", alike)
 
 
 def chunks_are_not_watched(monkeypatch):
     forward = dataclasses.replace(entry.IN_CHUNKS, forward=function.run_forward)
-    monkeypatch.setattr(wrappers, "stream_layer", functools.partial(entry.stream_layer, strategy=forward))
+    monkeypatch.setattr(
+        wrappers, "stream_layer", functools.partial(entry.stream_layer, strategy=forward)
+    )
 
 
 @pytest.mark.parametrize(
@@ -868,7 +911,10 @@ def chunks_are_not_watched(monkeypatch):
         (shapes_alone, lambda: check(running_mean, (evaluate,))),
         (recomputations_leave_something, lambda: check(end_of_a_list, (train,))),
         (trials_leave_something, lambda: check(counted_calls, (evaluate,))),
-        (kinds_are_not_told, lambda: test_a_recorder_that_is_switched_on_later("by_a_global", evaluate)),
+        (
+            kinds_are_not_told,
+            lambda: test_a_recorder_that_is_switched_on_later("by_a_global", evaluate),
+        ),
         (tokens_of_the_call, lambda: check_replay("tensor", "mode", "before")),
         (chunks_are_not_watched, lambda: test_a_switch_out_of_sight(evaluate)),
         (chunks_are_not_watched, lambda: test_a_recorder_that_comes_after_a_warm_up(train)),

@@ -1,4 +1,5 @@
-"""Subclasses of nn.Linear among `saves`: those that compute as a Linear does are saved, others keep their own gradients.
+"""Subclasses of nn.Linear among `saves`: those that compute as a Linear does are saved, others keep
+their own gradients.
 
 covers: layer/products.py
 """
@@ -56,7 +57,12 @@ ALL = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 @pytest.mark.parametrize(
     ("kind", "names", "saved"),
-    [(Tagged, ALL, 3), (Rounded, ALL[:1], 2), (Doubled, ALL[:1], 2), (Rounded, ("self_attn.q_proj",), 3)],
+    [
+        (Tagged, ALL, 3),
+        (Rounded, ALL[:1], 2),
+        (Doubled, ALL[:1], 2),
+        (Rounded, ("self_attn.q_proj",), 3),
+    ],
 )
 def test_gradients_with_saves(kind, names, saved, monkeypatch):
     kept = set()
@@ -74,7 +80,9 @@ def test_gradients_with_saves(kind, names, saved, monkeypatch):
 
 @pytest.mark.parametrize("kind", [Rounded, Doubled])
 def test_linears_that_compute_in_their_own_way_are_named(kind):
-    with pytest.raises(ConfigError, match=rf"compute in their own way \({kind.__name__}\).* saved: .*q_proj"):
+    with pytest.raises(
+        ConfigError, match=rf"compute in their own way \({kind.__name__}\).* saved: .*q_proj"
+    ):
         streambp.patch(model_of(kind, ALL), SAVED)
 
 

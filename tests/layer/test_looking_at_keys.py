@@ -1,4 +1,5 @@
-"""Attention that works out from all keys itself which are read, or how much: indexers, passed picks, position biases.
+"""Attention that works out from all keys itself which are read, or how much: indexers, passed
+picks, position biases.
 
 covers: attention/carriers.py, attention/own.py, cache.py, recurrent/carriers.py
 """
@@ -37,7 +38,10 @@ def float64_everywhere(float64_oracle):
 
 
 @pytest.mark.parametrize("sizes", [[2, 10], pytest.param([1, 5], marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("name", [pytest.param("glm_moe_dsa", marks=needs_indexers), "inkling_text", "inkling2_loop_text"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("glm_moe_dsa", marks=needs_indexers), "inkling_text", "inkling2_loop_text"],
+)
 def test_chunks_of_a_few_tokens(name, sizes):
     check_exact(name, 11, sizes)
 
@@ -96,14 +100,23 @@ def blocks_picked(batch, chunk_size=5, implementation="sdpa", **changes):
 def test_blocks_of_keys_that_an_indexer_picks(implementation):
     """Its keys are in a layer of the cache. A block may be cut by a chunk's end."""
     losses = []
-    for mode, chunk_size, topk in (("plain", 1, 2), ("plain", 7, 2), ("right-padded", 5, 2), ("right-padded", 5, 64)):
-        layers, loss = blocks_picked(make_batch(mode), chunk_size, implementation, index_topk_blocks=topk)
+    for mode, chunk_size, topk in (
+        ("plain", 1, 2),
+        ("plain", 7, 2),
+        ("right-padded", 5, 2),
+        ("right-padded", 5, 64),
+    ):
+        layers, loss = blocks_picked(
+            make_batch(mode), chunk_size, implementation, index_topk_blocks=topk
+        )
         assert [layer.path for layer in layers] == [STREAMS] * 3
         losses.append(loss)
     assert abs(losses[2] - losses[3]) > 1e-4  # else picking all would be as good
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("left-padded", "padding on the right"), ("packed", "by position_ids")])
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("left-padded", "padding on the right"), ("packed", "by position_ids")]
+)
 def test_blocks_of_which_a_mask_leaves_nothing(mode, reason):
     """A query gets the mean over all keys then, which the next indexer reads."""
     layers, _ = blocks_picked(make_batch(mode))
@@ -121,7 +134,9 @@ def test_the_mutant_that_cuts_them_all(monkeypatch):
 def test_blocks_after_padding_that_eager_attention_averages_over():
     ours = patched(zoo.build("minimax_m3_vl_text", **BLOCKS), chunk_size=5)
     ours.config._attn_implementation = "eager"
-    with pytest.raises(streambp.StreamBPError, match=r"pads on the left.*indexer of MiniMaxM3VLDecoderLayer"):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"pads on the left.*indexer of MiniMaxM3VLDecoderLayer"
+    ):
         gradients(ours, **make_batch("left-padded"))
 
 
@@ -130,8 +145,12 @@ def test_a_label_that_padding_predicts():
     """What may read nothing gives 0 by sdpa, whatever an indexer picks for it."""
     stock, batch = zoo.build("deepseek_v32"), make_batch("left-padded")
     kept = batch["attention_mask"] == 1
-    batch["labels"] = batch["input_ids"].masked_fill(~kept, -100)  # the first token after padding, too
-    batch["input_ids"] = batch["input_ids"].masked_fill(~kept, 7)  # a pad token's embedding would be zero
+    batch["labels"] = batch["input_ids"].masked_fill(
+        ~kept, -100
+    )  # the first token after padding, too
+    batch["input_ids"] = batch["input_ids"].masked_fill(
+        ~kept, 7
+    )  # a pad token's embedding would be zero
     _, expected = gradients(stock, **batch)
     _, found = gradients(patched(stock, chunk_size=5), **batch)
     assert worst_error(found, expected) <= 1e-10
@@ -141,12 +160,18 @@ def test_a_label_that_padding_predicts():
 def test_saving_and_offloading_change_no_bit(name):
     stock, batch = zoo.build(name), make_batch("plain")
     _, expected = gradients(patched(stock, chunk_size=5), **batch)
-    for settings in ({"saves": ("kv",)}, {"saves": ("kv",), "offload": "cpu"}, {"offload": "cpu", "gpu_memory": 1}):
+    for settings in (
+        {"saves": ("kv",)},
+        {"saves": ("kv",), "offload": "cpu"},
+        {"offload": "cpu", "gpu_memory": 1},
+    ):
         _, found = gradients(patched(stock, chunk_size=5, **settings), **batch)
         assert all(torch.equal(found[name], expected[name]) for name in expected), settings
 
 
-WIDER = {"xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4}}  # its cache's states are of rounded sizes
+WIDER = {
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4}
+}  # its cache's states are of rounded sizes
 
 
 @pytest.mark.parametrize("name", [DEEPSEEK, "xlstm"])
@@ -158,7 +183,8 @@ def test_without_a_graph_and_generation(name):
         losses = [model(**batch, use_cache=False).loss for model in (stock, ours)]
     assert abs(losses[0] - losses[1]) <= 1e-12
     expected, found = (
-        model.generate(batch["input_ids"], max_new_tokens=4, min_new_tokens=4, do_sample=False) for model in (stock, ours)
+        model.generate(batch["input_ids"], max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        for model in (stock, ours)
     )
     assert torch.equal(expected, found)
 
@@ -189,7 +215,9 @@ def of_the_chunk_alone(self, keys, *_, **__):
 
 
 def of_the_blocks_alone(self, keys):
-    return torch.cat((torch.zeros_like(keys[..., :1, :]).expand(-1, -1, self._cache.start, -1), keys), -2)
+    return torch.cat(
+        (torch.zeros_like(keys[..., :1, :]).expand(-1, -1, self._cache.start, -1), keys), -2
+    )
 
 
 HAND = attention_carriers.OverCache.hand

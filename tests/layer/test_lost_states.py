@@ -1,4 +1,5 @@
-"""Layers that lose states between chunks run whole, however little of it shows in half precision, and so say counts.
+"""Layers that lose states between chunks run whole, however little of it shows in half precision,
+and so say counts.
 
 covers: admission/stacks.py, planner/skeleton.py, recurrent/states.py
 """
@@ -22,8 +23,19 @@ from tests.oracle import gradients, relative_l2
 from tests.tiers import thinned
 
 MIXES = "it mixes tokens outside of its attention"
-# What their mixers are: convolutions alone, Mamba 1 and 2, a delta rule, Mamba 2 and attention in one layer.
-HYBRIDS = ("lfm2", "jamba", "bamba", "nemotron_h", "qwen3_next", "falcon_h1", "zamba2", "recurrent_gemma", "qwen3")
+# What their mixers are: convolutions alone, Mamba 1 and 2, a delta rule, Mamba 2 and attention in
+# one layer.
+HYBRIDS = (
+    "lfm2",
+    "jamba",
+    "bamba",
+    "nemotron_h",
+    "qwen3_next",
+    "falcon_h1",
+    "zamba2",
+    "recurrent_gemma",
+    "qwen3",
+)
 
 
 def verdicts(model, monkeypatch, step):
@@ -40,7 +52,9 @@ def verdicts(model, monkeypatch, step):
         patch.setattr(entry, "can_stream", kept)
         step()
     streambp.unpatch(model)
-    return [found.get(id(layer), False) for stack in find_stacks(model).stacks for layer in stack.layers]
+    return [
+        found.get(id(layer), False) for stack in find_stacks(model).stacks for layer in stack.layers
+    ]
 
 
 def of_a_step(name, monkeypatch, dtype=torch.bfloat16):
@@ -79,7 +93,8 @@ def test_layers_stream_alike_in_half_precision_in_float64_and_in_counts(name, mo
 
 @pytest.mark.parametrize("name", ["lfm2", "bamba", "falcon_h1"])
 def test_whole_layers_are_as_near_as_the_unpatched_model(name):
-    """Where a state is lost and nobody sees it, half precision's errors are several times as large."""
+    """Where a state is lost and nobody sees it, half precision's errors are several times as
+    large."""
     wide, batch = zoo.build(name, torch.float32).bfloat16().float(), make_batch("plain", length=40)
     stock = copy.deepcopy(wide).to(torch.bfloat16)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=12))

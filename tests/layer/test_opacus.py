@@ -41,7 +41,9 @@ def grad_sample_module():
 
 
 def test_a_model_inside_of_it(grad_sample_module):
-    with pytest.raises(UnsupportedModelError, match=r"GradSampleModule has hooks of opacus.*without\s+streambp"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"GradSampleModule has hooks of opacus.*without\s+streambp"
+    ):
         streambp.patch(grad_sample_module(build("llama")), CONFIG)
 
 

@@ -1,4 +1,5 @@
-"""Kernels that write through pointers, beside the unpatched model with the same kernels. [Note: writes through pointers]
+"""Kernels that write through pointers, beside the unpatched model with the same kernels. [Note:
+writes through pointers]
 
 covers: admission/own_run.py, admission/trials.py, layer/site.py, sharded/call.py
 """
@@ -30,7 +31,15 @@ from tests.versions import needs_states
 HYBRID = "qwen3_next"
 LIGER = ("norm", "rotation", "gate")
 ALONE = (("norm",), ("rotation",), ("gate",))
-DENSE = (*ALONE, LIGER, ("qkv",), ("add",), ("add over x",), ("add over residual",), ("norm", "gate", "qkv", "add"))
+DENSE = (
+    *ALONE,
+    LIGER,
+    ("qkv",),
+    ("add",),
+    ("add over x",),
+    ("add over residual",),
+    ("norm", "gate", "qkv", "add"),
+)
 KERNELS = {"qwen3": DENSE, "llama": DENSE, "gemma3": (*ALONE, LIGER), HYBRID: (*ALONE, LIGER)}
 SAVES = ((), ("attn_out",), ("attn_out", "kv"), ("*",))
 FAST = (
@@ -53,13 +62,24 @@ FAST = (
 
 def rows():
     for family, sets in KERNELS.items():
-        for kernels, split, offload in itertools.product(sets, (False, True), ("none", "cpu", "auto")):
+        for kernels, split, offload in itertools.product(
+            sets, (False, True), ("none", "cpu", "auto")
+        ):
             for saves in ((),) if offload == "auto" else SAVES:
                 row = (family, kernels, saves, offload, split)
                 if split and family == HYBRID:
                     continue
-                marks = [*([] if row in FAST else [pytest.mark.full]), *([needs_states] if family == HYBRID else [])]
-                names = (family, "+".join(kernels), "+".join(saves) or "nothing", offload, "split" if split else "whole")
+                marks = [
+                    *([] if row in FAST else [pytest.mark.full]),
+                    *([needs_states] if family == HYBRID else []),
+                ]
+                names = (
+                    family,
+                    "+".join(kernels),
+                    "+".join(saves) or "nothing",
+                    offload,
+                    "split" if split else "whole",
+                )
                 yield pytest.param(*row, marks=marks, id="-".join(names))
 
 
@@ -108,7 +128,9 @@ def refusal(family, kernels, saves, split):
 
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(("family", "kernels", "saves", "offload", "split"), rows())
-def test_gradients_are_exact_or_refused_at_the_first_call(family, kernels, saves, offload, split, float64, monkeypatch):
+def test_gradients_are_exact_or_refused_at_the_first_call(
+    family, kernels, saves, offload, split, float64, monkeypatch
+):
     stock, batch = model_with(monkeypatch, family, *kernels), make_batch("plain")
     if split:
         batch = with_shifted_labels(batch)
@@ -124,7 +146,9 @@ def test_gradients_are_exact_or_refused_at_the_first_call(family, kernels, saves
     for _ in range(3 if offload == "auto" else 1):
         found = gradients(ours, **batch)[1]
     assert worst_error(found, expected) <= EXACT
-    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}, streambp.describe(ours)
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}, (
+        streambp.describe(ours)
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -170,7 +194,10 @@ def only_in(module, real):
         cos, sin = position_embeddings
         if self is not module and self.layer_idx != module.layer_idx:
             space = written(real).__globals__
-            kernel, space["apply_rotary_pos_emb"] = space["apply_rotary_pos_emb"], lambda q, k, cos, sin: (q, k)
+            kernel, space["apply_rotary_pos_emb"] = (
+                space["apply_rotary_pos_emb"],
+                lambda q, k, cos, sin: (q, k),
+            )
             try:
                 return real(self, *args, position_embeddings=position_embeddings, **kwargs)
             finally:
@@ -187,7 +214,9 @@ class TestAttentionsOutput:
     @pytest.fixture
     def stock(self, float64, monkeypatch):
         stock = model_with(monkeypatch, "qwen3", "qkv and halves")
-        stock.set_attn_implementation("eager")  # which does not save it for its own backward, as sdpa does
+        stock.set_attn_implementation(
+            "eager"
+        )  # which does not save it for its own backward, as sdpa does
         return stock
 
     @pytest.mark.parametrize("settings", [{}, {"saves": ("kv",)}, {"offload": "auto"}], ids=str)
@@ -199,7 +228,9 @@ class TestAttentionsOutput:
     def test_is_recomputed_in_halves(self, stock, monkeypatch):
         expected = gradients(stock, **make_batch("plain"))[1]
         split_over_one_rank(monkeypatch)
-        found = gradients(patched(stock, saves=("attn_out",)), **with_shifted_labels(make_batch("plain")))[1]
+        found = gradients(
+            patched(stock, saves=("attn_out",)), **with_shifted_labels(make_batch("plain"))
+        )[1]
         assert worst_error(found, expected) <= EXACT
 
     def test_is_not_saved(self, stock):
@@ -212,7 +243,8 @@ class TestAttentionsOutput:
 
 
 def left_padded():
-    """One row whose first 20 tokens are padding at position 0, as trainers count positions from a mask."""
+    """One row whose first 20 tokens are padding at position 0, as trainers count positions from a
+    mask."""
     batch = make_batch("plain", length=41, rows=1)
     batch["attention_mask"] = (torch.arange(41)[None] >= 20).long()
     batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
@@ -243,7 +275,9 @@ def test_products_that_a_kernel_reads_as_zero(float64, monkeypatch):
     stock = model_with(monkeypatch, "qwen3", "add what is finite")
     off, ours = error(stock)
     assert off <= EXACT
-    unread = [unread for layer in ours.model.layers for unread in layer.forward.site.unread.values()]
+    unread = [
+        unread for layer in ours.model.layers for unread in layer.forward.site.unread.values()
+    ]
     assert [unread.recompute for unread in unread] == [{"mlp.down_proj"}] * 2
 
 
@@ -260,7 +294,9 @@ def test_a_layer_is_tried_once(float64, monkeypatch):
     tried = []
     for name in ("_writes", "_find_unread"):
         real = getattr(trials, name)
-        monkeypatch.setattr(trials, name, lambda *a, real=real, name=name: tried.append(name) or real(*a))
+        monkeypatch.setattr(
+            trials, name, lambda *a, real=real, name=name: tried.append(name) or real(*a)
+        )
     ours = patched(model_with(monkeypatch, "llama", "norm", "gate"), rows="as_given")
     for _ in range(3):
         gradients(ours, **make_batch("plain"))
@@ -303,7 +339,10 @@ def test_mutants_turn_gradients_wrong(name, float64, monkeypatch):
     try:
         for _ in range(steps):
             found = gradients(ours, **batch)[1]
-    except (OtherModelError, BackwardError):  # the comparison with the unpatched layer comes first, or the witness
+    except (
+        OtherModelError,
+        BackwardError,
+    ):  # the comparison with the unpatched layer comes first, or the witness
         return
     wrong = [not gradient.isfinite().all() for gradient in found.values()]
     assert any(wrong) or worst_error(found, expected) > 0.01

@@ -1,6 +1,8 @@
-"""A layer whose views leave the number of tokens open: CLVP's, in chunks whose tokens its heads do not divide.
+"""A layer whose views leave the number of tokens open: CLVP's, in chunks whose tokens its heads do
+not divide.
 
-covers: admission/trials.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/products.py, layer/site.py
+covers: admission/trials.py, layer/call.py, layer/data_flow.py, layer/function.py,
+layer/products.py, layer/site.py
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from tests.oracle import gradients, worst_error
 def clvp_errors():
     """Of all its gradients, relative, for several sizes of chunks."""
     torch.set_default_dtype(torch.float64)
-    sizes = {"hidden_size": 32, "n_inner": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "num_mel_attn_blocks": 1}
+    sizes = {
+        "hidden_size": 32,
+        "n_inner": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_mel_attn_blocks": 1,
+    }
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
     try:
         stock = ClvpForCausalLM(ClvpDecoderConfig(vocab_size=VOCABULARY, **sizes, **drops)).train()

@@ -1,4 +1,5 @@
-"""Adapters of Linears with 4-bit weights as one operation: the base is decoded as its own forward does it.
+"""Adapters of Linears with 4-bit weights as one operation: the base is decoded as its own forward
+does it.
 
 covers: layer/adapters.py, offload/decoded.py
 """
@@ -26,13 +27,18 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
 def quantised(dtype, as_loaded):
-    """Adapters on MLPs in NF4. as_loaded: peft takes its class for them, as for a model that was loaded in 4 bits."""
+    """Adapters on MLPs in NF4. as_loaded: peft takes its class for them, as for a model that was
+    loaded in 4 bits."""
     model = build("qwen3", hidden_size=64, intermediate_size=128).requires_grad_(False).to(dtype)
     for layer in model.model.layers:
         for name in LINEARS:
             old = getattr(layer.mlp, name)
-            new = bitsandbytes.nn.Linear4bit(old.in_features, old.out_features, False, dtype, quant_type="nf4")
-            new.weight = bitsandbytes.nn.Params4bit(old.weight.detach().clone(), requires_grad=False, quant_type="nf4")
+            new = bitsandbytes.nn.Linear4bit(
+                old.in_features, old.out_features, False, dtype, quant_type="nf4"
+            )
+            new.weight = bitsandbytes.nn.Params4bit(
+                old.weight.detach().clone(), requires_grad=False, quant_type="nf4"
+            )
             setattr(layer.mlp, name, new.to("cpu"))  # where it is quantised
     model.is_loaded_in_4bit = as_loaded
     seed_torch(4)

@@ -1,8 +1,10 @@
-"""Packed rows told by position_ids alone, in layers with states: each document is computed as if it were alone.
+"""Packed rows told by position_ids alone, in layers with states: each document is computed as if it
+were alone.
 
 [Note: segments]
 
-covers: admission/probe.py, layer/packing.py, model/wrappers.py, recurrent/documents.py, recurrent/segments.py
+covers: admission/probe.py, layer/packing.py, model/wrappers.py, recurrent/documents.py,
+recurrent/segments.py
 """
 
 from __future__ import annotations
@@ -33,12 +35,20 @@ from tests.versions import LFM2_PASSES_ON, needs_states
 
 pytestmark = needs_states
 
-# Documents of one token (5), that start with a chunk of 5 (5, 15), within chunks (6, 21), over several (6); other ones in
-# every second row.
+# Documents of one token (5), that start with a chunk of 5 (5, 15), within chunks (6, 21), over
+# several (6); other ones in every second row.
 CUTS = ([0, 5, 6, 15, 21, 26], [0, 9, 10, 26])
 HERE = tuple(name for name in KINDS if name != "xlstm")
-IN_ROWS = ("qwen3_next", "jamba", "recurrent_gemma", "zaya")  # the fast tier has them in several rows, others in one
-ELSEWHERE = (*OTHERS, *(name for name in ("inkling_text", "inkling2_text", "qwen4_exp_text") if name in zoo.NAMES))
+IN_ROWS = (
+    "qwen3_next",
+    "jamba",
+    "recurrent_gemma",
+    "zaya",
+)  # the fast tier has them in several rows, others in one
+ELSEWHERE = (
+    *OTHERS,
+    *(name for name in ("inkling_text", "inkling2_text", "qwen4_exp_text") if name in zoo.NAMES),
+)
 WHOLE = ("qwen4_exp_text",)  # one of its layers is not cut
 
 
@@ -55,17 +65,24 @@ def packed(rows=1, length=26):
 
 
 def summed_loss(model, batch):
-    """The sum over labelled tokens, from logits: some families' losses know no other mean than their own."""
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    """The sum over labelled tokens, from logits: some families' losses know no other mean than
+    their own."""
+    logits = model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+    ).logits
     labels = batch["labels"][:, 1:].flatten()
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum", ignore_index=-100)
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels, reduction="sum", ignore_index=-100
+    )
 
 
 def differentiated(model, losses):
     model.zero_grad(set_to_none=True)
     total = sum(losses)
     total.backward()
-    return total.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def one_by_one(stock, batch, cuts):
@@ -80,38 +97,51 @@ def one_by_one(stock, batch, cuts):
 
 def check_one_by_one(name, chunk_sizes, rows=1, length=26, changes=None, cuts=None, **settings):
     fresh = zoo.build(name, **(changes or {}))
-    batch, cuts = packed(rows, length) if cuts is None else (packed_batch(cuts, ids=False, ends=False), cuts)
+    batch, cuts = (
+        packed(rows, length) if cuts is None else (packed_batch(cuts, ids=False, ends=False), cuts)
+    )
     expected_loss, expected = one_by_one(copy.deepcopy(fresh), batch, cuts)
     for chunk_size in chunk_sizes:
         ours = patched(fresh, chunk_size=chunk_size, **settings)
         loss, found = differentiated(ours, [summed_loss(ours, batch)])
         whole = {"checkpoints"} if name in WHOLE else set()
-        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"} | whole, str(streambp.describe(ours))
+        assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"} | whole, str(
+            streambp.describe(ours)
+        )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
         assert worst_error(found, expected) <= 1e-12, chunk_size
 
 
 @pytest.mark.fast("lfm2")
-@pytest.mark.parametrize("name", thinned([*HERE, *ELSEWHERE], lambda name: name in HERE and name not in IN_ROWS))
+@pytest.mark.parametrize(
+    "name", thinned([*HERE, *ELSEWHERE], lambda name: name in HERE and name not in IN_ROWS)
+)
 def test_documents_are_alone(name):
     check_one_by_one(name, (5, 7))
 
 
 @pytest.mark.fast("recurrent_gemma", "qwen3_next")
-@pytest.mark.parametrize("name", thinned([*IN_ROWS, "bamba", "lfm2", "minimax"], lambda name: name in IN_ROWS))
+@pytest.mark.parametrize(
+    "name", thinned([*IN_ROWS, "bamba", "lfm2", "minimax"], lambda name: name in IN_ROWS)
+)
 def test_documents_of_several_rows_are_alone(name):
     """Each row has its own: those that start together are called together."""
     check_one_by_one(name, (5, 9), rows=2)
 
 
-@pytest.mark.parametrize(("name", "ends"), thinned([("bamba", 6), ("jamba", 6), ("jamba", 2)], lambda _, ends: ends == 6))
+@pytest.mark.parametrize(
+    ("name", "ends"), thinned([("bamba", 6), ("jamba", 6), ("jamba", 2)], lambda _, ends: ends == 6)
+)
 def test_a_trial_cuts_by_its_own_documents(name, ends):
-    """And not by the batch's, which would leave a document of the trial with one token in a chunk."""
+    """And not by the batch's, which would leave a document of the trial with one token in a
+    chunk."""
     check_one_by_one(name, (4,), cuts=[[0, ends, 40]])
 
 
 def test_mutant_a_trial_cuts_by_the_batchs_documents(monkeypatch):
-    monkeypatch.setattr(packing.Packing, "barriers", property(lambda self: self.rows.barriers if self.rows else ()))
+    monkeypatch.setattr(
+        packing.Packing, "barriers", property(lambda self: self.rows.barriers if self.rows else ())
+    )
     with pytest.raises(AssertionError, match="its forward does not work on chunks"):
         test_a_trial_cuts_by_its_own_documents("jamba", 6)
 
@@ -171,10 +201,15 @@ def test_a_mask_rules_packing_out(name):
 
 def test_describe_and_a_warning():
     ours, (batch, _) = patched(zoo.build("lfm2"), chunk_size=5), packed()
-    with pytest.warns(UserWarning, match="let its recurrences and convolutions go on from one to the next"):
+    with pytest.warns(
+        UserWarning, match="let its recurrences and convolutions go on from one to the next"
+    ):
         gradients(ours, **batch)
     said = str(streambp.describe(ours))
-    assert "5 documents of packed rows, told by position_ids: its mixers are called for one after the other" in said
+    assert (
+        "5 documents of packed rows, told by position_ids: its mixers are called for one after the "
+        "other" in said
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         gradients(ours, **batch)
@@ -184,18 +219,25 @@ def test_describe_and_a_warning():
 
 def test_states_that_are_an_argument_are_refused():
     ours, (batch, _) = patched(zoo.build("xlstm"), chunk_size=5), packed()
-    with pytest.raises(UnsupportedModelError, match=r"position_ids mark 5 documents .*documents='as_given'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"position_ids mark 5 documents .*documents='as_given'"
+    ):
         gradients(ours, **batch)
 
 
 def shifted(position_ids, rows):
     found = documents.packed_rows(position_ids, rows)
-    return documents.PackedRows(tuple((0, *(end + 1 for end in row[1:-1]), row[-1]) for row in found.ends))
+    return documents.PackedRows(
+        tuple((0, *(end + 1 for end in row[1:-1]), row[-1]) for row in found.ends)
+    )
 
 
 def going_on(self, chunk):
     """As if every document but a row's first went on from the states that the chunk starts from."""
-    return [documents.Segment(rows, start, stop, chunk.start > 0) for rows, start, stop, _ in SEGMENTS(self, chunk)]
+    return [
+        documents.Segment(rows, start, stop, chunk.start > 0)
+        for rows, start, stop, _ in SEGMENTS(self, chunk)
+    ]
 
 
 def ending_first(parts, rows, tokens):
@@ -227,7 +269,8 @@ def test_mutants(mutant, monkeypatch):
 
 
 def test_a_chunk_that_ends_before_a_documents_last_token(monkeypatch):
-    """The mutant: nothing keeps chunks from ending there, and the next one takes a kernel for decoding."""
+    """The mutant: nothing keeps chunks from ending there, and the next one takes a kernel for
+    decoding."""
     monkeypatch.setattr(documents.PackedRows, "barriers", ())
     with pytest.raises((AssertionError, RuntimeError)):
         check_one_by_one("bamba", (7,))
@@ -236,14 +279,24 @@ def test_a_chunk_that_ends_before_a_documents_last_token(monkeypatch):
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize(
-    "saves", [("*",), *(pytest.param(saves, marks=pytest.mark.full) for saves in (("attn_out",), ("kv", "*")))], ids=str
+    "saves",
+    [
+        ("*",),
+        *(pytest.param(saves, marks=pytest.mark.full) for saves in (("attn_out",), ("kv", "*"))),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 def test_documents_with_saves_and_offloading(name, saves, offload):
     check_one_by_one(name, (5,), rows=2, saves=saves, offload=offload)
 
 
-TOLD = {"qwen3_next": "seq_idx and cu_seq_lens_q", "bamba": "seq_idx", "lfm2": "seq_idx", "falcon_h1": "seq_idx"}
+TOLD = {
+    "qwen3_next": "seq_idx and cu_seq_lens_q",
+    "bamba": "seq_idx",
+    "lfm2": "seq_idx",
+    "falcon_h1": "seq_idx",
+}
 
 
 def built(monkeypatch, name, **kernels):
@@ -267,10 +320,14 @@ def check_with_kernels(stock, rows, said):
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("name", "rows"),
-    thinned(itertools.product(TOLD, [1, 2]), lambda name, rows: name == "qwen3_next" or (rows == 2) == (name != "bamba")),
+    thinned(
+        itertools.product(TOLD, [1, 2]),
+        lambda name, rows: name == "qwen3_next" or (rows == 2) == (name != "bamba"),
+    ),
 )
 def test_kernels_are_told(name, rows, monkeypatch):
-    """A delta rule takes documents of a single row, and the mixer of older LFM2s passes nothing on."""
+    """A delta rule takes documents of a single row, and the mixer of older LFM2s passes nothing
+    on."""
     calls = (rows == 2 and name == "qwen3_next") or (name == "lfm2" and not LFM2_PASSES_ON)
     said = "its mixers are called" if calls else f"told to its kernels as {TOLD[name]}"
     check_with_kernels(built(monkeypatch, name), rows, said)
@@ -279,7 +336,8 @@ def test_kernels_are_told(name, rows, monkeypatch):
 @pytest.mark.fast("jamba")
 @pytest.mark.parametrize("name", ["kimi_linear", "jamba", "zaya", "recurrent_gemma"])
 def test_kernels_that_cannot_be_told(name, monkeypatch):
-    """A delta rule whose mixer drops cu_seq_lens_q, a selective scan, a state and a convolution of the module's own."""
+    """A delta rule whose mixer drops cu_seq_lens_q, a selective scan, a state and a convolution of
+    the module's own."""
     check_with_kernels(built(monkeypatch, name), 1, "its mixers are called")
 
 
@@ -290,13 +348,19 @@ def deaf(*args, seq_idx=None, **kwargs):
 def test_a_kernel_that_does_not_do_as_it_is_told_is_called_by_document(monkeypatch):
     deaf.__name__ = "mamba_chunk_scan_combined"
     deaf.__signature__ = inspect.signature(reference_kernels.mamba_chunk_scan_combined)
-    check_with_kernels(built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "its mixers are called")
+    check_with_kernels(
+        built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "its mixers are called"
+    )
 
 
 def test_a_trial_of_one_document_would_not_find_it(monkeypatch):
     deaf.__name__ = "mamba_chunk_scan_combined"
     deaf.__signature__ = inspect.signature(reference_kernels.mamba_chunk_scan_combined)
-    monkeypatch.setattr(probe, "tried_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows))
+    monkeypatch.setattr(
+        probe, "tried_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows)
+    )
     monkeypatch.setattr(probe, "in_several", lambda named, length: documents.in_one(named))
     with pytest.raises(AssertionError):
-        check_with_kernels(built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "told to its kernels")
+        check_with_kernels(
+            built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "told to its kernels"
+        )

@@ -34,7 +34,8 @@ def run(**settings):
         RuntimeError("FlashAttention only supports Ampere GPUs or newer."),
         torch.AcceleratorError("device-side assert triggered"),
         NotImplementedError(
-            "Could not run 'aten::_scaled_dot_product_cudnn_attention' with arguments from the 'CUDA' backend"
+            "Could not run 'aten::_scaled_dot_product_cudnn_attention' with arguments from the "
+            "'CUDA' backend"
         ),
     ],
     ids=lambda error: type(error).__name__,
@@ -52,7 +53,9 @@ def test_what_a_kernel_raises_comes_out(error, monkeypatch):
 
 
 def test_a_backend_that_was_asked_for_and_cannot_do_it_is_refused():
-    with pytest.raises(streambp.StreamBPError, match=r"attention='cudnn' cannot attend.*'auto' or 'math'"):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"attention='cudnn' cannot attend.*'auto' or 'math'"
+    ):
         run(attention="cudnn")
 
 
@@ -85,7 +88,9 @@ def test_an_error_in_a_kernel_counts_by_where_it_was_raised():
         found = error
     assert not failed_in_a_kernel(found, HERE)
     assert failed_in_a_kernel(found, torch.device("cuda", 0))
-    assert not failed_in_a_kernel(RuntimeError("The size of tensor a (5) must match the size of tensor b (12)"), HERE)
+    assert not failed_in_a_kernel(
+        RuntimeError("The size of tensor a (5) must match the size of tensor b (12)"), HERE
+    )
 
 
 def test_half_precision_gradients_whose_norm_overflows_are_compared():

@@ -1,4 +1,5 @@
-"""Hidden states [B, T, M, h], M residual streams behind the tokens (hyper-connections), and keys that an indexer pools.
+"""Hidden states [B, T, M, h], M residual streams behind the tokens (hyper-connections), and keys
+that an indexer pools.
 
 covers: admission/own_run.py, attention/own.py, cache.py, layer/arguments.py
 """
@@ -34,9 +35,14 @@ def float64_everywhere(float64_oracle):
 
 
 def glm5_next(attention="sdpa"):
-    """Linear attention, an indexer that pools four keys, a layer that reads what the one before picked; two streams."""
-    module = pytest.importorskip("transformers.models.glm5_next", reason="this transformers has no GLM 5 Next")
-    linear, sparse = dict.fromkeys(module.Glm5NextTextConfig().layer_types)  # the latter's name has changed
+    """Linear attention, an indexer that pools four keys, a layer that reads what the one before
+    picked; two streams."""
+    module = pytest.importorskip(
+        "transformers.models.glm5_next", reason="this transformers has no GLM 5 Next"
+    )
+    linear, sparse = dict.fromkeys(
+        module.Glm5NextTextConfig().layer_types
+    )  # the latter's name has changed
     text = {
         **SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_hidden_layers": 4, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -51,7 +57,11 @@ def glm5_next(attention="sdpa"):
     config = module.Glm5NextConfig(text_config=text, vision_config=vision)
     config.text_config._experts_implementation = "eager"  # grouped products know no float64
     seed_torch(0)
-    model = module.Glm5NextForConditionalGeneration._from_config(config, attn_implementation=attention).double().train()
+    model = (
+        module.Glm5NextForConditionalGeneration._from_config(config, attn_implementation=attention)
+        .double()
+        .train()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() <= 1:
@@ -80,7 +90,9 @@ POOLED = (("plain", 5), ("packed", 16))
     ("mode", "chunk_size"),
     [
         # Left-padded in chunks of 5: check_unchanged, which the mutants start from.
-        pytest.param(mode, chunk_size, marks=() if (mode, chunk_size) in POOLED else pytest.mark.full)
+        pytest.param(
+            mode, chunk_size, marks=() if (mode, chunk_size) in POOLED else pytest.mark.full
+        )
         for mode in MODES
         for chunk_size in (5, 16)
     ],
@@ -114,7 +126,10 @@ def test_few_tokens(name, length):
     ("first", "streams"),
     [
         *(("as many", STREAMS), ("others", 7)),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("as many", 7), ("others", STREAMS))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("as many", 7), ("others", STREAMS))
+        ),
     ],
 )
 def test_as_many_tokens_as_streams(streams, first):
@@ -123,7 +138,10 @@ def test_as_many_tokens_as_streams(streams, first):
     ours = patched(stock, chunk_size=2)
     for length in (streams, LENGTH, streams) if first == "as many" else (LENGTH, streams, LENGTH):
         batch = make_batch("plain", length=length)
-        assert worst_error(gradients(ours, **batch)[1], gradients(copy.deepcopy(stock), **batch)[1]) <= 1e-10
+        assert (
+            worst_error(gradients(ours, **batch)[1], gradients(copy.deepcopy(stock), **batch)[1])
+            <= 1e-10
+        )
         path = "checkpoints" if length == streams else "streams"
         assert {layer.path for layer in streambp.describe(ours).layers} == {path}
 
@@ -134,7 +152,10 @@ def test_as_many_tokens_as_streams(streams, first):
     "every",
     [
         [{"saves": ("kv",), "offload": "cpu"}, {"offload": "cpu", "gpu_memory": 1}],
-        pytest.param([{"saves": ("kv",)}, {"saves": ("kv",), "gpu_memory": 1, "offload": "cpu"}], marks=pytest.mark.full),
+        pytest.param(
+            [{"saves": ("kv",)}, {"saves": ("kv",), "gpu_memory": 1, "offload": "cpu"}],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["offloaded", "saved"],
 )
@@ -183,6 +204,8 @@ def test_mutant_turns_a_test_red(mutant, monkeypatch):
     check_unchanged()
     owner, attribute, wrong = MUTANTS[mutant]
     monkeypatch.setattr(owner, attribute, wrong)
-    monkeypatch.setattr(own_run.OwnRun, "agrees", lambda self, whole: True)  # it would see some of them first
+    monkeypatch.setattr(
+        own_run.OwnRun, "agrees", lambda self, whole: True
+    )  # it would see some of them first
     with pytest.raises(AssertionError):
         check(stock, batch, 5)

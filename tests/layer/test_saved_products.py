@@ -1,4 +1,5 @@
-"""`saves` with globs of Linear names: their outputs are kept, their products not computed again, the gradients the same.
+"""`saves` with globs of Linear names: their outputs are kept, their products not computed again,
+the gradients the same.
 
 covers: config.py, layer/products.py, layer/saved.py, model/patching.py
 """
@@ -17,12 +18,22 @@ from tests.families import build, make_batch
 from tests.seeds import seed_torch
 from tests.tiers import thinned
 
-GLOBS = (("mlp.gate_proj",), ("mlp.*",), ("*",), ("self_attn.[qkv]_proj", "attn_out"), ("mlp.up_proj", "kv", "attn_out"))
+GLOBS = (
+    ("mlp.gate_proj",),
+    ("mlp.*",),
+    ("*",),
+    ("self_attn.[qkv]_proj", "attn_out"),
+    ("mlp.up_proj", "kv", "attn_out"),
+)
 
 
 def step(model, saves, scale=1.0, **settings):
-    ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=5, saves=saves, **settings))
-    ours(**make_batch("left-padded"), use_cache=False).loss.backward()  # the first finds out what may be left out
+    ours = streambp.patch(
+        copy.deepcopy(model), streambp.StreamConfig(chunk_size=5, saves=saves, **settings)
+    )
+    ours(
+        **make_batch("left-padded"), use_cache=False
+    ).loss.backward()  # the first finds out what may be left out
     ours.zero_grad()
     seed_torch(3)
     loss = ours(**make_batch("left-padded"), use_cache=False).loss
@@ -55,7 +66,9 @@ def test_gradients_are_bitwise_the_same(saves, offload):
     check(build("qwen3"), saves, offload=offload)
 
 
-@pytest.mark.parametrize("family", thinned(["gemma3", "phi3", "qwen2"], lambda family: family == "gemma3"))
+@pytest.mark.parametrize(
+    "family", thinned(["gemma3", "phi3", "qwen2"], lambda family: family == "gemma3")
+)
 def test_families(family):
     check(build(family), ("mlp.*",))
 
@@ -80,9 +93,13 @@ def test_lora():
 
 
 def test_everything_saved_leaves_only_the_gradients_products():
-    """Backward then computes two products for each Linear (of its input and its weight), instead of three."""
+    """Backward then computes two products for each Linear (of its input and its weight), instead of
+    three."""
     share = check(build("qwen3", intermediate_size=256), ("*", "attn_out", "kv"))
-    print(f"Linear FLOPs of backward with every product saved: {share:.3f} of those with kv and attn_out saved")
+    print(
+        f"Linear FLOPs of backward with every product saved: {share:.3f} of those with kv and "
+        "attn_out saved"
+    )
     assert share <= 0.75
 
 
@@ -108,22 +125,35 @@ def test_the_last_layers_alone():
     check(model, saves)
     kept = kept_after(model, saves)
     gate = {"mlp.gate_proj"}
-    assert [kept[index] for index in range(4)] == [{"kv"}, {"kv"} | gate, {"kv"} | gate, {"kv", "attn_out"} | gate]
+    assert [kept[index] for index in range(4)] == [
+        {"kv"},
+        {"kv"} | gate,
+        {"kv"} | gate,
+        {"kv", "attn_out"} | gate,
+    ]
 
 
 def test_more_layers_than_there_are():
-    with pytest.raises(streambp.StreamBPError, match=r"saves names 'kv@3', the last 3 layers; the model has 2"):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"saves names 'kv@3', the last 3 layers; the model has 2"
+    ):
         streambp.patch(build("qwen3"), streambp.StreamConfig(saves=("kv@3",)))
 
 
 def test_what_backward_does_not_read_is_not_kept():
     kept = kept_after(build("qwen3"), ("*",))
-    assert all("mlp.up_proj" in products and "mlp.down_proj" not in products for products in kept.values())
+    assert all(
+        "mlp.up_proj" in products and "mlp.down_proj" not in products for products in kept.values()
+    )
 
 
 def test_a_product_kept_for_nothing_is_seen(monkeypatch):
     real = Kept.find_products
-    monkeypatch.setattr(Kept, "find_products", lambda self: (real(self), setattr(self, "products", list(self.linears))))
+    monkeypatch.setattr(
+        Kept,
+        "find_products",
+        lambda self: (real(self), setattr(self, "products", list(self.linears))),
+    )
     with pytest.raises(AssertionError):
         test_what_backward_does_not_read_is_not_kept()
 

@@ -1,5 +1,6 @@
-"""Layers cut at their attention, on a group of one rank: the same gradients, no product twice, bytes that do not grow with
-the number of ranks. Two ranks: tests/distributed/test_split_sequences.py.
+"""Layers cut at their attention, on a group of one rank: the same gradients, no product twice,
+bytes that do not grow with the number of ranks. Two ranks:
+tests/distributed/test_split_sequences.py.
 
 covers: sharded/call.py, sharded/gathered.py, sharded/halves.py, sharded/layer.py, sharded/shards.py
 """
@@ -77,12 +78,21 @@ def test_gradients_are_exact(family, mode, saves, one_rank, float64_oracle):
 @pytest.mark.parametrize(
     "name",
     thinned(
-        ["qwen3_moe", "gemma3n_text", "gemma4_text", "cohere2", "deepseek_v3", "granite", "gpt_oss"],
+        [
+            "qwen3_moe",
+            "gemma3n_text",
+            "gemma4_text",
+            "cohere2",
+            "deepseek_v3",
+            "granite",
+            "gpt_oss",
+        ],
         lambda name: name not in ("gemma4_text", "granite"),
     ),
 )
 def test_other_layers_are_exact(name, one_rank, float64_everywhere):
-    """Experts, keys and values that later layers read, 4-D hidden states, no positions, latent attention, sinks."""
+    """Experts, keys and values that later layers read, 4-D hidden states, no positions, latent
+    attention, sinks."""
     model = zoo.build(name)
     expected_loss, expected = gradients(model, **make_batch("plain"))
     loss, found = shard_gradients(model, make_batch("plain"))
@@ -169,7 +179,9 @@ def test_on_a_gpu(mode, one_rank):
     _, stock = gradients(model, **batch)
     streambp.patch(model, StreamConfig(chunk_size=160, saves=("attn_out",)))
     _, ours = gradients(model, **batch)
-    assert relative_l2(ours, truth) <= 1.15 * relative_l2(stock, truth)  # one draw: up to a tenth off by chance
+    assert relative_l2(ours, truth) <= 1.15 * relative_l2(
+        stock, truth
+    )  # one draw: up to a tenth off by chance
 
 
 def lose(received, sent, group=None):
@@ -197,7 +209,8 @@ def over(ranks, length):
     return Shards(None, ranks, length, Spans.causal(1, ranks * length))
 
 
-# Norms after the products, and queries, keys and values in one product; the others' products are qwen3's.
+# Norms after the products, and queries, keys and values in one product; the others' products are
+# qwen3's.
 PRODUCTS = ("qwen3-8b", "gemma3-4b, post-norm", "phi3-mini, fused qkv")
 
 
@@ -208,11 +221,15 @@ def test_linear_products_are_not_computed_in_both_halves(name, monkeypatch):
     monkeypatch.setattr(dist, "all_to_all_single", give_back)
     layer, sizes, _ = meta_layer(name)
     head_dim = sizes.get("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
-    x = torch.empty(1, LENGTH, sizes["hidden_size"], dtype=torch.bfloat16, device="meta", requires_grad=True)
+    x = torch.empty(
+        1, LENGTH, sizes["hidden_size"], dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
     rotary = torch.empty(1, LENGTH, head_dim, dtype=torch.bfloat16, device="meta")
     named = {"attention_mask": None, "position_embeddings": (rotary, rotary)}
     with LinearFlops() as flops:
-        out = stream_shard(LayerSite(layer, StreamConfig(chunk_size=512)), (x,), named, over(2, LENGTH))
+        out = stream_shard(
+            LayerSite(layer, StreamConfig(chunk_size=512)), (x,), named, over(2, LENGTH)
+        )
         out.backward(torch.empty_like(out))
     ratio = flops.total / layer_flops(layer, sizes)
     print(f"{name}, cut at its attention: {ratio:.4f} x checkpointing's Linear FLOPs")
@@ -248,7 +265,8 @@ def test_bytes_of_a_token_do_not_grow_with_the_number_of_ranks(monkeypatch):
 @pytest.mark.parametrize("ranks", [16, 64])
 @pytest.mark.parametrize(("room", "of_shard", "of_whole"), [(1, 46, 2.6), (2**50, 51, 16)])
 def test_bytes_where_keys_are_gathered(room, of_shard, of_whole, ranks, monkeypatch):
-    """KB a token of the shard, and a token of the whole sequence: one kv head at a time, and all eight at once."""
+    """KB a token of the shard, and a token of the whole sequence: one kv head at a time, and all
+    eight at once."""
     found = bytes_where_gathered(ranks, room, monkeypatch)
     print(f"{ranks} ranks, room {room}, KB per token of the shard: {found}")
     assert max(found.values()) <= of_shard + ranks * of_whole
@@ -258,7 +276,12 @@ def bytes_where_gathered(ranks, room, monkeypatch):
     arrived = types.SimpleNamespace(wait=lambda: None)
     for names in (GATHER, REDUCE_SCATTER):
         for name in names:
-            monkeypatch.setattr(dist, name, lambda received, sent, group=None, async_op=False: arrived, raising=False)
+            monkeypatch.setattr(
+                dist,
+                name,
+                lambda received, sent, group=None, async_op=False: arrived,
+                raising=False,
+            )
 
     def gathered(ranks, length):
         return GatheredShards(None, ranks, length, Spans.causal(1, ranks * length), room=room)

@@ -1,4 +1,5 @@
-"""Layers whose forward does more than give an output for an input, and mixing of tokens that numbers do not show yet.
+"""Layers whose forward does more than give an output for an input, and mixing of tokens that
+numbers do not show yet.
 
 covers: admission/probe.py, admission/rehearsal.py, layer/side_effects.py
 """
@@ -56,7 +57,8 @@ class Normed(Wrapped):
 
 
 class Counted(Wrapped):
-    """Counts where its output is positive, as routers count their experts' tokens; in train mode."""
+    """Counts where its output is positive, as routers count their experts' tokens; in train
+    mode."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -181,7 +183,9 @@ def test_an_auxiliary_loss_in_an_attribute(chunk_size, float64_oracle):
     ours.train()
     found = []
     for model in (stock, ours):
-        loss = model(**batch, use_cache=False).loss + 3 * sum(layer.mlp.aux_loss for layer in model.model.layers)
+        loss = model(**batch, use_cache=False).loss + 3 * sum(
+            layer.mlp.aux_loss for layer in model.model.layers
+        )
         loss.backward()
         found.append((loss, {name: p.grad for name, p in model.named_parameters()}))
     assert abs(found[0][0] - found[1][0]) <= 1e-12 * abs(found[0][0])
@@ -193,7 +197,9 @@ def step_with_hooks(model, batch, collected=None):
     """A loss of what hooks have collected, besides the model's."""
     kept = []
     put = kept.append if collected is None else collected.put
-    hooks = [layer.mlp.register_forward_hook(lambda m, a, out: put(out)) for layer in model.model.layers]
+    hooks = [
+        layer.mlp.register_forward_hook(lambda m, a, out: put(out)) for layer in model.model.layers
+    ]
     model.zero_grad()
     loss = model(**batch, use_cache=False).loss
     while collected is not None and not collected.empty():
@@ -245,7 +251,9 @@ def test_a_hook_for_the_last_token_that_comes_after_the_first_call(float64_oracl
     assert [layer.path for layer in streambp.describe(ours).layers] == ["streams", "checkpoints"]
 
 
-@pytest.mark.parametrize("change", [around_mlp(Shifted), around_mlp(Shifted, by=-1), around_mlp(Interpolated, gate=1.0)])
+@pytest.mark.parametrize(
+    "change", [around_mlp(Shifted), around_mlp(Shifted, by=-1), around_mlp(Interpolated, gate=1.0)]
+)
 def test_a_gate_that_is_closed_at_first(change, float64_oracle):
     stock, ours = pair(change)
     batch = make_batch("plain")
@@ -282,10 +290,14 @@ def test_mixing_less_than_half_precision_rounds(by, graph):
 
 def test_the_trial_leaves_parameters_buffers_and_random_numbers_alone():
     _, ours = pair(around_mlp(Counted), torch.float32)
-    before = {name: x.clone() for name, x in ours.state_dict().items() if not name.endswith("count")}
+    before = {
+        name: x.clone() for name, x in ours.state_dict().items() if not name.endswith("count")
+    }
     state = torch.get_rng_state()
     ours(**make_batch("plain"), use_cache=False).loss.backward()
-    assert all(torch.equal(x, before[name]) for name, x in ours.state_dict().items() if name in before)
+    assert all(
+        torch.equal(x, before[name]) for name, x in ours.state_dict().items() if name in before
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert all(isinstance(p, nn.Parameter) for p in ours.parameters())
 
@@ -316,7 +328,10 @@ def in_eval_mode(monkeypatch):
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [
-        (without_trial, lambda: test_buffers_are_written_once_for_a_forward(around_mlp(Counted), None)),
+        (
+            without_trial,
+            lambda: test_buffers_are_written_once_for_a_forward(around_mlp(Counted), None),
+        ),
         (without_trial, lambda: test_mixing_less_than_half_precision_rounds(1, True)),
         (without_stirring, lambda: test_a_gate_that_is_closed_at_first(around_mlp(Shifted), None)),
         (in_eval_mode, lambda: test_an_auxiliary_loss_in_an_attribute(5, None)),

@@ -1,4 +1,5 @@
-"""Adapters whose weights are sparse tensors, which have no storage for the trace of unread products to label.
+"""Adapters whose weights are sparse tensors, which have no storage for the trace of unread products
+to label.
 
 covers: layer/shadows.py
 """
@@ -28,7 +29,9 @@ def adapted(name):
         pytest.skip(f"this version of peft has no {config}")
     targets = ["q_proj", "k_proj", "down_proj"]
     model = build("qwen3", torch.float64)
-    return peft.get_peft_model(model, getattr(peft, config)(target_modules=targets, init_weights=False, **settings))
+    return peft.get_peft_model(
+        model, getattr(peft, config)(target_modules=targets, init_weights=False, **settings)
+    )
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

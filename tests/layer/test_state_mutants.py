@@ -1,7 +1,8 @@
-"""What is wrong with states in chunks, done on purpose: each turns a test red, and most of it the probe sees by itself.
+"""What is wrong with states in chunks, done on purpose: each turns a test red, and most of it the
+probe sees by itself.
 
-covers: layer/arguments.py, layer/call.py, layer/carried.py, layer/function.py, recurrent/documents.py,
-  recurrent/scans.py, recurrent/states.py
+covers: layer/arguments.py, layer/call.py, layer/carried.py, layer/function.py,
+  recurrent/documents.py, recurrent/scans.py, recurrent/states.py
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class ConstantSteps:
 
     @staticmethod
     def written(start, raw, a, bias, softplus, dtype, parts, real=scans._written):
-        return real(start, raw, a.detach(), None if bias is None else bias.detach(), softplus, dtype, parts)
+        return real(
+            start, raw, a.detach(), None if bias is None else bias.detach(), softplus, dtype, parts
+        )
 
 
 def states_of_the_chunk_before(self, chunk, again=False, real=call.Kept.states):
@@ -58,7 +61,10 @@ def states_of_the_chunk_before(self, chunk, again=False, real=call.Kept.states):
 
 def whole_masks(self, chunk, leaves=None, real=arguments.Arguments.cut):
     named = real(self, chunk, leaves)
-    return {**named, **{n: self.named[n][:, : chunk.stop - chunk.start] for n in named if n == "attention_mask"}}
+    return {
+        **named,
+        **{n: self.named[n][:, : chunk.stop - chunk.start] for n in named if n == "attention_mask"},
+    }
 
 
 @functools.cache
@@ -207,4 +213,9 @@ def test_what_is_kept_of_a_convolution_is_its_last_inputs_alone():
     assert torch.equal(joined, torch.cat((state, x), -1))
     assert joined.mT.is_contiguous()  # as convolution kernels want it
     assert following.before[Key("conv", 0, 0)] is state
-    assert states.leaves_of({Key("conv", 0, 0): torch.ones(2, dtype=torch.long)})[Key("conv", 0, 0)].requires_grad is False
+    assert (
+        states.leaves_of({Key("conv", 0, 0): torch.ones(2, dtype=torch.long)})[
+            Key("conv", 0, 0)
+        ].requires_grad
+        is False
+    )

@@ -29,9 +29,20 @@ from tests.versions import needs_states
 
 pytestmark = needs_states
 
-# One of each mechanism: gated delta rule, convolution alone, Mamba 2, selective scan, linear attention, attention beside a
-# convolution and beside a state-space model, a unit that keeps its states on itself, states as an argument.
-KINDS = ("qwen3_next", "lfm2", "bamba", "jamba", "minimax", "zaya", "falcon_h1", "recurrent_gemma", "xlstm")
+# One of each mechanism: gated delta rule, convolution alone, Mamba 2, selective scan, linear
+# attention, attention beside a convolution and beside a state-space model, a unit that keeps its
+# states on itself, states as an argument.
+KINDS = (
+    "qwen3_next",
+    "lfm2",
+    "bamba",
+    "jamba",
+    "minimax",
+    "zaya",
+    "falcon_h1",
+    "recurrent_gemma",
+    "xlstm",
+)
 OTHERS = tuple(
     name
     for name in (
@@ -90,7 +101,9 @@ def test_a_single_token(name, float64_states):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "length"), [*itertools.product(KINDS, [2, 3, 9, 11]), *itertools.product(OTHERS, [9])])
+@pytest.mark.parametrize(
+    ("name", "length"), [*itertools.product(KINDS, [2, 3, 9, 11]), *itertools.product(OTHERS, [9])]
+)
 def test_every_family_on_few_tokens(name, length, float64_states):
     check_exact(name, length, [1, 2, 3, 4])
 
@@ -111,7 +124,9 @@ def check_memory(name):
     seen = []
     real = kept.Kept.keep_states
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept.Kept, "keep_states", lambda *args: seen.extend(args[2].values()) or real(*args))
+        patch.setattr(
+            kept.Kept, "keep_states", lambda *args: seen.extend(args[2].values()) or real(*args)
+        )
         gradients(patched(zoo.build(name), chunk_size=5), **make_batch("plain"))
     assert seen
     assert all(state.untyped_storage().nbytes() == state.nbytes for state in seen)
@@ -119,7 +134,10 @@ def check_memory(name):
 
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(
-    "name", thinned(KINDS, lambda name: name in ("qwen3_next", "falcon_h1", "zaya", "recurrent_gemma", "xlstm"))
+    "name",
+    thinned(
+        KINDS, lambda name: name in ("qwen3_next", "falcon_h1", "zaya", "recurrent_gemma", "xlstm")
+    ),
 )
 def test_what_is_kept_has_memory_of_its_own(name, float64_states):
     check_memory(name)
@@ -154,13 +172,16 @@ def test_without_a_graph_and_generation():
         losses = [model(**batch, use_cache=False).loss for model in (stock, ours)]
     assert abs(losses[0] - losses[1]) <= 1e-5
     prompt = make_batch("plain")["input_ids"]
-    expected, found = (model.generate(prompt, max_new_tokens=6, do_sample=False) for model in (stock, ours))
+    expected, found = (
+        model.generate(prompt, max_new_tokens=6, do_sample=False) for model in (stock, ours)
+    )
     assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba"])
 def test_packed_documents_without_kernels_are_what_they_are_unpatched(name, float64_states):
-    """The same error; of older versions of transformers the same mixed documents. In that call alone."""
+    """The same error; of older versions of transformers the same mixed documents. In that call
+    alone."""
     stock = zoo.build(name)
     ours = patched(copy.deepcopy(stock), chunk_size=5)
     batch = packed_batch([[0, 5, 6, 15, 23]])
@@ -182,7 +203,8 @@ def test_packed_documents_without_kernels_are_what_they_are_unpatched(name, floa
 
 @pytest.mark.parametrize("name", ["lfm2", "jamba"])
 def test_a_chunk_ends_with_its_backward(name):
-    """Without the garbage collector: nothing that a chunk's graph holds outlives its step in a cycle."""
+    """Without the garbage collector: nothing that a chunk's graph holds outlives its step in a
+    cycle."""
     ours = patched(zoo.build(name, dtype=torch.float32), chunk_size=5)
     made: list[weakref.ref] = []
     real = streambp.recurrent.states.StateCache.__init__
@@ -229,7 +251,9 @@ def errors_in_half_precision(name, autocast):
     """Ours in 9 chunks and the unpatched model's, against a float32 oracle."""
     for seed in itertools.count():
         oracle = zoo.build(name, dtype=torch.float32, seed=seed)
-        oracle = oracle if autocast else oracle.bfloat16().float()  # the weights of the model in half precision
+        oracle = (
+            oracle if autocast else oracle.bfloat16().float()
+        )  # the weights of the model in half precision
         batch = make_batch("plain", length=72, seed=seed)
         truth = gradients(copy.deepcopy(oracle), **batch)[1]
         stock = oracle if autocast else oracle.to(torch.bfloat16)
@@ -256,7 +280,8 @@ def test_half_precision_is_no_worse_than_unpatched(name, autocast):
 
 
 def test_torchs_own_selective_scan_is_no_further_off_in_chunks_of_a_few_tokens():
-    """Each gradient: half precision between its operations would not let those of written states cancel."""
+    """Each gradient: half precision between its operations would not let those of written states
+    cancel."""
     kernel, sizes = state_rows.KERNELS["selective scan"], state_rows.TINY
     from_nothing = dataclasses.replace(kernel, make=lambda *args: (*kernel.make(*args)[:2], None))
     ours = state_rows.errors(from_nothing, kernel.function, sizes, "cpu", chunk_size=5)
@@ -299,7 +324,8 @@ def test_automatic_chunks_are_whole_blocks_of_the_kernels():
     ],
 )  # fmt: skip
 def test_a_layer_of_which_a_part_is_trained(name, trained, float64_states):
-    """As adapters do: no gradient may pass through the states that a chunk ends with, or it may, but not in the first."""
+    """As adapters do: no gradient may pass through the states that a chunk ends with, or it may,
+    but not in the first."""
     stock = zoo.build(name)
     for parameter_name, parameter in stock.named_parameters():
         parameter.requires_grad_(trained in parameter_name and "layers.0" in parameter_name)

@@ -1,7 +1,8 @@
-"""What modules keep of a first batch is of the batch: no trial leaves anything, in whatever way a module keeps it.
+"""What modules keep of a first batch is of the batch: no trial leaves anything, in whatever way a
+module keeps it.
 
-covers: admission/snapshot.py, admission/tables.py, admission/values.py, admission/generators.py, admission/probe.py,
-admission/first_call.py
+covers: admission/snapshot.py, admission/tables.py, admission/values.py, admission/generators.py,
+admission/probe.py, admission/first_call.py
 """
 
 from __future__ import annotations
@@ -329,7 +330,9 @@ KINDS = (
     IsNone, Missing, InPlace, ThroughData, Float, Word, InList, InDict, InSet, InDeque, InObject, InModule, OnClass,
     Closure, OfFunction, OfDefault, InGlobal, AsGlobal, Registered, FrozenParameter, InConfig, InArray, InTraining,
 )  # fmt: skip
-WAYS = {name: functools.partial(around_mlp, kind=kind) for name, kind in zip(NAMED, KINDS, strict=True)}
+WAYS = {
+    name: functools.partial(around_mlp, kind=kind) for name, kind in zip(NAMED, KINDS, strict=True)
+}
 WAYS |= {"hook": by_hook, "forward": by_forward}
 BATCHES = {seed: make_batch("plain", LENGTH, seed) for seed in range(1, 4)}
 SITUATIONS = {
@@ -358,7 +361,9 @@ def results(model, calls):
         if trains:
             loss.backward()
         found[f"{number} loss"] = loss.detach()
-        found |= {f"{number} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found |= {
+            f"{number} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None
+        }
     return found
 
 
@@ -366,7 +371,9 @@ def results(model, calls):
     ("way", "situation"),
     thinned(
         [(way, situation) for way in WAYS for situation in SITUATIONS],
-        lambda way, situation: way in FAST and (situation == "first call" or way == "missing attribute"),
+        lambda way, situation: (
+            way in FAST and (situation == "first call" or way == "missing attribute")
+        ),
     ),
 )
 def test_a_value_of_the_first_batch(way, situation):
@@ -423,12 +430,20 @@ class Once(Scaled):
 @pytest.mark.parametrize("kind", [Running, Counting, Once])
 def test_a_running_value_is_refused_and_nothing_stays(kind, dtype):
     model = made(functools.partial(around_mlp, kind=kind)).to(dtype)
-    before = [repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "kept", None))) for layer in model.model.layers]
+    before = [
+        repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "kept", None)))
+        for layer in model.model.layers
+    ]
     streambp.patch(model, CONFIG)
-    with pytest.raises(UnsupportedModelError, match=r"gives something else at each call.*mlp\.(scale|kept)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"gives something else at each call.*mlp\.(scale|kept)"
+    ):
         model(**BATCHES[1], use_cache=False)
     streambp.unpatch(model)
-    assert before == [repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "kept", None))) for layer in model.model.layers]
+    assert before == [
+        repr(vars(layer.mlp).get("scale", getattr(layer.mlp, "kept", None)))
+        for layer in model.model.layers
+    ]
 
 
 class Recording(nn.Module):
@@ -523,7 +538,10 @@ def test_everything_is_put_back():
         ("classes", lambda: test_a_value_of_the_first_batch("class", "first call")),
         ("rewind", test_the_first_call_runs_whole_by_name),
         ("planner", lambda: test_a_count_without_data_leaves_nothing("class")),
-        ("again", lambda: test_a_running_value_is_refused_and_nothing_stays(Running, torch.float64)),
+        (
+            "again",
+            lambda: test_a_running_value_is_refused_and_nothing_stays(Running, torch.float64),
+        ),
     ],
 )
 def test_mutants_turn_these_red(mutant, test, monkeypatch):

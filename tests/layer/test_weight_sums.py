@@ -1,4 +1,5 @@
-"""Weight gradients that products add up themselves: exact wherever a weight sits and whatever else is frozen.
+"""Weight gradients that products add up themselves: exact wherever a weight sits and whatever else
+is frozen.
 
 covers: layer/gradients.py, layer/shadows.py
 """
@@ -39,7 +40,9 @@ def test_sums_of_products(saves):
 
 
 @pytest.mark.usefixtures("float64_oracle")
-@pytest.mark.parametrize("alone", ["layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"])
+@pytest.mark.parametrize(
+    "alone", ["layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"]
+)
 def test_a_weight_whose_input_wants_no_gradient(alone):
     """Nothing before it is trained, so that it alone makes a graph."""
     stock = build("qwen3", torch.float64)
@@ -51,14 +54,17 @@ def test_a_weight_whose_input_wants_no_gradient(alone):
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("also", ["another Linear", "an expression"])
 def test_a_weight_in_two_places(also, monkeypatch):
-    """Its gradient has a part that its Linears add up and, in an expression, one that autograd returns."""
+    """Its gradient has a part that its Linears add up and, in an expression, one that autograd
+    returns."""
     stock = build("qwen3", torch.float64)
     for layer in stock.model.layers:
         layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
     if also == "an expression":
         mlp = type(stock.model.layers[0].mlp)
         monkeypatch.setattr(
-            mlp, "forward", lambda self, x, real=mlp.forward: real(self, x) * self.up_proj.weight.mean().cos()
+            mlp,
+            "forward",
+            lambda self, x, real=mlp.forward: real(self, x) * self.up_proj.weight.mean().cos(),
         )
     check(stock)
 
@@ -67,9 +73,13 @@ def test_a_weight_in_two_places(also, monkeypatch):
 def test_biases_and_a_linear_that_runs_twice(monkeypatch):
     stock = build("qwen3", torch.float64)
     for layer in stock.model.layers:
-        layer.mlp.gate_proj.bias = nn.Parameter(torch.randn(layer.mlp.gate_proj.out_features, dtype=torch.float64))
+        layer.mlp.gate_proj.bias = nn.Parameter(
+            torch.randn(layer.mlp.gate_proj.out_features, dtype=torch.float64)
+        )
     mlp = type(stock.model.layers[0].mlp)
-    monkeypatch.setattr(mlp, "forward", lambda self, x, real=mlp.forward: real(self, x + real(self, x)))
+    monkeypatch.setattr(
+        mlp, "forward", lambda self, x, real=mlp.forward: real(self, x + real(self, x))
+    )
     check(stock)
 
 
@@ -96,22 +106,33 @@ class Casts(TorchDispatchMode):
         self.seen = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default and args[0].dim() == 2 and kwargs.get("dtype") == torch.bfloat16:
+        if (
+            func is torch.ops.aten._to_copy.default
+            and args[0].dim() == 2
+            and kwargs.get("dtype") == torch.bfloat16
+        ):
             self.seen[tuple(args[0].shape)] += 1
         return func(*args, **(kwargs or {}))
 
 
 def test_autocast_casts_a_weight_once_for_all_chunks():
-    """As autocast's own cache does, which a Linear that adds up its gradient goes past. A refill casts k and v, too."""
-    model = streambp.patch(build("qwen3", num_hidden_layers=1), streambp.StreamConfig(chunk_size=5, saves=()))
+    """As autocast's own cache does, which a Linear that adds up its gradient goes past. A refill
+    casts k and v, too."""
+    model = streambp.patch(
+        build("qwen3", num_hidden_layers=1), streambp.StreamConfig(chunk_size=5, saves=())
+    )
     mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
     with torch.autocast("cpu", torch.bfloat16):
         model(**make_batch("plain"), use_cache=False).loss.backward()  # traces are over
         loss = model(**make_batch("plain"), use_cache=False).loss
     with Casts() as casts:
         loss.backward()
-    expected = collections.Counter(tuple(m.weight.shape) for m in (*linears(attention), *linears(mlp)))
-    expected += collections.Counter(tuple(m.weight.shape) for m in (attention.k_proj, attention.v_proj))
+    expected = collections.Counter(
+        tuple(m.weight.shape) for m in (*linears(attention), *linears(mlp))
+    )
+    expected += collections.Counter(
+        tuple(m.weight.shape) for m in (attention.k_proj, attention.v_proj)
+    )
     assert {shape: casts.seen[shape] for shape in expected} == expected
 
 
@@ -135,5 +156,7 @@ def test_forwards_come_back_after_a_step_that_broke_off(monkeypatch):
     with pytest.raises(ValueError, match="injected"):
         loss.backward()
     assert not [
-        name for name, m in model.named_modules() if type(m) is nn.Linear and "forward" in m.__dict__ and "layers" in name
+        name
+        for name, m in model.named_modules()
+        if type(m) is nn.Linear and "forward" in m.__dict__ and "layers" in name
     ]

@@ -1,7 +1,8 @@
-"""What a program changes in a layer: between a forward and its backward it raises, between two steps it is tried anew.
+"""What a program changes in a layer: between a forward and its backward it raises, between two
+steps it is tried anew.
 
-covers: admission/generators.py, fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py, fingerprint/reads.py,
-  layer/unchanged.py
+covers: admission/generators.py, fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py,
+  fingerprint/reads.py, layer/unchanged.py
 """
 
 from __future__ import annotations
@@ -194,7 +195,9 @@ def frozen_weight(model):
 @contextlib.contextmanager
 def frozen_weight_replaced(model):
     yield
-    layer_of(model).mlp.up_proj.weight = nn.Parameter(torch.rand(40, 32, dtype=torch.float64), requires_grad=False)
+    layer_of(model).mlp.up_proj.weight = nn.Parameter(
+        torch.rand(40, 32, dtype=torch.float64), requires_grad=False
+    )
 
 
 @contextlib.contextmanager
@@ -227,15 +230,27 @@ def object_in_an_attribute(model):
 
 
 CHANGES = {
-    "hook removed": (hook_removed, r"forward hook steer \(test_what_changes\.py:\d+\) of mlp is gone"),
+    "hook removed": (
+        hook_removed,
+        r"forward hook steer \(test_what_changes\.py:\d+\) of mlp is gone",
+    ),
     "hook added": (
         hook_added,
         r"forward hook steer \(.*\) of mlp\.up_proj changes what it is given, and .* in forward",
     ),
-    "pre-hook that writes": (pre_hook_in_place, r"forward pre-hook shrink .* of mlp\.down_proj is gone"),
+    "pre-hook that writes": (
+        pre_hook_in_place,
+        r"forward pre-hook shrink .* of mlp\.down_proj is gone",
+    ),
     "flag flipped": (flag_flipped, r"forward hook gated .* of mlp: on in .* was True and is False"),
-    "number changed": (number_changed, r"forward hook gated .* of mlp: by in .* was 0\.5 and is 0\.25"),
-    "scale of a hook object": (scale_of_a_hook_object, r"forward hook Steering of mlp: \.scale was 0\.5 and is 2\.0"),
+    "number changed": (
+        number_changed,
+        r"forward hook gated .* of mlp: by in .* was 0\.5 and is 0\.25",
+    ),
+    "scale of a hook object": (
+        scale_of_a_hook_object,
+        r"forward hook Steering of mlp: \.scale was 0\.5 and is 2\.0",
+    ),
     "trained intervention": (trained_intervention, r"forward hook <lambda> \(.*\) of mlp is gone"),
     "attribute": (scaling_of_attention, r"self_attn\.scaling was 0\.7 and is 0\.35"),
     "activation": (activation, r"mlp\.act_fn was a GELU and is a SiLUActivation"),
@@ -243,10 +258,16 @@ CHANGES = {
     "class forward": (class_forward, r"Qwen3RMSNorm\.forward"),
     "module's mode": (module_mode, r"mlp\.training was False and is True"),
     "frozen weight": (frozen_weight, r"mlp\.up_proj\.weight was changed in place"),
-    "frozen weight replaced": (frozen_weight_replaced, r"mlp\.up_proj\.weight was a Parameter and is another Parameter"),
+    "frozen weight replaced": (
+        frozen_weight_replaced,
+        r"mlp\.up_proj\.weight was a Parameter and is another Parameter",
+    ),
     "buffer": (buffer, r"self_attn\.offset was changed in place"),
     "entry of a container": (container, r"self_attn\.factors\['first'\] was 1\.0 and is 3\.0"),
-    "object in an attribute": (object_in_an_attribute, r"self_attn\.settings \(\.scale\) was 1\.0 and is 2\.0"),
+    "object in an attribute": (
+        object_in_an_attribute,
+        r"self_attn\.settings \(\.scale\) was 1\.0 and is 2\.0",
+    ),
 }
 
 
@@ -263,7 +284,10 @@ def with_more(layer):
     ("runs", "change"),
     thinned(
         itertools.product(["streams", "checkpoints"], CHANGES),
-        lambda runs, change: runs == "streams" or change in ("hook removed", "flag flipped", "frozen weight", "attribute"),
+        lambda runs, change: (
+            runs == "streams"
+            or change in ("hook removed", "flag flipped", "frozen weight", "attribute")
+        ),
     ),
 )
 def test_a_change_for_the_forward_alone_raises(change, runs, monkeypatch):
@@ -284,12 +308,17 @@ def test_a_flag_that_no_print_sees():
     _, ours = pair(lambda layer: None)
     with global_flipped(ours):
         loss = ours(**make_batch("plain"), use_cache=False).loss
-    with pytest.raises(BackwardError, match=r"gated_by_a_global .* changes nothing that it is given, and did in forward"):
+    with pytest.raises(
+        BackwardError,
+        match=r"gated_by_a_global .* changes nothing that it is given, and did in forward",
+    ):
         loss.backward()
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("change", ["hook removed", "flag flipped", "attribute", "activation", "instance forward"])
+@pytest.mark.parametrize(
+    "change", ["hook removed", "flag flipped", "attribute", "activation", "instance forward"]
+)
 def test_backward_inside_is_exact_and_no_new_trial(change, monkeypatch):
     """In every step hooks are put on and taken off, attributes set and reset."""
     trials = counted(monkeypatch)
@@ -407,9 +436,12 @@ def test_what_the_forward_itself_changes_is_no_alarm(runs, monkeypatch):
 
 
 def test_a_backward_while_forwards_wait_for_theirs_teaches_nothing(monkeypatch):
-    """What stands in for the parameters while a layer is recomputed is no change of the layer's own."""
+    """What stands in for the parameters while a layer is recomputed is no change of the layer's
+    own."""
     tried, real = [], probe._why_not
-    monkeypatch.setattr(probe, "_why_not", lambda call, x: tried.append(call.site.index) or real(call, x))
+    monkeypatch.setattr(
+        probe, "_why_not", lambda call, x: tried.append(call.site.index) or real(call, x)
+    )
     model, batch = streambp.patch(build("qwen3", torch.float64), CONFIG), make_batch("plain")
     model(**batch).loss.backward()
     assert tried == [0, 1]
@@ -496,7 +528,10 @@ def flagged(layer):
         (lambda layer: None, mixing_module),
         (lambda layer: None, mixing_forward),
         (lambda layer: None, mixing_hook),
-        (lambda layer: layer.mlp.register_forward_hook(steering()), mixing_hook_in_place_of_another),
+        (
+            lambda layer: layer.mlp.register_forward_hook(steering()),
+            mixing_hook_in_place_of_another,
+        ),
         (flagged, mixing_flag),
     ],
     ids=["module", "forward", "hook", "hook in place of another", "flag"],
@@ -542,7 +577,8 @@ def test_an_auxiliary_loss_that_is_scheduled_from_zero():
 
 
 def collecting(layer, how):
-    """A hook that starts to collect when its flag is set; returns what sets it, and what it has collected."""
+    """A hook that starts to collect when its flag is set; returns what sets it, and what it has
+    collected."""
     collected = []
     on, out_of_sight = False, queue.SimpleQueue()
 
@@ -564,7 +600,9 @@ def collecting(layer, how):
         SWITCH["deep"][0][0][1]["on"] = True
         out_of_sight.put(1)
 
-    layer.mlp.register_forward_hook({"closure": closure, "global": by_global, "queue": by_queue}[how])
+    layer.mlp.register_forward_hook(
+        {"closure": closure, "global": by_global, "queue": by_queue}[how]
+    )
     return start, collected
 
 
@@ -581,7 +619,9 @@ def test_a_hook_that_starts_to_collect(how):
     def step(model, collected):
         model.zero_grad()
         collected.clear()
-        (model(**batch, use_cache=False).loss + sum(out.pow(2).mean() for out in collected)).backward()
+        (
+            model(**batch, use_cache=False).loss + sum(out.pow(2).mean() for out in collected)
+        ).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     for start, _ in watchers:
@@ -613,7 +653,8 @@ class Noisy(Wrapped):
 
 
 def test_a_generator_of_a_modules_own():
-    """The layer runs whole, draws what the unpatched one draws, and once more the same in backward."""
+    """The layer runs whole, draws what the unpatched one draws, and once more the same in
+    backward."""
     stock, ours = pair(around_mlp(Noisy))
     batches = [make_batch("plain"), make_batch("plain", length=31, seed=2)]
     for _ in range(2):
@@ -622,7 +663,9 @@ def test_a_generator_of_a_modules_own():
             model.zero_grad()
             loss = sum(model(**batch, use_cache=False).loss for batch in batches)
             loss.backward()
-            found.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+            found.append(
+                (loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
+            )
         assert abs(found[0][0] - found[1][0]) <= 1e-12 * abs(found[0][0])
         assert worst_error(found[1][1], found[0][1]) <= EXACT
     assert reasons(ours) == {probe.DRAWS}
@@ -631,13 +674,18 @@ def test_a_generator_of_a_modules_own():
 
 
 class Skipping(Wrapped):
-    """Stochastic depth in train mode, by random numbers that are not torch's. shared: with the whole program."""
+    """Stochastic depth in train mode, by random numbers that are not torch's. shared: with the
+    whole program."""
 
     def __init__(self, inner, library, shared):
         super().__init__(inner)
         self.library, self.own = library, None
         if not shared:
-            self.own = random.Random(seed_of(5)) if library == "python" else np.random.default_rng(seed_of(5))
+            self.own = (
+                random.Random(seed_of(5))
+                if library == "python"
+                else np.random.default_rng(seed_of(5))
+            )
 
     def forward(self, x):
         numbers = self.own or (random if self.library == "python" else np.random)
@@ -657,9 +705,12 @@ def skipping(library, shared):
     return lambda layer: layer.mlp.register_forward_hook(SkippingHook())
 
 
-@pytest.mark.parametrize(("library", "shared"), [*itertools.product(["python", "numpy"], [False, True]), ("hook", True)])
+@pytest.mark.parametrize(
+    ("library", "shared"), [*itertools.product(["python", "numpy"], [False, True]), ("hook", True)]
+)
 def test_numbers_of_python_and_numpy(library, shared):
-    """Their generators are where they are unpatched after each step, and a recomputation draws as forward did."""
+    """Their generators are where they are unpatched after each step, and a recomputation draws as
+    forward did."""
     found = []
     for model in pair(skipping(library, shared)):
         seed_others(6)
@@ -669,7 +720,10 @@ def test_numbers_of_python_and_numpy(library, shared):
             loss = model(**make_batch("plain", seed=seed), use_cache=False).loss
             loss.backward()
             found[-1].append({name: p.grad.clone() for name, p in model.named_parameters()})
-            found[-1][-1] |= {"loss": loss.detach(), "next": torch.tensor([random.random(), np.random.random()])}
+            found[-1][-1] |= {
+                "loss": loss.detach(),
+                "next": torch.tensor([random.random(), np.random.random()]),
+            }
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert worst_error(ours, theirs) <= EXACT
         assert torch.equal(ours["next"], theirs["next"])
@@ -683,9 +737,15 @@ def lora(**settings):
     for _ in range(2):
         seed_torch(3)
         config = peft.LoraConfig(
-            r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **settings
+            r=2,
+            target_modules=["q_proj", "up_proj"],
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+            **settings,
         )
-        model = peft.get_peft_model(build("qwen3", torch.float64), config, adapter_name="first").train()
+        model = peft.get_peft_model(
+            build("qwen3", torch.float64), config, adapter_name="first"
+        ).train()
         found.append(model)
     return found[0], found[1]
 
@@ -694,7 +754,9 @@ def adapter_gradients(model, **batch):
     model.zero_grad()
     loss = model(**batch, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def test_adapters_scaled_for_the_forward_alone():
@@ -716,7 +778,8 @@ def test_adapters_scaled_for_the_forward_alone():
 @pytest.mark.parametrize("tokens", [[7, 8], [7]])
 @pytest.mark.parametrize("length", [23, 5])
 def test_an_activated_lora(tokens, length):
-    """peft hands each module where the invocation starts, counted from the end, by hooks that forward takes off again."""
+    """peft hands each module where the invocation starts, counted from the end, by hooks that
+    forward takes off again."""
     stock, ours = lora(alora_invocation_tokens=tokens)
     streambp.patch(ours, CONFIG)
     batch = make_batch("plain", length=length)
@@ -725,7 +788,9 @@ def test_an_activated_lora(tokens, length):
     mixed = {name: x.clone() for name, x in batch.items()}
     mixed["input_ids"][0][mixed["input_ids"][0] == 7] = 9  # the first row is without its adapter
     for one in (batch, mixed, batch):
-        (expected_loss, expected), (loss, found) = (adapter_gradients(model, **one) for model in (stock, ours))
+        (expected_loss, expected), (loss, found) = (
+            adapter_gradients(model, **one) for model in (stock, ours)
+        )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
         assert worst_error(found, expected) <= EXACT
         assert any(bool(grad.any()) for grad in expected.values())
@@ -741,7 +806,10 @@ def test_adapters_by_row():
     stock, ours = lora()
     for model in (stock, ours):
         seed_torch(4)
-        model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        model.add_adapter(
+            "second",
+            peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        )
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora" in name)
         model.eval()
@@ -801,7 +869,15 @@ def constant(monkeypatch):
 )  # fmt: skip
 def test_a_constant_fingerprint_turns_these_red(test, monkeypatch):
     constant(monkeypatch)
-    with pytest.raises((AssertionError, pytest.fail.Exception, UnsupportedModelError, BackwardError, CheckpointError)):
+    with pytest.raises(
+        (
+            AssertionError,
+            pytest.fail.Exception,
+            UnsupportedModelError,
+            BackwardError,
+            CheckpointError,
+        )
+    ):
         test(monkeypatch)
 
 
@@ -845,7 +921,9 @@ def peft_is_not_asked_again(monkeypatch):
 
 def copies_know_the_original(monkeypatch):
     monkeypatch.setattr(fingerprint.Fingerprint, "__reduce__", object.__reduce__)
-    monkeypatch.setattr(fingerprint.Fingerprint, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False)
+    monkeypatch.setattr(
+        fingerprint.Fingerprint, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False
+    )
     monkeypatch.setattr(fingerprint.Fingerprint, "__copy__", lambda self: self, raising=False)
 
 
@@ -853,12 +931,30 @@ def copies_know_the_original(monkeypatch):
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [
-        (nothing_learnt, lambda patch: test_what_the_forward_itself_changes_is_no_alarm("streams", patch)),
-        (nothing_learnt, lambda patch: test_what_the_forward_itself_changes_is_no_alarm("checkpoints", patch)),
-        (numbers_by_value, lambda patch: test_what_the_forward_itself_changes_is_no_alarm("streams", patch)),
-        (every_hook_acts, lambda patch: test_hooks_that_only_look_may_go_before_backward("streams", patch)),
-        (every_hook_acts, lambda patch: test_hooks_that_only_look_may_go_before_backward("checkpoints", patch)),
-        (hooks_by_identity, lambda patch: test_backward_inside_is_exact_and_no_new_trial("hook removed", patch)),
+        (
+            nothing_learnt,
+            lambda patch: test_what_the_forward_itself_changes_is_no_alarm("streams", patch),
+        ),
+        (
+            nothing_learnt,
+            lambda patch: test_what_the_forward_itself_changes_is_no_alarm("checkpoints", patch),
+        ),
+        (
+            numbers_by_value,
+            lambda patch: test_what_the_forward_itself_changes_is_no_alarm("streams", patch),
+        ),
+        (
+            every_hook_acts,
+            lambda patch: test_hooks_that_only_look_may_go_before_backward("streams", patch),
+        ),
+        (
+            every_hook_acts,
+            lambda patch: test_hooks_that_only_look_may_go_before_backward("checkpoints", patch),
+        ),
+        (
+            hooks_by_identity,
+            lambda patch: test_backward_inside_is_exact_and_no_new_trial("hook removed", patch),
+        ),
         (generators_run_on, lambda patch: test_a_generator_of_a_modules_own()),
         (peft_is_not_asked_again, lambda patch: test_an_activated_lora([7, 8], 23)),
         (peft_is_not_asked_again, lambda patch: test_adapters_by_row()),
@@ -867,8 +963,11 @@ def copies_know_the_original(monkeypatch):
 )
 def test_mutants_turn_these_red(mutant, test, monkeypatch):
     mutant(monkeypatch)
-    # The last two are of copies: one cannot be pickled, or it shadows the original's parameters and its own are left over.
-    with pytest.raises((AssertionError, BackwardError, CheckpointError, TypeError, UnsupportedModelError)):
+    # The last two are of copies: one cannot be pickled, or it shadows the original's parameters and
+    # its own are left over.
+    with pytest.raises(
+        (AssertionError, BackwardError, CheckpointError, TypeError, UnsupportedModelError)
+    ):
         test(monkeypatch)
 
 

@@ -20,7 +20,9 @@ from tests.test_what_backward_finds import Scaled
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_checkpointing_switched_on_between_forward_and_backward(family, float64_oracle, monkeypatch):
+def test_checkpointing_switched_on_between_forward_and_backward(
+    family, float64_oracle, monkeypatch
+):
     """As TRL does, which switches it off for its forward alone."""
     stock = build(family, torch.float64)
     mix_neighbours(monkeypatch, stock)
@@ -33,7 +35,13 @@ def test_checkpointing_switched_on_between_forward_and_backward(family, float64_
         loss = ours(**batch, use_cache=False).loss
         ours.gradient_checkpointing_enable()
         loss.backward()
-        assert worst_error({name: p.grad for name, p in ours.named_parameters() if p.grad is not None}, expected) <= 1e-10
+        assert (
+            worst_error(
+                {name: p.grad for name, p in ours.named_parameters() if p.grad is not None},
+                expected,
+            )
+            <= 1e-10
+        )
         assert all(layer.gradient_checkpointing for layer in ours.model.layers)
         ours.zero_grad(set_to_none=True)
     assert {layer.path for layer in streambp.describe(ours).layers} == {"checkpoints"}
@@ -48,7 +56,11 @@ def whole_pair(monkeypatch, change=lambda model: None):
 
 
 def other_parameters(model, batch):
-    others = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters() if "mlp.down_proj" in name}
+    others = {
+        name: (p.detach() * 1.5).requires_grad_()
+        for name, p in model.named_parameters()
+        if "mlp.down_proj" in name
+    }
     return torch.func.functional_call(model, others, (), {**batch, "use_cache": False}).loss
 
 
@@ -101,7 +113,9 @@ def test_parametrized_weights_under_cached(float64_oracle, monkeypatch):
     found = []
     for model in whole_pair(monkeypatch, parametrized):
         with parametrize.cached():
-            loss = sum(model(**make_batch(mode), use_cache=False).loss for mode in ("plain", "left-padded"))
+            loss = sum(
+                model(**make_batch(mode), use_cache=False).loss for mode in ("plain", "left-padded")
+            )
             loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert worst_error(found[1], found[0]) <= 1e-10

@@ -1,4 +1,5 @@
-"""What changes between a forward and its backward without a trace of its own is found by what backward computes again.
+"""What changes between a forward and its backward without a trace of its own is found by what
+backward computes again.
 
 covers: layer/witness.py
 """
@@ -26,7 +27,13 @@ from tests.seeds import seed_torch
 CHUNK, TOKENS = 5, 23
 NUMBERS = {"scale": 1.0, "added": 0.0}  # a program's globals
 EVERYTHING = ("attn_out", "self_attn.*", "mlp.gate_proj", "mlp.up_proj")
-SAVES = {"nothing": (), "attention": ("attn_out",), "keys": ("kv",), "everything": EVERYTHING, "auto": "auto"}
+SAVES = {
+    "nothing": (),
+    "attention": ("attn_out",),
+    "keys": ("kv",),
+    "everything": EVERYTHING,
+    "auto": "auto",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +49,8 @@ def scaled(module):
 
 
 def added_to_one(module, least=0):
-    """A global number is added to the second token of each chunk of at least so many; the last has three."""
+    """A global number is added to the second token of each chunk of at least so many; the last has
+    three."""
     own = type(module).forward
 
     def forward(x):
@@ -69,23 +77,41 @@ def by_data(model):
 
 
 CHANGES = {
-    "a global behind the MLP": (lambda m: scaled(m.model.layers[0].mlp), lambda _: NUMBERS.update(scale=0.5)),
-    "a global in a norm": (lambda m: scaled(m.model.layers[1].input_layernorm), lambda _: NUMBERS.update(scale=0.5)),
-    "one token": (lambda m: added_to_one(m.model.layers[0].mlp), lambda _: NUMBERS.update(added=0.5)),
+    "a global behind the MLP": (
+        lambda m: scaled(m.model.layers[0].mlp),
+        lambda _: NUMBERS.update(scale=0.5),
+    ),
+    "a global in a norm": (
+        lambda m: scaled(m.model.layers[1].input_layernorm),
+        lambda _: NUMBERS.update(scale=0.5),
+    ),
+    "one token": (
+        lambda m: added_to_one(m.model.layers[0].mlp),
+        lambda _: NUMBERS.update(added=0.5),
+    ),
     "a fused step": (lambda m: None, fused_step),
     "the last Linear's weight by .data": (lambda m: None, by_data),
 }
 
 
-INNER = {"one token of inner chunks": (lambda m: added_to_one(m.model.layers[0].mlp, CHUNK), CHANGES["one token"][1])}
+INNER = {
+    "one token of inner chunks": (
+        lambda m: added_to_one(m.model.layers[0].mlp, CHUNK),
+        CHANGES["one token"][1],
+    )
+}
 
 
 def changed_within(change, saves=(), steps=1, dtype=torch.float64, family="qwen3"):
-    """A model whose change comes between a forward and its backward, after so many steps; and its loss."""
+    """A model whose change comes between a forward and its backward, after so many steps; and its
+    loss."""
     prepare, apply = {**CHANGES, **INNER}[change]
     model = build(family, dtype)
     prepare(model)
-    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=SAVES.get(saves, saves), rows="as_given"))
+    streambp.patch(
+        model,
+        streambp.StreamConfig(chunk_size=CHUNK, saves=SAVES.get(saves, saves), rows="as_given"),
+    )
     for _ in range(steps):
         gradients(model, **make_batch("plain"))
     model.zero_grad()
@@ -108,8 +134,11 @@ def test_a_change_without_a_trace_raises(change, saves, steps):
 
 
 def test_it_may_be_switched_off(monkeypatch):
-    """For kernels whose roundings differ each time; then such a change is the program's own affair."""
-    model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=CHUNK, compare_backward=False))
+    """For kernels whose roundings differ each time; then such a change is the program's own
+    affair."""
+    model = streambp.patch(
+        build("qwen3"), streambp.StreamConfig(chunk_size=CHUNK, compare_backward=False)
+    )
     loss = model(**make_batch("plain"), use_cache=False).loss
     monkeypatch.setattr(witness.Witness, "see", None)
     by_data(model)
@@ -126,7 +155,9 @@ def test_a_change_of_one_token_in_inner_chunks(steps):
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
 def test_in_lower_precision(change, dtype):
     if change == "the last Linear's weight by .data" and dtype.itemsize == 2:
         pytest.skip("one percent of what a layer adds is less than the roundings of its output")
@@ -154,7 +185,8 @@ def test_layers_that_run_whole_and_in_halves(runs, monkeypatch):
 
 
 class Split(nn.Module):
-    """A Linear that adds up in another order where there is a graph, as compiled code may, and is off by so much."""
+    """A Linear that adds up in another order where there is a graph, as compiled code may, and is
+    off by so much."""
 
     def __init__(self, inner, off):
         super().__init__()
@@ -164,7 +196,9 @@ class Split(nn.Module):
         if not torch.is_grad_enabled():
             return self.inner(x)
         halves = zip(x.chunk(2, -1), self.inner.weight.chunk(2, -1), strict=True)
-        return sum(torch.nn.functional.linear(part, weight) for part, weight in halves) * (1 + self.off)
+        return sum(torch.nn.functional.linear(part, weight) for part, weight in halves) * (
+            1 + self.off
+        )
 
 
 @pytest.mark.parametrize(("off", "raises"), [(0.0, False), (16.0, True)])
@@ -173,11 +207,15 @@ def test_another_order_of_adding_up_is_no_alarm(dtype, off, raises):
     """off: in units of what half precision may be off."""
     model = build("qwen3", dtype)
     for layer in model.model.layers:
-        layer.mlp.up_proj = Split(layer.mlp.up_proj, off * torch.finfo(torch.float16 if dtype.itemsize > 2 else dtype).eps)
+        layer.mlp.up_proj = Split(
+            layer.mlp.up_proj, off * torch.finfo(torch.float16 if dtype.itemsize > 2 else dtype).eps
+        )
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK))
     for step in range(2):
         loss = model(**make_batch("plain"), use_cache=False).loss
-        if raises and not step:  # what the layer adds to its input is small: half precision need not show it yet
+        if (
+            raises and not step
+        ):  # what the layer adds to its input is small: half precision need not show it yet
             with contextlib.suppress(BackwardError):
                 loss.backward()
         elif raises:
@@ -188,8 +226,9 @@ def test_another_order_of_adding_up_is_no_alarm(dtype, off, raises):
 
 
 class InHalfPrecision(nn.Module):
-    """A frozen Linear with float32 outside and bfloat16 inside, which another kernel multiplies where there is a graph or
-    many rows, as bitsandbytes' 4-bit Linears and float32 products in TF32 do."""
+    """A frozen Linear with float32 outside and bfloat16 inside, which another kernel multiplies
+    where there is a graph or many rows, as bitsandbytes' 4-bit Linears and float32 products in TF32
+    do."""
 
     def __init__(self, inner):
         super().__init__()
@@ -229,7 +268,8 @@ def test_products_rounded_to_less_than_float32_are_no_alarm(known_by):
 
 
 def test_autocast_around_a_step_of_the_optimizer_is_named():
-    """Its copies of the weights are those of before, for forward alone. Unpatched they are in both, and nothing is said."""
+    """Its copies of the weights are those of before, for forward alone. Unpatched they are in both,
+    and nothing is said."""
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=CHUNK))
     optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -240,13 +280,25 @@ def test_autocast_around_a_step_of_the_optimizer_is_named():
             loss.backward()
 
 
-VIEWS = ("detach", "view", "t", "slice", "select", "expand", "unsqueeze", "as_strided", "alias", "_unsafe_view", "reshape")
+VIEWS = (
+    "detach",
+    "view",
+    "t",
+    "slice",
+    "select",
+    "expand",
+    "unsqueeze",
+    "as_strided",
+    "alias",
+    "_unsafe_view",
+    "reshape",
+)
 
 
 @pytest.mark.parametrize(("saves", "most"), [((), 5), (("attn_out",), 5.5)])
 def test_launches_and_questions(saves, most, monkeypatch):
-    """Few operations for each layer and chunk beside those at the end of the whole backward, which asks once: of a device,
-    or of a CPU that gave other bits."""
+    """Few operations for each layer and chunk beside those at the end of the whole backward, which
+    asks once: of a device, or of a CPU that gave other bits."""
     asked, real = [], torch.Tensor.tolist
     monkeypatch.setattr(witness, "answered_at_once", lambda then, now: False)
     model = build("qwen3")
@@ -276,20 +328,25 @@ def test_a_cpu_that_gives_the_same_bits_is_asked_nothing_more(monkeypatch):
     gradients(model, **make_batch("plain"))
     monkeypatch.setattr(witness.Witnesses, "ask", lambda *_: pytest.fail("something differs"))
     noted, real = [], witness.Witnesses.combined
-    monkeypatch.setattr(witness.Witnesses, "combined", lambda *args: noted.append(args) or real(*args))
+    monkeypatch.setattr(
+        witness.Witnesses, "combined", lambda *args: noted.append(args) or real(*args)
+    )
     gradients(model, **make_batch("plain"))
     assert noted
 
 
 def one_input(change=None):
-    """What a witness compares of three Linears of one x [1, C, n]: how many combinations it made, and whether it raises.
+    """What a witness compares of three Linears of one x [1, C, n]: how many combinations it made,
+    and whether it raises.
 
     change: comes between the first and the second Linear of the recomputation.
     """
     made, real = [], witness.Witnesses()
     combined = real.combined
     real.combined = lambda x: made.append(x) or combined(x)
-    seen = witness.Witness(real, lambda: functools.partial(witness.Compared, nn.Identity(), 0, False, 1e-8))
+    seen = witness.Witness(
+        real, lambda: functools.partial(witness.Compared, nn.Identity(), 0, False, 1e-8)
+    )
     value = torch.randn(1, CHUNK, 4, dtype=torch.float64)
     for again in (False, True):
         x = value.clone()
@@ -404,13 +461,20 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("mutant", [no_inputs_of_saved_products, nothing_of_attention])
 def test_saved_values_need_their_inputs_compared(mutant, monkeypatch):
-    """A number that a saved value hides: of the norm before keys that are attended, and before products."""
+    """A number that a saved value hides: of the norm before keys that are attended, and before
+    products."""
 
     def run():
         model = build("qwen3", torch.float64)
         for layer in model.model.layers:
-            scaled(layer.self_attn.k_norm if mutant is nothing_of_attention else layer.post_attention_layernorm)
-        saves = ("attn_out",) if mutant is nothing_of_attention else ("mlp.gate_proj", "mlp.up_proj")
+            scaled(
+                layer.self_attn.k_norm
+                if mutant is nothing_of_attention
+                else layer.post_attention_layernorm
+            )
+        saves = (
+            ("attn_out",) if mutant is nothing_of_attention else ("mlp.gate_proj", "mlp.up_proj")
+        )
         streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves))
         for _ in range(2):
             gradients(model, **make_batch("plain"))

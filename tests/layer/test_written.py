@@ -73,7 +73,11 @@ def test_decorated_mixers_stream(name, monkeypatch, float64_oracle):
     torch.set_default_dtype(torch.float64)
     try:
         ours = zoo.build(name)
-        mixer = next(type(m) for m in ours.modules() if type(m).__name__ in ("Lfm2ShortConv", "JambaMambaMixer"))
+        mixer = next(
+            type(m)
+            for m in ours.modules()
+            if type(m).__name__ in ("Lfm2ShortConv", "JambaMambaMixer")
+        )
         _, expected = gradients(ours, **make_batch("plain"))
         monkeypatch.setattr(mixer, "forward", silent(mixer.forward))
         streambp.patch(ours, streambp.StreamConfig(chunk_size=5))

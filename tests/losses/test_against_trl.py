@@ -8,7 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from examples.objectives import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, SMOOTHED, dpo_loss, grpo_loss
+from examples.objectives import (
+    DPO_LOSSES,
+    F_DIVERGENCES,
+    GRPO_LOSSES,
+    SMOOTHED,
+    dpo_loss,
+    grpo_loss,
+)
 from tests.families import build
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -19,11 +26,21 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from tests.integrations.test_trl import pairs, prompts, reward, tokenizer
 from tests.seeds import seeded
 
-SETTINGS = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 4}
+SETTINGS = {
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+    "per_device_train_batch_size": 4,
+}
 
 
 def scores(model, input_ids, attention_mask, labels):
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float()
+    logits = (
+        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        .logits[:, :-1]
+        .float()
+    )
     return logits.log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
 
 
@@ -46,7 +63,10 @@ def test_dpo(dpo, loss_type, divergence):
     trainer.f_divergence_type, trainer.beta = divergence, 0.3
     expected = trainer.compute_loss(trainer.model, dict(batch))
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-    values = [scores(m, batch["input_ids"], batch["attention_mask"], labels) for m in (trainer.model, trainer.ref_model)]
+    values = [
+        scores(m, batch["input_ids"], batch["attention_mask"], labels)
+        for m in (trainer.model, trainer.ref_model)
+    ]
     found = dpo_loss(
         values[0], values[1].detach(), labels[:, 1:] != -100, beta=0.3, loss_type=loss_type, f_divergence=divergence,
         alpha=trainer.f_alpha_divergence_coef, tau=trainer.args.discopop_tau,
@@ -65,7 +85,11 @@ def grpo(tmp_path_factory):
         **SETTINGS,
     )
     trainer = GRPOTrainer(
-        model=build("qwen3"), reward_funcs=reward, args=arguments, train_dataset=prompts(), processing_class=tokenizer()
+        model=build("qwen3"),
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
     )
     trainer.current_gradient_accumulation_steps = 1
     generator = seeded(0)
@@ -81,7 +105,9 @@ def grpo(tmp_path_factory):
         "num_items_in_batch": torch.tensor(15.0),
     }
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    values = scores(trainer.model, ids, torch.cat([batch["prompt_mask"], completion_mask], 1), ids)[:, -7:]
+    values = scores(trainer.model, ids, torch.cat([batch["prompt_mask"], completion_mask], 1), ids)[
+        :, -7:
+    ]
     batch["old_per_token_logps"] = values.detach() + 0.3 * draw(4, 7)
     batch["ref_per_token_logps"] = values.detach() + 0.3 * draw(4, 7)
     return trainer, batch, values
@@ -92,7 +118,11 @@ def grpo(tmp_path_factory):
 @pytest.mark.parametrize("loss_type", GRPO_LOSSES)
 def test_grpo(grpo, loss_type, delta, level):
     trainer, batch, values = grpo
-    trainer.loss_type, trainer.importance_sampling_level, trainer.args.delta = loss_type, level, delta
+    trainer.loss_type, trainer.importance_sampling_level, trainer.args.delta = (
+        loss_type,
+        level,
+        delta,
+    )
     trainer.beta, trainer.epsilon_low, trainer.epsilon_high = 0.05, 0.2, 0.28
     trainer.args.steps_per_generation = 1
     trainer.args.use_bias_correction_kl = weighted_kl = delta is None

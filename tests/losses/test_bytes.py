@@ -1,4 +1,5 @@
-"""Memory of the objectives with their head, counted on meta: h = 4096, a vocabulary of 151,936, bf16.
+"""Memory of the objectives with their head, counted on meta: h = 4096, a vocabulary of 151,936,
+bf16.
 
 covers: head/__init__.py, head/one_pass.py, head/recipe.py, lazy/dispatch.py, lazy/deferred.py
 """
@@ -45,7 +46,9 @@ def grpo(v, mask):
 
 def ppo(v, mask):
     values = (like(v.log_probs) for _ in range(5))
-    return ppo_loss(v.log_probs, next(values), next(values), mask, *values, entropy=v.entropy, entropy_coef=0.1).loss
+    return ppo_loss(
+        v.log_probs, next(values), next(values), mask, *values, entropy=v.entropy, entropy_coef=0.1
+    ).loss
 
 
 OBJECTIVES = {"sft": sft, "dpo": dpo, "grpo": grpo, "ppo": ppo}
@@ -78,13 +81,16 @@ ON_LOGITS = {
 
 
 def step_on_logits(loss, length, rows=2):
-    """The same where a program computes its objective from logits, without them; and what was computed."""
+    """The same where a program computes its objective from logits, without them; and what was
+    computed."""
     hidden = empty(rows, length, WIDTH).requires_grad_()
     weight = empty(VOCABULARY, WIDTH).requires_grad_()
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
     request = HeadRequest(Pending())
     with LiveBytes() as count:
-        logits = lazy_logits(Deferred.make(hidden, Recipe(request, weight=weight, logits=True)), request)
+        logits = lazy_logits(
+            Deferred.make(hidden, Recipe(request, weight=weight, logits=True)), request
+        )
         loss(logits, ids).backward()
     assert hidden.grad.shape == hidden.shape
     return count, request
@@ -94,7 +100,9 @@ def step_on_logits(loss, length, rows=2):
 @pytest.mark.parametrize("name", ON_LOGITS)
 def test_slope_a_token_on_logits(name):
     short, long = 2048, 4096
-    (few, request), (many, _) = (step_on_logits(ON_LOGITS[name], length) for length in (short, long))
+    (few, request), (many, _) = (
+        step_on_logits(ON_LOGITS[name], length) for length in (short, long)
+    )
     found = (many.peak - few.peak) / (2 * (long - short))
     print(f"{name}, on logits: head and objective beyond their input: {found / KB:.3f} KB a token")
     assert found <= 8.5 * KB
@@ -105,7 +113,9 @@ def test_slope_a_token_on_logits(name):
 
 def test_slope_a_token_of_built_logits():
     """What it is measured against: 297 KB of bf16 for the logits alone."""
-    few, many = (step_on_logits(lambda z, ids: z.cumsum(-1).mean(), length)[0] for length in (128, 256))
+    few, many = (
+        step_on_logits(lambda z, ids: z.cumsum(-1).mean(), length)[0] for length in (128, 256)
+    )
     assert (many.peak - few.peak) / 256 > 2 * VOCABULARY
 
 
@@ -115,11 +125,16 @@ def test_trls_head_needs_more():
 
     def measure(length):
         with FakeTensorMode():  # it knows no meta device
-            hidden, weight = (torch.empty(n, WIDTH, dtype=torch.bfloat16).requires_grad_() for n in (length, VOCABULARY))
+            hidden, weight = (
+                torch.empty(n, WIDTH, dtype=torch.bfloat16).requires_grad_()
+                for n in (length, VOCABULARY)
+            )
             labels = torch.empty(length, dtype=torch.long)
             with LiveBytes() as count:
                 function = kernel._ChunkedLogProbFunction
-                values = function.apply(hidden, weight, None, labels, 1.0, 32768, None, 1.0, ("log_probs",))
+                values = function.apply(
+                    hidden, weight, None, labels, 1.0, 32768, None, 1.0, ("log_probs",)
+                )
                 values[0].sum().backward()
         return count.peak
 

@@ -1,4 +1,5 @@
-"""Objectives that moved to the examples: the package has them for one more release, and says where they are.
+"""Objectives that moved to the examples: the package has them for one more release, and says where
+they are.
 
 covers: losses/__init__.py
 """
@@ -18,7 +19,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "objectives.py"
 
 @pytest.mark.parametrize("name", losses.LEAVING)
 def test_a_warning_names_the_example(name):
-    with pytest.warns(FutureWarning, match=rf"Copy examples/objectives\.py, which has {name}:") as said:
+    with pytest.warns(
+        FutureWarning, match=rf"Copy examples/objectives\.py, which has {name}:"
+    ) as said:
         found = getattr(losses, name)
     assert [warning.filename for warning in said] == [__file__]  # who has to change a line
     if callable(found):

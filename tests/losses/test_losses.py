@@ -1,4 +1,5 @@
-"""Every objective through the blockwise head against full logits in float64: values and all gradients.
+"""Every objective through the blockwise head against full logits in float64: values and all
+gradients.
 
 covers: head/blocks.py, losses/ppo.py
 """
@@ -13,7 +14,15 @@ import torch
 from torch import nn
 
 import streambp
-from examples.objectives import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, SMOOTHED, dpo_loss, grpo_loss, sft_loss
+from examples.objectives import (
+    DPO_LOSSES,
+    F_DIVERGENCES,
+    GRPO_LOSSES,
+    SMOOTHED,
+    dpo_loss,
+    grpo_loss,
+    sft_loss,
+)
 from streambp.head import blocks, token_log_probs
 from streambp.losses import gae, ppo_loss, whiten
 from streambp.losses.ppo import EPS
@@ -42,7 +51,9 @@ class Head:
         self.leaves = [self.hidden, self.weight, self.norm.weight]
 
     def blockwise(self, labels):
-        return token_log_probs(self.hidden, self.weight, labels, norm=self.norm, entropy=True, mean_log_probs=True)
+        return token_log_probs(
+            self.hidden, self.weight, labels, norm=self.norm, entropy=True, mean_log_probs=True
+        )
 
     def full(self, labels):
         """The same fields from logits."""
@@ -50,7 +61,11 @@ class Head:
         kept = labels != -100
         chosen = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
-        return {"log_probs": chosen * kept, "entropy": entropy * kept, "mean_log_probs": log_p.mean(-1) * kept}
+        return {
+            "log_probs": chosen * kept,
+            "entropy": entropy * kept,
+            "mean_log_probs": log_p.mean(-1) * kept,
+        }
 
 
 def make_labels(kind):
@@ -82,7 +97,11 @@ def advantages():
 
 def sft(loss_type, smoothing):
     return lambda v, labels: sft_loss(
-        v["log_probs"], labels != -100, loss_type=loss_type, label_smoothing=smoothing, mean_log_probs=v["mean_log_probs"]
+        v["log_probs"],
+        labels != -100,
+        loss_type=loss_type,
+        label_smoothing=smoothing,
+        mean_log_probs=v["mean_log_probs"],
     )
 
 
@@ -148,16 +167,21 @@ def test_gradients_accumulate_over_two_batches(name):
     for labels in kinds:
         objective(fields(head.blockwise(labels)), labels).backward()
     found = [leaf.grad for leaf in head.leaves]
-    expected = torch.autograd.grad(sum(objective(head.full(labels), labels) for labels in kinds), head.leaves)
+    expected = torch.autograd.grad(
+        sum(objective(head.full(labels), labels) for labels in kinds), head.leaves
+    )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def unscaled_gradients(name, patched, seed):
-    """Of a float32 model under float16 autocast, with torch's GradScaler; None: in float64 without either."""
+    """Of a float32 model under float16 autocast, with torch's GradScaler; None: in float64 without
+    either."""
     model = build("qwen3", seed=seed, vocab_size=512)
     labels = torch.randint(3, 512, (4, 48), generator=seeded(2))
-    labels[0, :20] = labels[1, 5:] = labels[2, ::3] = labels[3, :-1] = -100  # a prompt, padding, gaps, one token
+    labels[0, :20] = labels[1, 5:] = labels[2, ::3] = labels[
+        3, :-1
+    ] = -100  # a prompt, padding, gaps, one token
     batch = {"input_ids": labels.clamp(min=3), "labels": labels}
     ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=13))
     if patched is None:
@@ -172,14 +196,18 @@ def unscaled_gradients(name, patched, seed):
         else:
             log_p = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
             log_p = (log_p.float() if patched is False else log_p).log_softmax(-1)
-            log_probs = log_p.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * (labels[:, 1:] != -100)
+            log_probs = log_p.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * (
+                labels[:, 1:] != -100
+            )
     draw = torch.randn(4, log_probs.shape[1], generator=seeded(9))
     mask = labels[:, 1:] != -100
     old = (-6.2 + 0.1 * draw) * mask
     loss = {
         "sft": lambda: sft_loss(log_probs, mask),
         "dpo": lambda: dpo_loss(log_probs, old, mask),
-        "grpo": lambda: grpo_loss(log_probs, advantages().float(), mask, old_log_probs=log_probs.detach()),
+        "grpo": lambda: grpo_loss(
+            log_probs, advantages().float(), mask, old_log_probs=log_probs.detach()
+        ),
         "ppo": lambda: ppo_loss(log_probs, log_probs.detach(), draw, mask, draw, draw, draw).loss,
     }[name]()
     scaler.scale(loss).backward()
@@ -191,13 +219,18 @@ def unscaled_gradients(name, patched, seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "grpo", "ppo"))])
+@pytest.mark.parametrize(
+    "name",
+    ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "grpo", "ppo"))],
+)
 def test_float16_with_a_grad_scaler(name):
     assert_as_precise(scaled_errors(name, seed) for seed in itertools.count())
 
 
 def scaled_errors(name, seed):
-    truth, stock, ours = (unscaled_gradients(name, patched, seed) for patched in (None, False, True))
+    truth, stock, ours = (
+        unscaled_gradients(name, patched, seed) for patched in (None, False, True)
+    )
     return relative_l2(ours, truth), relative_l2(stock, truth)
 
 
@@ -216,20 +249,24 @@ def test_gae_by_hand():
 
 
 def test_gae_passes_over_what_the_policy_did_not_write():
-    """A tool's answer between two turns: the reward at the end reaches the first turn as if it were not there."""
+    """A tool's answer between two turns: the reward at the end reaches the first turn as if it were
+    not there."""
     draw = lambda *shape: torch.randn(*shape, generator=seeded(4), dtype=torch.float64)  # noqa: E731
     rewards, values = draw(2, 7), draw(2, 7) * 0.5
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 1, 1, 0, 0]])
     found = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     for row, kept in enumerate(mask.bool()):
-        alone = gae(rewards[row, kept][None], values[row, kept][None], torch.ones(1, 4), gamma=0.9, lam=0.8)
+        alone = gae(
+            rewards[row, kept][None], values[row, kept][None], torch.ones(1, 4), gamma=0.9, lam=0.8
+        )
         for all_tokens, expected in zip(found, alone, strict=True):
             torch.testing.assert_close(all_tokens[row, kept], expected[0])
             assert not all_tokens[row, ~kept].any()
 
 
 def test_ppo_clips_by_hand():
-    """Ratios 1.5 and 0.5 with advantages of both signs; values inside and outside of the clip range."""
+    """Ratios 1.5 and 0.5 with advantages of both signs; values inside and outside of the clip
+    range."""
     ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5]], dtype=torch.float64)
     a = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
     old = torch.zeros(1, 4, dtype=torch.float64)
@@ -237,14 +274,34 @@ def test_ppo_clips_by_hand():
     log_probs = ratio.log().requires_grad_()
     values = torch.tensor([[0.1, 0.5, -0.5, 0.0]], dtype=torch.float64, requires_grad=True)
     target = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
-    found = ppo_loss(log_probs, old, a, mask, values, old, target, clip_range=0.2, value_clip_range=0.2, value_coef=2.0)
-    # policy: -1.2 (clipped), 1.5, -0.5, 0.8 (clipped); value: 0.81, max(0.25, 0.64), max(2.25, 1.44), 0, halved
-    torch.testing.assert_close(found.policy, torch.tensor((-1.2 + 1.5 - 0.5 + 0.8) / 4, dtype=torch.float64))
-    torch.testing.assert_close(found.value, torch.tensor((0.81 + 0.64 + 2.25) / 8, dtype=torch.float64))
+    found = ppo_loss(
+        log_probs,
+        old,
+        a,
+        mask,
+        values,
+        old,
+        target,
+        clip_range=0.2,
+        value_clip_range=0.2,
+        value_coef=2.0,
+    )
+    # policy: -1.2 (clipped), 1.5, -0.5, 0.8 (clipped); value: 0.81, max(0.25, 0.64), max(2.25,
+    # 1.44), 0, halved
+    torch.testing.assert_close(
+        found.policy, torch.tensor((-1.2 + 1.5 - 0.5 + 0.8) / 4, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        found.value, torch.tensor((0.81 + 0.64 + 2.25) / 8, dtype=torch.float64)
+    )
     torch.testing.assert_close(found.loss, found.policy + 2.0 * found.value)
     found.loss.backward()
-    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 1.5, -0.5, 0.0]], dtype=torch.float64) / 4)
-    torch.testing.assert_close(values.grad, torch.tensor([[-0.9, 0.0, -1.5, 0.0]], dtype=torch.float64) / 4 * 2)
+    torch.testing.assert_close(
+        log_probs.grad, torch.tensor([[0.0, 1.5, -0.5, 0.0]], dtype=torch.float64) / 4
+    )
+    torch.testing.assert_close(
+        values.grad, torch.tensor([[-0.9, 0.0, -1.5, 0.0]], dtype=torch.float64) / 4 * 2
+    )
     assert found.policy_clipped == 0.5
     assert found.value_clipped == 0.25
 
@@ -263,8 +320,12 @@ def test_whiten():
     values = torch.randn(3, 7, dtype=torch.float64) * 4 + 2
     mask = torch.rand(3, 7) < 0.7
     found = whiten(values, mask)[mask]
-    torch.testing.assert_close(found.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0)
-    torch.testing.assert_close(found.var(unbiased=False), torch.ones((), dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        found.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0
+    )
+    torch.testing.assert_close(
+        found.var(unbiased=False), torch.ones((), dtype=torch.float64), rtol=1e-6, atol=0
+    )
     kept = whiten(values, mask, shift_mean=False)[mask]
     torch.testing.assert_close(kept.mean(), values[mask].mean())
 

@@ -1,4 +1,5 @@
-"""What stands outside of an objective's mask (NaN, infinities) changes neither its value nor a gradient.
+"""What stands outside of an objective's mask (NaN, infinities) changes neither its value nor a
+gradient.
 
 covers: losses/masked.py, losses/ppo.py
 """
@@ -13,7 +14,14 @@ import pytest
 import torch
 
 import examples.objectives as objectives
-from examples.objectives import DPO_LOSSES, F_DIVERGENCES, GRPO_LOSSES, dpo_loss, grpo_loss, sft_loss
+from examples.objectives import (
+    DPO_LOSSES,
+    F_DIVERGENCES,
+    GRPO_LOSSES,
+    dpo_loss,
+    grpo_loss,
+    sft_loss,
+)
 from streambp.losses import gae, ppo, ppo_loss, whiten
 from tests.seeds import seeded
 
@@ -45,11 +53,26 @@ TOKENS = {  # of each function, the arguments [B, T]
     "sft": ("log_probs", "mean_log_probs"),
     "dpo": ("log_probs", "ref_log_probs"),
     "grpo": ("log_probs", "advantages", "old_log_probs", "ref_log_probs", "entropy"),
-    "ppo": ("log_probs", "old_log_probs", "advantages", "values", "old_values", "returns", "entropy"),
+    "ppo": (
+        "log_probs",
+        "old_log_probs",
+        "advantages",
+        "values",
+        "old_values",
+        "returns",
+        "entropy",
+    ),
     "gae": ("rewards", "values"),
     "whiten": ("values",),
 }
-SIGNATURES = {"sft": sft_loss, "dpo": dpo_loss, "grpo": grpo_loss, "ppo": ppo_loss, "gae": gae, "whiten": whiten}
+SIGNATURES = {
+    "sft": sft_loss,
+    "dpo": dpo_loss,
+    "grpo": grpo_loss,
+    "ppo": ppo_loss,
+    "gae": gae,
+    "whiten": whiten,
+}
 FUNCTIONS = {
     **{f"sft {kind}": sft_of(kind) for kind in objectives.SFT_LOSSES},
     **{f"dpo {kind}": dpo_of(kind) for kind in DPO_LOSSES},
@@ -77,7 +100,8 @@ def masks():
 
 
 def result(name, mask, spoiled=None, outside=0.0):
-    """Return the value and the gradients of all arguments, one of which holds `outside` where the mask is false."""
+    """Return the value and the gradients of all arguments, one of which holds `outside` where the
+    mask is false."""
     generator = seeded(2)
     leaves = {}
     for argument in TOKENS[kind_of(name)]:
@@ -113,7 +137,9 @@ def test_advantages_of_a_row_without_tokens():
     found = []
     for value in (0.0, math.nan):
         advantages[3] = value
-        log_probs = torch.randn(ROWS, LENGTH, generator=seeded(6), dtype=torch.float64).requires_grad_()
+        log_probs = torch.randn(
+            ROWS, LENGTH, generator=seeded(6), dtype=torch.float64
+        ).requires_grad_()
         loss = grpo_loss(log_probs, advantages, mask)
         found.append((loss, *torch.autograd.grad(loss, log_probs)))
     assert all(map(torch.equal, *found))

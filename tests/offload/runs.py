@@ -1,4 +1,5 @@
-"""Steps of a small model with and without offloading, their schedules, and what they should take."""
+"""Steps of a small model with and without offloading, their schedules, and what they should
+take."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ BOTH = ("attn_out", "kv")
 
 
 def sampled(fast, *axes):
-    """Every combination, for `parametrize`; those that are not `fast` belong to the whole matrix."""
+    """Every combination, for `parametrize`; those that are not `fast` belong to the whole
+    matrix."""
     return [
-        pytest.param(*values, marks=() if fast(*values) else pytest.mark.full, id="-".join(map(_shown, values)))
+        pytest.param(
+            *values,
+            marks=() if fast(*values) else pytest.mark.full,
+            id="-".join(map(_shown, values)),
+        )
         for values in itertools.product(*axes)
     ]
 
@@ -44,7 +50,9 @@ def step(model, mode="plain", **batch):
     model.zero_grad(set_to_none=True)
     loss = model(**{**make_batch(mode), **batch}, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same(found, expected):
@@ -96,7 +104,8 @@ def break_off(model):
 
 @contextlib.contextmanager
 def broken_activation(call, error=ValueError):
-    """Within, the MLPs' activation raises at that call: a function of torch, so that no layer is another one for it.
+    """Within, the MLPs' activation raises at that call: a function of torch, so that no layer is
+    another one for it.
 
     Calls of a trial, with 2 or 3 tokens, do not count.
     """
@@ -116,13 +125,20 @@ def broken_activation(call, error=ValueError):
 
 
 def expected_host_bytes(model, rows=2, length=LENGTH, chunk_size=5):
-    """The formula, for every layer and chunk: x [B, C, h], o [B, H, C, D], lse [B, H, C], K and V [B, H_kv, C, D]."""
+    """The formula, for every layer and chunk: x [B, C, h], o [B, H, C, D], lse [B, H, C], K and V
+    [B, H_kv, C, D]."""
     config = model.config
     total = 0
     for start in range(0, length, chunk_size):
         tokens = rows * (min(start + chunk_size, length) - start)
         heads, kv = config.num_attention_heads, config.num_key_value_heads
-        sizes = [config.hidden_size, heads * config.head_dim, heads, kv * config.head_dim, kv * config.head_dim]
+        sizes = [
+            config.hidden_size,
+            heads * config.head_dim,
+            heads,
+            kv * config.head_dim,
+            kv * config.head_dim,
+        ]
         total += sum(padded(4 * tokens * size) for size in sizes)
     return total * config.num_hidden_layers
 

@@ -17,7 +17,15 @@ import torch
 import streambp
 from streambp.model.record import offloaded
 from streambp.offload import manager_of
-from streambp.offload.costs import Cost, Figures, LayerCost, LayerSeen, Measured, Product, attention_rate
+from streambp.offload.costs import (
+    Cost,
+    Figures,
+    LayerCost,
+    LayerSeen,
+    Measured,
+    Product,
+    attention_rate,
+)
 from streambp.offload.engines import COMPUTE, OUT, DeviceMemory, Engine
 from streambp.offload.policy import SavesPolicy
 from tests.families import LENGTH, build, make_batch
@@ -34,7 +42,13 @@ def qwen3_8b(length):
         "mlp.up_proj": Product(tokens * 12288 * 2, 2.0 * tokens * 4096 * 12288),
         "self_attn.q_proj": Product(tokens * 4096 * 2, 2.0 * tokens * 4096 * 4096),
     }
-    return Cost(tokens * 8192, tokens * (8192 + 128), tokens * 4096, 4.0 * 128 * 32 * length / 2 * tokens, products)
+    return Cost(
+        tokens * 8192,
+        tokens * (8192 + 128),
+        tokens * 4096,
+        4.0 * 128 * 32 * length / 2 * tokens,
+        products,
+    )
 
 
 def h200(length, **changes):
@@ -42,7 +56,11 @@ def h200(length, **changes):
     cost = qwen3_8b(length)
     dense = 2.0 * length * LAYERS * 193e6
     seconds = cost.attention_flops / 606e12 + dense / 600e12
-    return Measured(length, length, **{"seconds": seconds, "link": 46e9, "attention": 606e12, "host": math.inf, **changes})
+    return Measured(
+        length,
+        length,
+        **{"seconds": seconds, "link": 46e9, "attention": 606e12, "host": math.inf, **changes},
+    )
 
 
 class Choice:
@@ -51,8 +69,12 @@ class Choice:
     def __init__(self, cost, measured, host=math.inf):
         measured = dataclasses.replace(measured, host=host)
         link = SimpleNamespace(begin=lambda length: measured)
-        policy = SavesPolicy(1, lambda device: None, lambda device: (Figures(), 0.0), False, True, link)
-        policy.known.costs[0] = LayerCost(torch.device("cpu"), cost, 0.0, measured.tokens, measured.length, 1)
+        policy = SavesPolicy(
+            1, lambda device: None, lambda device: (Figures(), 0.0), False, True, link
+        )
+        policy.known.costs[0] = LayerCost(
+            torch.device("cpu"), cost, 0.0, measured.tokens, measured.length, 1
+        )
         policy._begin_on_host(link, measured.length, measured.length)
         self.chosen = policy.latest
         self.saves, self.measured = tuple(self.chosen.layers), measured
@@ -60,7 +82,9 @@ class Choice:
         self.copying = self.bytes / measured.link
 
 
-@pytest.mark.parametrize(("length", "worth"), [(8192, False), (12800, False), (13600, True), (131072, True)])
+@pytest.mark.parametrize(
+    ("length", "worth"), [(8192, False), (12800, False), (13600, True), (131072, True)]
+)
 def test_attention_is_saved_from_13k_tokens_on(length, worth):
     choice = Choice(qwen3_8b(length), h200(length, seconds=1e9), math.inf)
     assert ("attn_out" in choice.saves) == worth
@@ -96,9 +120,13 @@ def test_a_link_that_inputs_fill_carries_nothing_else():
 
 
 def seen(work, times, x=()):
-    """What a layer was seen to do whose chunks attend for so many FLOPs and take so many seconds."""
+    """What a layer was seen to do whose chunks attend for so many FLOPs and take so many
+    seconds."""
     engine = SimpleNamespace(clock=None, seconds=lambda before, after: after - before)
-    costs = [Cost(x=size, attention_flops=flops) for flops, size in itertools.zip_longest(work, x, fillvalue=0)]
+    costs = [
+        Cost(x=size, attention_flops=flops)
+        for flops, size in itertools.zip_longest(work, x, fillvalue=0)
+    ]
     marks = list(itertools.accumulate(times, initial=0.0))
     return LayerSeen(torch.device("cpu"), 0, 0, len(work), {}, engine, costs, marks=marks)
 
@@ -112,7 +140,8 @@ def test_attention_rate_is_the_slope_of_the_chunks_times():
 
 
 def test_attention_rate_of_chunks_of_different_lengths():
-    """20 us a token, and attention at 4e14 FLOP/s: more tokens take longer whatever they attend to."""
+    """20 us a token, and attention at 4e14 FLOP/s: more tokens take longer whatever they attend
+    to."""
     tokens, work = (8192, 1000, 8000, 3000, 10), (2e12, 1e12, 9e12, 6e12, 1e9)
     times = [20e-6 * size + flops / 4e14 for size, flops in zip(tokens, work, strict=True)]
     assert attention_rate([seen(work, times, [2 * size for size in tokens])]) == pytest.approx(4e14)
@@ -228,7 +257,9 @@ def test_copies_measure_for_themselves():
 
 
 def test_saves_auto_in_a_list():
-    assert streambp.StreamConfig(saves=["auto"], offload="cpu") == streambp.StreamConfig(saves="auto", offload="cpu")
+    assert streambp.StreamConfig(saves=["auto"], offload="cpu") == streambp.StreamConfig(
+        saves="auto", offload="cpu"
+    )
     assert streambp.StreamConfig(saves=["auto"], offload="cpu").named_saves == ()
 
 

@@ -1,4 +1,5 @@
-"""A budget for the device: the last layers' tensors stay while there is room, prefixes stream when there is none.
+"""A budget for the device: the last layers' tensors stay while there is room, prefixes stream when
+there is none.
 
 covers: offload/engines.py, offload/manager.py
 """
@@ -74,7 +75,9 @@ def test_a_second_micro_batch_finds_the_device_full():
 def test_inputs_that_stay_must_not_change():
     model = offloaded(gpu_memory="1GiB")
     changed = []
-    hook = model.model.layers[2].register_forward_pre_hook(lambda module, args: changed.append(args[0]))
+    hook = model.model.layers[2].register_forward_pre_hook(
+        lambda module, args: changed.append(args[0])
+    )
     loss = forward(model, 1)
     hook.remove()
     with torch.no_grad():
@@ -85,13 +88,17 @@ def test_inputs_that_stay_must_not_change():
 
 @pytest.mark.parametrize("chunk_size", [LENGTH, LENGTH - 1])
 def test_inputs_on_the_host_may_change(chunk_size):
-    """Also where a chunk is the caller's whole tensor, and where its source still waits on the device."""
+    """Also where a chunk is the caller's whole tensor, and where its source still waits on the
+    device."""
     settings = streambp.StreamConfig(chunk_size=chunk_size, saves=(), offload="cpu")
     model = streambp.patch(build("qwen3", num_hidden_layers=3), settings)
     expected = step(model)
     model.zero_grad()
     changed = []
-    hooks = [layer.register_forward_pre_hook(lambda _, args: changed.append(args[0])) for layer in model.model.layers]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: changed.append(args[0]))
+        for layer in model.model.layers
+    ]
     loss = model(**make_batch("plain"), use_cache=False).loss
     for hook in hooks:
         hook.remove()
@@ -114,7 +121,8 @@ PREFIXES = (("plain", (), 0.01), ("left-padded", BOTH, 0.95))
     ),
 )  # fmt: skip
 def test_streamed_prefixes_change_no_bit(mode, saves, share):
-    """share: of the prefix, that the device has room for; nothing of it stays, or some of its tiles."""
+    """share: of the prefix, that the device has room for; nothing of it stays, or some of its
+    tiles."""
     length = 64
     expected = step(model_with(saves), **make_batch(mode, length=length))
     model = offloaded(saves, gpu_memory=int(share * prefix_bytes(2 * length)))
@@ -128,15 +136,19 @@ def test_streamed_prefixes_change_no_bit(mode, saves, share):
 @pytest.mark.fast("gptj", "mistral")
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "mistral", "gptj"])
 def test_streamed_prefixes_of_other_attentions(name):
-    """Softcap, windows, sinks, shared keys and values, values of another size than keys, an attention of its own."""
+    """Softcap, windows, sinks, shared keys and values, values of another size than keys, an
+    attention of its own."""
     batch = make_batch("plain", length=40)
     expected = step(model_with(("kv",), zoo.build(name, torch.float32)), **batch)
-    assert_same(step(offloaded(("kv",), zoo.build(name, torch.float32), gpu_memory=1), **batch), expected)
+    assert_same(
+        step(offloaded(("kv",), zoo.build(name, torch.float32), gpu_memory=1), **batch), expected
+    )
 
 
 @pytest.mark.full
 def test_streamed_prefixes_and_hidden_states_that_are_not_contiguous(float64_oracle):
-    """Gemma 3n's keys and values are shared between layers; see test_offload.py for what its strides do."""
+    """Gemma 3n's keys and values are shared between layers; see test_offload.py for what its
+    strides do."""
     batch = make_batch("plain", length=40)
     (_, expected), (_, found) = (
         step(make(("kv",), zoo.build("gemma3n_text", torch.float64), **settings), **batch)
@@ -165,12 +177,17 @@ def test_streamed_prefixes_with_a_host_that_is_too_small(share, on_host_full):
 def test_streamed_prefixes_under_autocast_and_frozen_attention():
     def frozen(**settings):
         model = model_with(("kv",), **settings)
-        for parameter in [*model.model.embed_tokens.parameters(), *model.model.layers[0].self_attn.parameters()]:
+        for parameter in [
+            *model.model.embed_tokens.parameters(),
+            *model.model.layers[0].self_attn.parameters(),
+        ]:
             parameter.requires_grad_(False)
         return model
 
     with torch.autocast("cpu", torch.bfloat16):
-        expected, found = (step(frozen(**settings)) for settings in ({}, {"offload": "cpu", "gpu_memory": 1}))
+        expected, found = (
+            step(frozen(**settings)) for settings in ({}, {"offload": "cpu", "gpu_memory": 1})
+        )
     assert_same(found, expected)
 
 
@@ -185,7 +202,8 @@ def test_evaluation_streams_its_prefix(monkeypatch):
 
 @pytest.mark.parametrize("saves", [(), ("kv",)], ids=["kv computed again", "kv saved"])
 def test_host_bytes_of_a_streamed_prefix_are_the_formulas(saves):
-    """All tiles but the last: accumulators, and K and V unless they are saved; one layer's, used again by the next."""
+    """All tiles but the last: accumulators, and K and V unless they are saved; one layer's, used
+    again by the next."""
     model = offloaded(saves, gpu_memory=1, rows="as_given")
     step(model)
     used = []

@@ -1,4 +1,5 @@
-"""4-bit weights are decoded once for each pass through a layer, with the numbers of their own Linear.
+"""4-bit weights are decoded once for each pass through a layer, with the numbers of their own
+Linear.
 
 covers: offload/decoded.py, planner/host_weights.py
 """

@@ -1,7 +1,7 @@
 """Models whose layers are on several devices, and how much of a device a process may have.
 
-covers: device.py, layer/call.py, offload/engines.py, offload/manager.py, offload/transfers.py, planner/auto.py,
-  planner/profile.py
+covers: device.py, layer/call.py, offload/engines.py, offload/manager.py, offload/transfers.py,
+  planner/auto.py, planner/profile.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from streambp.planner import auto
 from streambp.planner.auto import FreeMemory, StepNeed
 from streambp.planner.laws import Law
 from streambp.planner.profile import Method, Phase
-from tests.offload.runs import BOTH, SCHEDULES, assert_same, break_off, model_with, offloaded, run, step
+from tests.offload.runs import (
+    BOTH,
+    SCHEDULES,
+    assert_same,
+    break_off,
+    model_with,
+    offloaded,
+    run,
+    step,
+)
 from tests.offload.test_auto import Injected
 from tests.offload.test_races import record, without
 from tests.offload.trace_engine import TraceEngine
@@ -30,7 +39,8 @@ GIB = 2**30
 
 @pytest.fixture
 def two_devices(monkeypatch):
-    """Odd layers say that they are on the first device and even ones on the second, though their tensors are on the CPU."""
+    """Odd layers say that they are on the first device and even ones on the second, though their
+    tensors are on the CPU."""
 
     def elsewhere(index):
         return torch.device("cuda", (index + 1) % 2)
@@ -63,7 +73,10 @@ def test_each_device_has_an_engine(two_devices, gpu_memory):
     manager_of(model).abort()
     found = run(model, SCHEDULES["1F1B"])
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-    assert list(manager_of(model).transfers.engines) == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert list(manager_of(model).transfers.engines) == [
+        torch.device("cuda", 1),
+        torch.device("cuda", 0),
+    ]
     assert {queue.split()[0] for queue in engine._world.clocks} >= {"compute", "cuda:0"}
     assert engine.checked > 1000
 
@@ -72,7 +85,10 @@ def test_each_device_has_an_engine(two_devices, gpu_memory):
 @pytest.mark.parametrize(
     ("waits", "race"),
     [
-        ([(engines.OUT, engines.BACK), (engines.COMPUTE, engines.BACK)], "out writes host while back may still be reading"),
+        (
+            [(engines.OUT, engines.BACK), (engines.COMPUTE, engines.BACK)],
+            "out writes host while back may still be reading",
+        ),
         ([(engines.OUT, engines.OUT)], "out writes host while out may still be writing"),
     ],
     ids=["before it was read", "before it was written"],
@@ -104,7 +120,12 @@ def test_auto_keeps_to_the_fullest_device(two_devices, monkeypatch):
         return manager_of(model).gpu_memory
 
     roomy, full = (0, 10 * GIB, 80 * GIB), (0, 70 * GIB, 80 * GIB)
-    assert measured(roomy, full) == measured(full, roomy) == measured(full, full) < measured(roomy, roomy)
+    assert (
+        measured(roomy, full)
+        == measured(full, roomy)
+        == measured(full, full)
+        < measured(roomy, roomy)
+    )
 
 
 def test_stalls_and_copies_of_all_devices_are_added_up():
@@ -123,7 +144,8 @@ def test_stalls_and_copies_of_all_devices_are_added_up():
 
 
 class FakeCard:
-    """What torch.cuda says of a card: total bytes, those that others use, this process' own, and its fraction."""
+    """What torch.cuda says of a card: total bytes, those that others use, this process' own, and
+    its fraction."""
 
     total, others, reserved, allocated, peak, fraction = 140 * GIB, 0, 0, 0, 0, 1.0
 
@@ -131,7 +153,11 @@ class FakeCard:
 @pytest.fixture
 def card(monkeypatch):
     found = FakeCard()
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (found.total - found.others - found.reserved, found.total))
+    monkeypatch.setattr(
+        torch.cuda,
+        "mem_get_info",
+        lambda d: (found.total - found.others - found.reserved, found.total),
+    )
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: found.fraction)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: counts_of(found))
     return found
@@ -139,9 +165,13 @@ def card(monkeypatch):
 
 def counts_of(card):
     """As torch's allocator gives them, in part."""
-    pools = {"allocated_bytes": (card.allocated, card.peak), "reserved_bytes": (card.reserved, 2 * card.reserved)}
+    pools = {
+        "allocated_bytes": (card.allocated, card.peak),
+        "reserved_bytes": (card.reserved, 2 * card.reserved),
+    }
     return {
-        name: {"all": {"current": size, "peak": peak}, "small_pool": {"current": 1}} for name, (size, peak) in pools.items()
+        name: {"all": {"current": size, "peak": peak}, "small_pool": {"current": 1}}
+        for name, (size, peak) in pools.items()
     }
 
 
@@ -156,15 +186,25 @@ def test_counting_makes_no_list_of_all_counts(card, monkeypatch):
     card.allocated, card.reserved = 16 * GIB, 17 * GIB
     here = torch.device("cuda", 0)
     assert auto.FreeMemory()(here) == pytest.approx((0.95 * 140 - 16) * GIB, abs=2)
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: {})  # as before CUDA is used
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda d: {}
+    )  # as before CUDA is used
     assert device.counted_bytes(here, "allocated") == 0
 
 
 @pytest.mark.parametrize(
     ("others", "reserved", "fraction", "expected"),
-    [(0, 0, 1.0, 140), (0, 30, 1.0, 140), (0, 30, 79 / 140, 79), (100, 30, 1.0, 40), (100, 30, 79 / 140, 40)],
+    [
+        (0, 0, 1.0, 140),
+        (0, 30, 1.0, 140),
+        (0, 30, 79 / 140, 79),
+        (100, 30, 1.0, 40),
+        (100, 30, 79 / 140, 40),
+    ],
 )
-def test_the_limit_is_the_processs_fraction_and_what_others_leave(card, others, reserved, fraction, expected):
+def test_the_limit_is_the_processs_fraction_and_what_others_leave(
+    card, others, reserved, fraction, expected
+):
     card.others, card.reserved, card.fraction = others * GIB, reserved * GIB, fraction
     assert device.memory_limit(torch.device("cuda", 0)) == pytest.approx(expected * GIB, abs=1)
 
@@ -183,10 +223,13 @@ def test_both_budgets_keep_to_the_limit(card, monkeypatch):
 
 
 def test_a_smaller_fraction_makes_smaller_chunks(card):
-    """Something like the Qwen3-8B shape at 196,608 tokens; the limit is asked for again at each forward's first layer."""
+    """Something like the Qwen3-8B shape at 196,608 tokens; the limit is asked for again at each
+    forward's first layer."""
     phase = Phase("backward 0", Law(17.2 * GIB, 0.22 * 2**20, 200 * 2**10))
     known = Figures(
-        StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ())), {}, lambda tokens, chunk: 1 / chunk
+        StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ())),
+        {},
+        lambda tokens, chunk: 1 / chunk,
     )
     rule = SavesPolicy(1, FreeMemory(), lambda device: (known, 0.0), True, True).chunk
     card.allocated = card.reserved = int(15.3 * GIB)

@@ -36,7 +36,10 @@ def test_exception_in_a_step(when):
     expected = step(model)
     before = manager_of(model).host_bytes
     # Two layers of five chunks: the second layer's third, in forward or in backward.
-    with broken_activation(8 if when == "forward" else 13), pytest.raises(ValueError, match="injected"):
+    with (
+        broken_activation(8 if when == "forward" else 13),
+        pytest.raises(ValueError, match="injected"),
+    ):
         step(model)
     gc.collect()
     assert_same(step(model), expected)
@@ -68,7 +71,9 @@ def test_second_load_is_an_error():
     ("share", "on_host_full"),
     thinned(
         itertools.product([0.0, 0.3, 0.8], ["keep", "recompute"]),
-        lambda share, on_host_full: on_host_full == ("recompute" if share == 0.3 else "keep") or share == 0.8,
+        lambda share, on_host_full: (
+            on_host_full == ("recompute" if share == 0.3 else "keep") or share == 0.8
+        ),
     ),
 )
 def test_host_budget_too_small(share, on_host_full):
@@ -104,7 +109,8 @@ def test_host_limit_reads_what_the_machine_has(tmp_path):
 
 
 def test_host_limit_of_a_job_in_its_own_control_group(tmp_path):
-    """The tightest of the process's group and all above it; cache that the kernel can drop at once is free."""
+    """The tightest of the process's group and all above it; cache that the kernel can drop at once
+    is free."""
     meminfo, membership = tmp_path / "meminfo", tmp_path / "membership"
     meminfo.write_text("MemAvailable: 1000 kB\n")
     membership.write_text("0::/slurm/job_1/step_0\n")
@@ -120,13 +126,20 @@ def test_host_limit_of_a_job_in_its_own_control_group(tmp_path):
 
 @pytest.mark.parametrize("path", ["/slurm/job_1", "/elsewhere/of/the/host"])
 def test_host_limit_of_control_groups_of_version_1(tmp_path, path):
-    """In a container the root of the mount is the container's group, whatever path the host has for it."""
+    """In a container the root of the mount is the container's group, whatever path the host has for
+    it."""
     meminfo, membership = tmp_path / "meminfo", tmp_path / "membership"
     meminfo.write_text("MemAvailable: 1000 kB\n")
-    membership.write_text(f"12:cpu,cpuacct:/other\n4:memory:{path}\n1:name=systemd:/init.scope\n0::/system.slice\n")
+    membership.write_text(
+        f"12:cpu,cpuacct:/other\n4:memory:{path}\n1:name=systemd:/init.scope\n0::/system.slice\n"
+    )
     job = tmp_path / "memory" / "slurm" / "job_1"
     job.mkdir(parents=True)
-    for group, most in ((job, 50000), (job.parent, 9223372036854771712), (job.parent.parent, 90000)):
+    for group, most in (
+        (job, 50000),
+        (job.parent, 9223372036854771712),
+        (job.parent.parent, 90000),
+    ):
         (group / "memory.limit_in_bytes").write_text(f"{most}\n")
         (group / "memory.usage_in_bytes").write_text("30000\n")
         (group / "memory.stat").write_text("cache 9\ninactive_file 1\ntotal_inactive_file 5000\n")
@@ -136,7 +149,8 @@ def test_host_limit_of_control_groups_of_version_1(tmp_path, path):
 
 REFUSALS = (
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to..."
+        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to..."
     ),
     MemoryError(),
     RuntimeError("CUDA error: out of memory"),
@@ -147,7 +161,8 @@ REFUSALS = (
 @pytest.mark.parametrize("on_host_full", ["keep", "recompute", "raise"])
 @pytest.mark.parametrize("granted", [0, 1, 3])
 def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, granted, monkeypatch):
-    """It is as if the budget were used up: `on_host_full` rules, and where that raises it says what to do."""
+    """It is as if the budget were used up: `on_host_full` rules, and where that raises it says what
+    to do."""
     expected = step(model_with())
     model = offloaded(on_host_full=on_host_full)
     real, left = engines.Engine.host_buffer, [granted]
@@ -160,7 +175,9 @@ def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, grante
 
     monkeypatch.setattr(engines.Engine, "host_buffer", host_buffer)
     if on_host_full == "raise":
-        with pytest.raises(streambp.StreamBPError, match=r"(?s)no memory left within.*Free memory, save less"):
+        with pytest.raises(
+            streambp.StreamBPError, match=r"(?s)no memory left within.*Free memory, save less"
+        ):
             step(model)
         gc.collect()
     else:
@@ -187,7 +204,8 @@ def test_other_errors_of_an_allocation_are_not_taken_for_a_lack_of_memory(monkey
 
 
 def failed_step(model):
-    """A step whose backward raised, and what keeps its tensors alive: its loss and its exception."""
+    """A step whose backward raised, and what keeps its tensors alive: its loss and its
+    exception."""
     loss = forward(model, 5)
     with broken_activation(1, TypeError), pytest.raises(TypeError) as error:
         loss.backward()

@@ -1,4 +1,5 @@
-"""saves="auto" without offloading: it fits, changes no value, and gives way where memory runs short. [Note: saves that fit]
+"""saves="auto" without offloading: it fits, changes no value, and gives way where memory runs
+short. [Note: saves that fit]
 
 covers: layer/function.py, layer/oom.py, layer/saved.py, offload/costs.py,
     offload/policy.py, planner/auto.py
@@ -40,12 +41,15 @@ from tests.seeds import seed_of, seed_torch
 
 TOKEN = 1000.0  # bytes that the law of these tests gives each of them
 PLENTY = 1e9
-LAW = auto.StepNeed(Method("streambp", (), "none", False, True, (Phase("all", Law(0.0, TOKEN)),), (), Law(), ()))
+LAW = auto.StepNeed(
+    Method("streambp", (), "none", False, True, (Phase("all", Law(0.0, TOKEN)),), (), Law(), ())
+)
 ROOMS = (0.0, 3e4, 1e5, 2.5e5, PLENTY)
 
 
 class Device:
-    """Memory as these tests say it is: `room` bytes beside a step without saves, less what is taken meanwhile."""
+    """Memory as these tests say it is: `room` bytes beside a step without saves, less what is taken
+    meanwhile."""
 
     def __init__(self, room=PLENTY):
         self.room, self.tokens, self.taken = room, 2 * LENGTH, 0.0
@@ -60,7 +64,11 @@ def patched(monkeypatch):
 
     def make(model=None, room=PLENTY, chunk_size=5):
         monkeypatch.setattr(auto, "bound", lambda *_: LAW)
-        model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
+        model = (
+            build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
+            if model is None
+            else copy.deepcopy(model)
+        )
         model = streambp.patch(model, streambp.StreamConfig(chunk_size=chunk_size, saves="auto"))
         device = Device(room)
         chooser_of(model).free = device.free
@@ -74,7 +82,11 @@ def chooser_of(model):
 
 
 def plain(model=None, **settings):
-    model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3) if model is None else copy.deepcopy(model)
+    model = (
+        build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
+        if model is None
+        else copy.deepcopy(model)
+    )
     return streambp.patch(model, streambp.StreamConfig(chunk_size=5, **{"saves": (), **settings}))
 
 
@@ -85,7 +97,8 @@ def seeded(model, seed=3, **batch):
 
 @functools.cache
 def without_saves():
-    """Loss and gradients of the model that most tests here compare with; asked for before anything is replaced."""
+    """Loss and gradients of the model that most tests here compare with; asked for before anything
+    is replaced."""
     return seeded(plain())
 
 
@@ -97,8 +110,16 @@ def kept_by_layer():
 
     def seal(self, size):
         tensors = self.store.tensors
-        optional = sum(t.nbytes for (name, _), t in tensors.items() if name != "x" and not name.startswith("state."))
-        kv = sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites) if "kv" in self.saves else 0
+        optional = sum(
+            t.nbytes
+            for (name, _), t in tensors.items()
+            if name != "x" and not name.startswith("state.")
+        )
+        kv = (
+            sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites)
+            if "kv" in self.saves
+            else 0
+        )
         found[self.site.index] = (self.saves, optional + kv)
         real(self, size)
 
@@ -123,7 +144,9 @@ def after_the_first_layer(act):
 
 
 def planned(model):
-    return sum(candidate.bytes for chosen in chooser_of(model)._plan.values() for candidate in chosen)
+    return sum(
+        candidate.bytes for chosen in chooser_of(model)._plan.values() for candidate in chosen
+    )
 
 
 @pytest.mark.fast(2)
@@ -159,9 +182,12 @@ def same_by_hand(chosen, expected):
 
 
 def test_a_call_in_one_chunk_keeps_no_keys(patched):
-    """Its backward computes none ahead, so that they would spare nothing; Linears get their room."""
+    """Its backward computes none ahead, so that they would spare nothing; Linears get their
+    room."""
     model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
-    expected = seeded(streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=LENGTH, saves=())))
+    expected = seeded(
+        streambp.patch(copy.deepcopy(model), streambp.StreamConfig(chunk_size=LENGTH, saves=()))
+    )
     model, _ = patched(model, room=6e4, chunk_size=LENGTH)
     seeded(model)
     with kept_by_layer() as kept:
@@ -191,14 +217,21 @@ def spared(candidates):
 
 
 def chosen_of_three(length, share):
-    """What three layers of an 8B model's shape save with a share of the room for everything, and all they could."""
+    """What three layers of an 8B model's shape save with a share of the room for everything, and
+    all they could."""
     shapes = {"q_proj": (4096, 4096), "gate_proj": (12288, 4096)}
-    products = {name: Product(length * o * 2, 2.0 * length * o * i) for name, (o, i) in shapes.items()}
-    cost = Cost(length * 8192, length * 8320, length * 4096, 4.0 * 4096 * length / 2 * length, products)
+    products = {
+        name: Product(length * o * 2, 2.0 * length * o * i) for name, (o, i) in shapes.items()
+    }
+    cost = Cost(
+        length * 8192, length * 8320, length * 4096, 4.0 * 4096 * length / 2 * length, products
+    )
     one = LayerCost(torch.device("cpu"), cost, 0.0, length, length, 1)
     chooser = SavesPolicy(3, lambda device: None, lambda device: (Figures(), 0.0), False, True)
     chooser.known = Figures(LAW, dict.fromkeys(range(3), one))
-    all_there_is = [candidate for index in range(3) for candidate in one.candidates(index, length, length)]
+    all_there_is = [
+        candidate for index in range(3) for candidate in one.candidates(index, length, length)
+    ]
     room = share * sum(candidate.bytes for candidate in all_there_is)
     plan = chooser._fill([[math.inf, room]], range(3), one.device, length, length, False)
     return [candidate for chosen in plan.values() for candidate in chosen], all_there_is, room
@@ -216,7 +249,9 @@ def test_no_other_choice_spares_much_more(length, share):
         if sum(candidate.bytes for candidate in some) <= room
     ]
     assert sum(candidate.bytes for candidate in chosen) <= room
-    assert spared(chosen) > max(map(spared, affordable)) - max(spared([candidate]) for candidate in all_there_is)
+    assert spared(chosen) > max(map(spared, affordable)) - max(
+        spared([candidate]) for candidate in all_there_is
+    )
 
 
 def test_another_order_is_seen(monkeypatch):
@@ -241,7 +276,9 @@ def test_what_others_take_between_layers_is_given_up(patched):
     seeded(model)
     with kept_by_layer() as before:
         seeded(model)
-    gone = 1.5e5 + before[0][1] + 4 * 2 * LENGTH * model.config.hidden_size  # with what the layer has saved, and its input
+    gone = (
+        1.5e5 + before[0][1] + 4 * 2 * LENGTH * model.config.hidden_size
+    )  # with what the layer has saved, and its input
     with kept_by_layer() as after, after_the_first_layer(lambda: setattr(device, "taken", gone)):
         assert_same(seeded(model), expected)
     assert after[0] == before[0]
@@ -313,7 +350,9 @@ def test_around_the_layers_it_raises_with_advice_too(patched, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "pad", full)
-        with pytest.raises(DeviceMemoryError, match=r"in the model around its layers\. Set offload"):
+        with pytest.raises(
+            DeviceMemoryError, match=r"in the model around its layers\. Set offload"
+        ):
             seeded(model)
     assert_same(seeded(model), expected)
 
@@ -364,15 +403,20 @@ def test_micro_batches_in_any_order(patched):
         seeded(model)
         model.zero_grad(set_to_none=True)
         seed_torch()
-        first, second = (model(**make_batch("plain", seed=seed), use_cache=False).loss for seed in (1, 2))
+        first, second = (
+            model(**make_batch("plain", seed=seed), use_cache=False).loss for seed in (1, 2)
+        )
         first.backward()
         second.backward()
-        losses.append((second.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        losses.append(
+            (second.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
+        )
     assert_same(losses[1], losses[0])
 
 
 def test_what_other_processes_take_of_a_machine(monkeypatch):
-    """Of its free memory a step takes a half at most, and what is free is looked up again within a step."""
+    """Of its free memory a step takes a half at most, and what is free is looked up again within a
+    step."""
     machine = [2 * PLENTY]
     monkeypatch.setattr(auto, "host_limit", lambda wanted: machine[0])
     monkeypatch.setattr(auto, "FRESH", -1.0)
@@ -393,7 +437,9 @@ def test_what_other_processes_take_of_a_machine(monkeypatch):
 
 
 def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
-    monkeypatch.setattr(auto, "host_limit", lambda wanted: host_limit(None, Path("missing"), Path("missing")))
+    monkeypatch.setattr(
+        auto, "host_limit", lambda wanted: host_limit(None, Path("missing"), Path("missing"))
+    )
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
     for _ in range(2):
         step(model)
@@ -425,7 +471,9 @@ def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
     expected = seeded(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5)))
     for _ in range(2):
         assert_same(seeded(model), expected)
-    assert streambp.describe(model).saves == ("nothing (auto: parameters that ZeRO-3 has divided cannot be counted)",)
+    assert streambp.describe(model).saves == (
+        "nothing (auto: parameters that ZeRO-3 has divided cannot be counted)",
+    )
 
 
 def test_copies_have_seen_nothing(patched):
@@ -444,21 +492,31 @@ def test_the_first_step_saves_what_was_counted(monkeypatch):
     chooser = chooser_of(model)
     chooser.free = Device(1.5e5).free
     chooser.begins(torch.device("cpu"))
-    counted = {index: set(cost.candidates(index, 2 * LENGTH, LENGTH)) for index, cost in chooser.known.costs.items()}
+    counted = {
+        index: set(cost.candidates(index, 2 * LENGTH, LENGTH))
+        for index, cost in chooser.known.costs.items()
+    }
     with kept_by_layer() as kept:
         assert_same(seeded(model), expected)
     taken = sum(size for _, size in kept.values())
     assert 0 < taken == pytest.approx(planned(model))
     assert taken <= 1.5e5
-    seen = {index: set(cost.candidates(index, 2 * LENGTH, LENGTH)) for index, cost in chooser.learn().items()}
-    sizes = [{(c.index, c.name, c.bytes) for found in each.values() for c in found} for each in (counted, seen)]
+    seen = {
+        index: set(cost.candidates(index, 2 * LENGTH, LENGTH))
+        for index, cost in chooser.learn().items()
+    }
+    sizes = [
+        {(c.index, c.name, c.bytes) for found in each.values() for c in found}
+        for each in (counted, seen)
+    ]
     assert sizes[0] == sizes[1]
     assert len(sizes[0]) == 4 * 8
 
 
 @pytest.mark.full
 def test_the_law_is_counted(monkeypatch):
-    """The one that `patch` uses: what a step of 96 more tokens takes is no less than its saved inputs."""
+    """The one that `patch` uses: what a step of 96 more tokens takes is no less than its saved
+    inputs."""
     model = build("qwen3", num_hidden_layers=2, dtype=torch.bfloat16)
     law = auto._law(model, streambp.StreamConfig(saves="auto"), None)
     assert isinstance(law, auto.StepNeed), law
@@ -478,7 +536,9 @@ def nothing_let_go(patch):
 
 def inputs_let_go(patch):
     real = Kept.give_up
-    patch.setattr(Kept, "give_up", lambda self, at_work: (real(self, at_work), self.store.tensors.clear()))
+    patch.setattr(
+        Kept, "give_up", lambda self, at_work: (real(self, at_work), self.store.tensors.clear())
+    )
 
 
 @pytest.mark.fast("other_numbers")
@@ -496,6 +556,8 @@ def test_mutant_turns_a_test_red(patched, monkeypatch, mutant):
 @pytest.mark.full
 def test_a_choice_that_ignores_the_room_is_seen(patched, monkeypatch):
     real = SavesPolicy._fill
-    monkeypatch.setattr(SavesPolicy, "_fill", lambda self, rooms, *args: real(self, [[math.inf, PLENTY]], *args))
+    monkeypatch.setattr(
+        SavesPolicy, "_fill", lambda self, rooms, *args: real(self, [[math.inf, PLENTY]], *args)
+    )
     with pytest.raises(AssertionError):
         test_it_takes_what_it_planned_and_changes_no_value(patched, 1e5)

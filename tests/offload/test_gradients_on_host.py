@@ -1,4 +1,5 @@
-"""Weights that train, on the host: their gradients arrive there with the bits of weights on the device.
+"""Weights that train, on the host: their gradients arrive there with the bits of weights on the
+device.
 
 covers: offload/gradients.py, offload/weights.py, integrations/in_backward.py
 """
@@ -50,7 +51,9 @@ def test_families_give_the_same_bits(family, dtype):
     for _ in range(2):
         assert_same(step(model), step(resident))
     weights = weights_of(model)
-    assert weights.device_bytes == 2 * max(layer.memory.numel() for layer in weights.ranges.layers.values())
+    assert weights.device_bytes == 2 * max(
+        layer.memory.numel() for layer in weights.ranges.layers.values()
+    )
     assert all(layer.trains for layer in weights.ranges.layers.values())
 
 
@@ -66,14 +69,19 @@ def test_against_the_unpatched_model(float64_oracle):
 
 
 def test_gradients_lie_in_their_layers_buffers():
-    """Where autograd leaves them without a copy; a second micro-batch takes one buffer more, for all layers in turn."""
+    """Where autograd leaves them without a copy; a second micro-batch takes one buffer more, for
+    all layers in turn."""
     model, resident = both()
     assert_same(step(model, 1), step(resident, 1))
     found = weights_of(model)
     spans = [(b.memory.data_ptr(), b.memory.data_ptr() + b.memory.numel()) for b in found._buffers]
     assert len(spans) == len(found.ranges.layers)
-    assert all(any(start <= p.grad.data_ptr() < stop for start, stop in spans) for p in of_layers(model))
-    assert found.ranges.beside == sum(b.memory.numel() for b in found._buffers) == found.ranges.bytes
+    assert all(
+        any(start <= p.grad.data_ptr() < stop for start, stop in spans) for p in of_layers(model)
+    )
+    assert (
+        found.ranges.beside == sum(b.memory.numel() for b in found._buffers) == found.ranges.bytes
+    )
     assert_same(step(model, 3), step(resident, 3))
     assert found.ranges.beside == found.ranges.bytes + max(b.memory.numel() for b in found._buffers)
 
@@ -101,18 +109,23 @@ def step_without_zeroing(model):
 
 
 def trained(model, steps=4, scaled=False):
-    """Losses and weights of AdamW on two micro-batches a step, clipped; under float16 autocast with a scaler."""
+    """Losses and weights of AdamW on two micro-batches a step, clipped; under float16 autocast with
+    a scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, enabled=scaled)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     losses = []
     for seed in range(steps):
         for micro_batch in range(2):
             with torch.autocast("cpu", torch.float16, enabled=scaled):
-                loss = model(**make_batch("plain", seed=10 * seed + micro_batch), use_cache=False).loss
+                loss = model(
+                    **make_batch("plain", seed=10 * seed + micro_batch), use_cache=False
+                ).loss
             scaler.scale(loss).backward()
             losses.append(loss.detach())
         scaler.unscale_(optimizer)
-        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).nan_to_num())  # which overflows at first
+        losses.append(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).nan_to_num()
+        )  # which overflows at first
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -160,7 +173,9 @@ def test_an_optimizer_in_backward_is_one_after_it(name):
     expected = after_backward(full(weights="device"), make)
     assert_same(in_backward(model, make), expected)
     found = weights_of(model)
-    assert found.ranges.beside <= 2 * max(layer.memory.numel() for layer in found.ranges.layers.values())
+    assert found.ranges.beside <= 2 * max(
+        layer.memory.numel() for layer in found.ranges.layers.values()
+    )
     resident = full(weights="device")
     assert_same(in_backward(resident, make), expected)
 
@@ -251,14 +266,22 @@ def test_an_error_in_backward_leaves_the_model_usable():
 
 
 def test_mutant_a_buffer_that_is_used_again_too_early(monkeypatch):
-    mutant(monkeypatch, HostWeights, "leave", "all(storage() is None for storage in one.given)", "True")
+    mutant(
+        monkeypatch, HostWeights, "leave", "all(storage() is None for storage in one.given)", "True"
+    )
     with pytest.raises(AssertionError):
         test_gradients_that_somebody_keeps_are_not_written_over()
 
 
 @pytest.mark.full
 def test_mutant_a_buffer_that_is_never_free(monkeypatch):
-    mutant(monkeypatch, HostWeights, "leave", "all(storage() is None for storage in one.given)", "not one.given")
+    mutant(
+        monkeypatch,
+        HostWeights,
+        "leave",
+        "all(storage() is None for storage in one.given)",
+        "not one.given",
+    )
     with pytest.raises(AssertionError):
         test_gradients_lie_in_their_layers_buffers()
 

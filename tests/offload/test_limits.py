@@ -1,7 +1,8 @@
-"""saves="auto" on a device whose memory is a number that shrinks at any operation: it runs wherever saves=() does.
+"""saves="auto" on a device whose memory is a number that shrinks at any operation: it runs wherever
+saves=() does.
 
-covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/graphs.py, layer/oom.py, layer/shadows.py,
-    offload/costs.py, offload/policy.py
+covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/graphs.py, layer/oom.py,
+    layer/shadows.py, offload/costs.py, offload/policy.py
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ NOTED = 10_000  # bytes: the witness of two tiny layers notes more where somethi
 
 
 class Device(LiveBytes):
-    """Memory of so many bytes, within: an operation that makes more alive raises torch.OutOfMemoryError.
+    """Memory of so many bytes, within: an operation that makes more alive raises
+    torch.OutOfMemoryError.
 
-    shrinks_at: the operation from which on the limit is `then`. fails_at: the first operation from that number on that
-    makes anything alive raises, once. error: raised instead.
+    shrinks_at: the operation from which on the limit is `then`. fails_at: the first operation from
+    that number on that makes anything alive raises, once. error: raised instead.
     """
 
     def __init__(self, limit=PLENTY, shrinks_at=None, then=PLENTY, fails_at=math.inf, error=None):
         super().__init__()
-        self.error = torch.OutOfMemoryError("no memory left, says a test") if error is None else error
+        self.error = (
+            torch.OutOfMemoryError("no memory left, says a test") if error is None else error
+        )
         self.limit, self.shrinks_at, self.then, self.fails_at = limit, shrinks_at, then, fails_at
         self.operations, self.failed = 0, False
 
@@ -54,7 +58,9 @@ class Device(LiveBytes):
         fails = self.operations >= self.fails_at and not self.failed
         if self.live > before + SMALL and (fails or self.live > self.limit):
             self.failed = True
-            raise type(self.error)(*self.error.args)  # one that is kept would keep the frames it came through
+            raise type(self.error)(
+                *self.error.args
+            )  # one that is kept would keep the frames it came through
         return result
 
 
@@ -87,9 +93,13 @@ class Pair:
     def __init__(self, chunk_size, saves="auto", models=None, **settings):
         settings = {"num_hidden_layers": 2, "attention_dropout": 0.3, **settings}
         models = models or (build("qwen3", **settings) for _ in range(2))
-        configs = (streambp.StreamConfig(chunk_size=chunk_size, saves=saves) for saves in (saves, ()))
+        configs = (
+            streambp.StreamConfig(chunk_size=chunk_size, saves=saves) for saves in (saves, ())
+        )
         self.model, self.plain = map(streambp.patch, models, configs)
-        self.chooser = next(w.site.chooser for w in self.model._streambp.wrappers if hasattr(w, "site"))
+        self.chooser = next(
+            w.site.chooser for w in self.model._streambp.wrappers if hasattr(w, "site")
+        )
         self.need = Need()
         self.chooser.states = KnownNeed(self.need)
         self.device = None
@@ -128,11 +138,14 @@ def stepped(model, device, **batch):
     with device:
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def through(pair, make, count):
-    """Steps of `make(at)`, at `count` places of the step's operations; the places where one raised."""
+    """Steps of `make(at)`, at `count` places of the step's operations; the places where one
+    raised."""
     expected, _ = pair.reference()
     pair.step(whole := Device())
     raised = []
@@ -151,30 +164,39 @@ MANY = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "places"), [(5, 3), pytest.param(5, 16, marks=MANY), pytest.param(LENGTH, 16, marks=MANY)]
+    ("chunk_size", "places"),
+    [(5, 3), pytest.param(5, 16, marks=MANY), pytest.param(LENGTH, 16, marks=MANY)],
 )
 def test_a_limit_that_shrinks_within_a_step(chunk_size, places):
     pair = Pair(chunk_size).warmed()
     saved = Device()
     pair.step(saved)
     assert saved.peak > pair.need.bytes  # it saves something
-    assert through(pair, lambda at: Device(shrinks_at=at, then=pair.need.bytes + NOTED), places) == []
+    assert (
+        through(pair, lambda at: Device(shrinks_at=at, then=pair.need.bytes + NOTED), places) == []
+    )
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "places"), [(5, 3), pytest.param(5, 24, marks=MANY), pytest.param(LENGTH, 24, marks=MANY)]
+    ("chunk_size", "places"),
+    [(5, 3), pytest.param(5, 24, marks=MANY), pytest.param(LENGTH, 24, marks=MANY)],
 )
 def test_errors_at_any_operation(chunk_size, places):
     pair, begun = Pair(chunk_size).warmed(), []
-    pair.model.model.rotary_emb.register_forward_hook(lambda *_: begun.append(pair.device.operations))
+    pair.model.model.rotary_emb.register_forward_hook(
+        lambda *_: begun.append(pair.device.operations)
+    )
     raised = through(pair, lambda at: Device(fails_at=at), places)
     assert all(at <= begun[0] for at in raised)  # before the first layer, where nothing is saved
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5_text", marks=needs_states), "deepseek_v32"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", pytest.param("qwen3_5_text", marks=needs_states), "deepseek_v32"]
+)
 def test_errors_where_a_chunk_reads_what_another_left(family):
-    """States and their gradients, and the keys that an indexer picked, are there for the second attempt as well."""
+    """States and their gradients, and the keys that an indexer picked, are there for the second
+    attempt as well."""
     changes = {"index_topk": 4} if family == "deepseek_v32" else {}
     pair = Pair(5, models=[zoo.build(family, torch.float32, **changes) for _ in range(2)]).warmed()
     raised = through(pair, lambda at: Device(fails_at=at), 16)
@@ -226,7 +248,8 @@ def exact_pair(chunk_size, batch):
 
 
 def exact_or_without_memory(pair, expected, device, batch):
-    """Whether a step on this device came to its end, with the right gradients; it may raise for want of memory alone."""
+    """Whether a step on this device came to its end, with the right gradients; it may raise for
+    want of memory alone."""
     try:
         _, found = pair.step(device, **batch)
     except torch.OutOfMemoryError:
@@ -237,8 +260,8 @@ def exact_or_without_memory(pair, expected, device, batch):
 
 
 def scan(chunk_size, length=LENGTH, rooms=ROOMS, every=1):
-    """One operation after the other lacks memory, then memory shrinks there, in a step that has been without memory at a
-    random operation before it; and how many steps came to an end."""
+    """One operation after the other lacks memory, then memory shrinks there, in a step that has
+    been without memory at a random operation before it; and how many steps came to an end."""
     batch, ended, draw = make_batch("plain", length=length), 0, random.Random(seed_of(5))
     pair, expected = exact_pair(chunk_size, batch)
     for room in rooms:
@@ -273,7 +296,8 @@ def test_each_operation_in_turn(chunk_size, length, rooms, every):
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("chunk_size", [pytest.param(5, marks=MANY), LENGTH])
 def test_each_activation_in_turn(chunk_size):
-    """Attention is behind it, the chunk's end is not: its keys and values are written a second time."""
+    """Attention is behind it, the chunk's end is not: its keys and values are written a second
+    time."""
     batch = make_batch("plain")
     pair, expected = exact_pair(chunk_size, batch)
     chunks, layers = -(-LENGTH // chunk_size), 2
@@ -282,9 +306,13 @@ def test_each_activation_in_turn(chunk_size):
         for call in range(1, 2 * chunks * layers + 1):  # in forward and in backward
             pair.forget()
             with broken_activation(call, torch.OutOfMemoryError):
-                failed += not exact_or_without_memory(pair, expected, Device(pair.need.bytes + room), batch)
+                failed += not exact_or_without_memory(
+                    pair, expected, Device(pair.need.bytes + room), batch
+                )
             assert exact_or_without_memory(pair, expected, Device(), batch)
-    assert failed <= 2 * len(ROOMS[:2])  # before the first layer has saved something, and when all is let go of
+    assert failed <= 2 * len(
+        ROOMS[:2]
+    )  # before the first layer has saved something, and when all is let go of
 
 
 @pytest.mark.usefixtures("float64_oracle")

@@ -1,4 +1,5 @@
-"""Offloaded tensors: the same gradients to the bit, host bytes to the formula, models and copies kept apart.
+"""Offloaded tensors: the same gradients to the bit, host bytes to the formula, models and copies
+kept apart.
 
 covers: offload/__init__.py, offload/arena.py, offload/engines.py, offload/transfers.py
 """
@@ -60,10 +61,12 @@ def test_families(name):
 
 @pytest.mark.full
 def test_hidden_states_that_are_not_contiguous(float64_oracle):
-    """Gemma 3n's are views with other strides than what comes back from the host. The values are the same, but BLAS chooses
-    its product by strides, and not the same on every CPU: equal but for rounding."""
+    """Gemma 3n's are views with other strides than what comes back from the host. The values are
+    the same, but BLAS chooses its product by strides, and not the same on every CPU: equal but for
+    rounding."""
     (loss, expected), (found_loss, found) = (
-        step(make(("kv",), zoo.build("gemma3n_text", torch.float64))) for make in (model_with, offloaded)
+        step(make(("kv",), zoo.build("gemma3n_text", torch.float64)))
+        for make in (model_with, offloaded)
     )
     assert torch.equal(found_loss, loss)
     assert worst_error(found, expected) <= 1e-10
@@ -74,10 +77,14 @@ FAST = ("1F1B", "last first", "evaluation in between")  # the other two are part
 
 @pytest.mark.fast("last first-attn_out+kv")
 @pytest.mark.parametrize(
-    ("schedule", "saves"), sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES)
+    ("schedule", "saves"),
+    sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES),
 )
 def test_schedules(schedule, saves):
-    expected, found = run(model_with(saves), SCHEDULES[schedule]), run(offloaded(saves), SCHEDULES[schedule])
+    expected, found = (
+        run(model_with(saves), SCHEDULES[schedule]),
+        run(offloaded(saves), SCHEDULES[schedule]),
+    )
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
@@ -104,7 +111,9 @@ def test_many_steps_do_not_grow(gpu_memory, steps):
     sizes = []
     for seed in range(steps):
         forward(model, seed).backward()
-        sizes.append((manager_of(model).host_bytes, sources(model), len(manager_of(model)._holdings)))
+        sizes.append(
+            (manager_of(model).host_bytes, sources(model), len(manager_of(model)._holdings))
+        )
     assert len(set(sizes[1:])) == 1
     assert sizes[-1][2] == 0
     assert sources(model) <= transfers.GROUPS_IN_FLIGHT * 5  # x, attn_out, lse, k, v
@@ -141,7 +150,8 @@ def test_copies_and_pickles_start_empty():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("offload", "disk"), ("on_host_full", "ignore"), ("host_memory", "many"), ("gpu_memory", -1)]
+    ("field", "value"),
+    [("offload", "disk"), ("on_host_full", "ignore"), ("host_memory", "many"), ("gpu_memory", -1)],
 )
 def test_settings(field, value):
     with pytest.raises(streambp.StreamBPError, match=field):
@@ -171,9 +181,14 @@ def test_close_gives_the_memory_back():
 
 @pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.1"])
 def test_manager_of_a_part(part):
-    """Of a model that was patched as a whole, its parts that stream have the same manager; others have none."""
+    """Of a model that was patched as a whole, its parts that stream have the same manager; others
+    have none."""
     model = offloaded()
-    assert manager_of(model.get_submodule(part)) is manager_of(model) is manager_of(torch.nn.Sequential(model))
+    assert (
+        manager_of(model.get_submodule(part))
+        is manager_of(model)
+        is manager_of(torch.nn.Sequential(model))
+    )
     with pytest.raises(streambp.StreamBPError, match="offload='cpu'"):
         manager_of(model.lm_head)
 

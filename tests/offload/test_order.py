@@ -1,4 +1,5 @@
-"""The order in which backward reads what is on the host: copies are under way before it asks, and none is left over.
+"""The order in which backward reads what is on the host: copies are under way before it asks, and
+none is left over.
 
 covers: attention/kv.py, attention/prefix.py, layer/saved.py, offload/manager.py, planner/plan.py
 """
@@ -20,16 +21,32 @@ from tests.offload.runs import assert_same, model_with, offloaded, sampled, step
 from tests.planner.test_estimates import QWEN3_8B
 
 ONE_BY_ONE = ("attn_out", "kv", "*_proj")
-SAVES = [(), *itertools.chain.from_iterable(itertools.combinations(ONE_BY_ONE, n) for n in (1, 2, 3)), ("attn_out", "*")]
-# Fused attention, attention over a cache, states, experts, values of another head size, picked keys, shared keys, sinks.
-FAMILIES = ("qwen3", "gptj", "qwen3_next", "lfm2", "qwen3_moe", "deepseek_v3", "deepseek_v32", "gemma3n_text", "gpt_oss")
+SAVES = [
+    (),
+    *itertools.chain.from_iterable(itertools.combinations(ONE_BY_ONE, n) for n in (1, 2, 3)),
+    ("attn_out", "*"),
+]
+# Fused attention, attention over a cache, states, experts, values of another head size, picked
+# keys, shared keys, sinks.
+FAMILIES = (
+    "qwen3",
+    "gptj",
+    "qwen3_next",
+    "lfm2",
+    "qwen3_moe",
+    "deepseek_v3",
+    "deepseek_v32",
+    "gemma3n_text",
+    "gpt_oss",
+)
 
 
 class Copies:
     """Copies back to the device, of what is read within.
 
-    reads: of tensors that are on the host. late: those of them that nobody had started to copy. copied: copies that were
-    started. most: tensors on the device at a time that nobody had read yet; at_once: those of the widest reads.
+    reads: of tensors that are on the host. late: those of them that nobody had started to copy.
+    copied: copies that were started. most: tensors on the device at a time that nobody had read
+    yet; at_once: those of the widest reads.
     """
 
     def __init__(self):
@@ -96,10 +113,15 @@ def test_a_first_backward_reads_a_chunk_more_to_try_each_layer():
     assert copies.left == 0
 
 
-@pytest.mark.parametrize("saves", [("attn_out", "kv"), pytest.param(("attn_out", "kv", "*"), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "saves", [("attn_out", "kv"), pytest.param(("attn_out", "kv", "*"), marks=pytest.mark.full)]
+)
 def test_with_tiles_nothing_is_left(saves):
-    """Tiles are read a block ahead, and all of a tiny model's are one block; what chunks read does not wait for them."""
-    tiled, whole = (copies_of_a_step(offloaded(saves, **settings)) for settings in ({"gpu_memory": 1}, {}))
+    """Tiles are read a block ahead, and all of a tiny model's are one block; what chunks read does
+    not wait for them."""
+    tiled, whole = (
+        copies_of_a_step(offloaded(saves, **settings)) for settings in ({"gpu_memory": 1}, {})
+    )
     assert tiled.left == whole.left == 0
     chunks = copies_of_a_step(offloaded((), gpu_memory=1))
     assert tiled.late < chunks.late  # whose attention visits them once more
@@ -107,8 +129,9 @@ def test_with_tiles_nothing_is_left(saves):
 
 @pytest.mark.parametrize("lost", ["k.0", "v.0", "attn_out.0", "lse.0", "product.mlp.up_proj#0"])
 def test_a_host_with_room_for_a_part(lost, monkeypatch):
-    """One of two that belong together is not on the host: both are computed again, and the other does not come back for
-    nothing. K and V may differ in size, so that either may be the one that fits."""
+    """One of two that belong together is not on the host: both are computed again, and the other
+    does not come back for nothing. K and V may differ in size, so that either may be the one that
+    fits."""
     saves = ("attn_out", "kv", "*")
     expected = step(model_with(saves))
     model, put = offloaded(saves, on_host_full="recompute"), HostTensors.put
@@ -139,7 +162,8 @@ def a_tensor_ahead(patch):
 
 
 def taken_after_the_next_copies_start(patch):
-    """As it was: with another order than backward's, one tensor after the other, each of which starts the next."""
+    """As it was: with another order than backward's, one tensor after the other, each of which
+    starts the next."""
 
     def seal(self, order, workspace=0, real=HostTensors.seal):
         real(self, [sorted(reads) for reads in order], workspace)
@@ -156,7 +180,9 @@ def taken_after_the_next_copies_start(patch):
     patch.setattr(HostTensors, "take", take)
 
 
-@pytest.mark.parametrize("mutant", [ascending, nothing_ahead, a_tensor_ahead, taken_after_the_next_copies_start])
+@pytest.mark.parametrize(
+    "mutant", [ascending, nothing_ahead, a_tensor_ahead, taken_after_the_next_copies_start]
+)
 def test_a_wrong_order_is_found(mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
@@ -190,7 +216,15 @@ def test_the_order_of_reads_is_known_from_one_place():
 def peak(saves):
     """Of an 8B model at 64k tokens in chunks of 16,384, in GiB."""
     setting = Setting(optimizer=0)
-    found = estimate(QWEN3_8B, 65536, chunk_size=16384, saves=saves, offload="cpu", setting=setting, kernels="liger")
+    found = estimate(
+        QWEN3_8B,
+        65536,
+        chunk_size=16384,
+        saves=saves,
+        offload="cpu",
+        setting=setting,
+        kernels="liger",
+    )
     return found.methods[-1].peak.total / 2**30
 
 
@@ -200,7 +234,11 @@ GATE_AND_UP = ("mlp.gate_proj", "mlp.up_proj")
 @pytest.mark.full
 def test_planned_peaks_do_not_grow_with_what_is_saved():
     """The outputs that are on their way come on top, those of one chunk."""
-    assert 0 < peak(("attn_out", *GATE_AND_UP)) - peak(("attn_out",)) < 2 * 16384 * 2 * 12288 / 2**30 + 0.01
+    assert (
+        0
+        < peak(("attn_out", *GATE_AND_UP)) - peak(("attn_out",))
+        < 2 * 16384 * 2 * 12288 / 2**30 + 0.01
+    )
 
 
 @pytest.mark.full

@@ -1,6 +1,8 @@
-"""Whoever says that the device is full, saves are let go of and the chunk is computed again. [Note: once for each chunk]
+"""Whoever says that the device is full, saves are let go of and the chunk is computed again. [Note:
+once for each chunk]
 
-covers: device.py, head/one_pass.py, head/recipe.py, layer/function.py, layer/oom.py, model/unpatched.py
+covers: device.py, head/one_pass.py, head/recipe.py, layer/function.py, layer/oom.py,
+model/unpatched.py
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from tests.offload.test_limits import Device, Pair, stepped
 
 KINDS = {
     "torch": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cublas": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    ),
     "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     "driver": torch.AcceleratorError("CUDA error: out of memory"),
     "triton": RuntimeError("Triton Error [CUDA]: out of memory"),
@@ -68,7 +72,8 @@ def step_without(pair, at, kind):
 
 
 def errors_at(pair, kind, places, every=None):
-    """Steps in which one operation fails: bit for bit, or an error, and the next one exact; places where one raised."""
+    """Steps in which one operation fails: bit for bit, or an error, and the next one exact; places
+    where one raised."""
     expected, _ = pair.reference()
     pair.step(whole := Device())
     found = [1 + (2 * number + 1) * whole.operations // (2 * places) for number in range(places)]
@@ -116,7 +121,9 @@ def test_as_unpatched(kind, monkeypatch):
 
 
 def same(found, expected):
-    return found[1].keys() == expected[1].keys() and all(torch.equal(found[1][n], g) for n, g in expected[1].items())
+    return found[1].keys() == expected[1].keys() and all(
+        torch.equal(found[1][n], g) for n, g in expected[1].items()
+    )
 
 
 class Once:
@@ -154,13 +161,16 @@ def test_a_head_that_does_not_ask_for_saves_is_seen(monkeypatch):
 def test_errors_that_only_torch_knows_are_seen(monkeypatch):
     """As it was: the step fails, although saves are there to be let go of."""
     for module in (streambp.layer.oom, streambp.layer.function):
-        monkeypatch.setattr(module, "is_out_of_memory", lambda error: isinstance(error, torch.OutOfMemoryError))
+        monkeypatch.setattr(
+            module, "is_out_of_memory", lambda error: isinstance(error, torch.OutOfMemoryError)
+        )
     with pytest.raises(AssertionError):
         test_it_is_let_go_of_and_computed_again("triton")
 
 
 class Inside(torch.autograd.Function):
-    """Its backward differentiates a graph of its own that fails, makes room, and tells what is left of that graph."""
+    """Its backward differentiates a graph of its own that fails, makes room, and tells what is left
+    of that graph."""
 
     @staticmethod
     def forward(ctx, x, left):
@@ -239,7 +249,8 @@ class Only:
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_gradients_of_keys_are_added_once_wherever_an_attempt_ends(at):
-    """Of the additions of two blocks' dK and dV one fails, before it has written anything; the chunk is done again."""
+    """Of the additions of two blocks' dK and dV one fails, before it has written anything; the
+    chunk is done again."""
     k, v, dk, dv = torch.randn(4, 2, 6, 3, 4).unbind()  # [B, T, H_kv, D] each
     blocks = [Block(Kind.CAUSAL, 0, 2, 0, 3, 0, 3), Block(Kind.CAUSAL, 0, 2, 3, 6, 0, 6)]
 

@@ -49,13 +49,23 @@ def main():
         mine = [Part(rank + 2 * k).train() for k in range(per_rank)]
         for part in mine:
             settings = {"offload": "cpu", "gpu_memory": gpu_memory} if offload else {}
-            streambp.patch(part, streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv"), **settings))
+            streambp.patch(
+                part, streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv"), **settings)
+            )
             part.backbone.embed_tokens.requires_grad_(False)
-        made = [pipelining.PipelineStage(part, rank + 2 * k, stages, torch.device("cpu")) for k, part in enumerate(mine)]
+        made = [
+            pipelining.PipelineStage(part, rank + 2 * k, stages, torch.device("cpu"))
+            for k, part in enumerate(mine)
+        ]
         schedule_class = getattr(pipelining, schedule_name)
-        schedule = schedule_class(made if per_rank > 1 else made[0], micro_batches, loss_fn=loss_function)
+        schedule = schedule_class(
+            made if per_rank > 1 else made[0], micro_batches, loss_fn=loss_function
+        )
         generator = seeded(0)
-        x, target = (torch.randn(8, length, width, generator=generator, dtype=torch.float64) for _ in range(2))
+        x, target = (
+            torch.randn(8, length, width, generator=generator, dtype=torch.float64)
+            for _ in range(2)
+        )
         arguments = ((x,) if rank == 0 else (), {"target": target} if rank == 1 else {})
         schedule.step(*arguments[0], **arguments[1])
         return [p.grad for part in mine for p in part.parameters() if p.requires_grad]
@@ -69,7 +79,9 @@ def main():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", [SCHEDULES[1], pytest.param(SCHEDULES[0], marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "schedule", [SCHEDULES[1], pytest.param(SCHEDULES[0], marks=pytest.mark.full)]
+)
 def test_gradients_are_bitwise_the_same(schedule):
     outputs, codes = launch("tests.offload.test_pipeline", schedule, seconds=HANG)
     for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):

@@ -1,6 +1,8 @@
-"""saves="auto" decides when a step begins, from what the model and its device are then. [Note: saves that fit]
+"""saves="auto" decides when a step begins, from what the model and its device are then. [Note:
+saves that fit]
 
-covers: device.py, layer/products.py, layer/saved.py, offload/policy.py, planner/auto.py, planner/skeleton.py
+covers: device.py, layer/products.py, layer/saved.py, offload/policy.py, planner/auto.py,
+planner/skeleton.py
 """
 
 from __future__ import annotations
@@ -104,7 +106,10 @@ def test_where_a_model_was_patched_does_not_matter(flow, card, monkeypatch):
     assert len({size for size, _ in expected}) > 1
     assert [size for size, _ in found] == [size for size, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
-        named = [{index: {(c.name, c.bytes) for c in chosen} for index, chosen in one.items()} for one in (ours, theirs)]
+        named = [
+            {index: {(c.name, c.bytes) for c in chosen} for index, chosen in one.items()}
+            for one in (ours, theirs)
+        ]
         assert named[0] == named[1]
 
 
@@ -112,7 +117,11 @@ def test_where_a_model_was_patched_does_not_matter(flow, card, monkeypatch):
 def test_a_law_that_is_taken_in_patch_is_seen(card, monkeypatch):
     real = auto.ModelStates.__call__
     first = {}
-    monkeypatch.setattr(auto.ModelStates, "__call__", lambda self, device: first.setdefault("known", real(self, device)))
+    monkeypatch.setattr(
+        auto.ModelStates,
+        "__call__",
+        lambda self, device: first.setdefault("known", real(self, device)),
+    )
     with pytest.raises(AssertionError):
         test_where_a_model_was_patched_does_not_matter(on_a_cpu_first, card, monkeypatch)
 
@@ -135,7 +144,9 @@ CHANGES = {"frozen": frozen, "cast": lambda model: model.to(torch.float32), "ada
 def test_what_changes_after_patch_is_counted_anew(change, card, monkeypatch):
     counted = []
     real = auto.survey
-    monkeypatch.setattr(auto, "survey", lambda *args, **kwargs: counted.append(1) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        auto, "survey", lambda *args, **kwargs: counted.append(1) or real(*args, **kwargs)
+    )
     model = patched(tiny())
     needs = []
     for _ in range(2):
@@ -155,11 +166,17 @@ def test_what_changes_after_patch_is_counted_anew(change, card, monkeypatch):
 def test_a_count_leaves_nothing_behind(card):
     """Neither random numbers, nor a program's hooks, nor what acts in the thread."""
     model, seen = tiny(attention_dropout=0.3), []
-    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: seen.append(out.is_meta))
+    hook = model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, out: seen.append(out.is_meta)
+    )
     patched(model)
     seed_torch(5)
     before = torch.default_generator.get_state()
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.autograd.graph.save_on_cpu():
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.no_grad(),
+        torch.autograd.graph.save_on_cpu(),
+    ):
         policy_of(model).begins(HERE)
     assert isinstance(policy_of(model).known.need, auto.StepNeed)
     assert torch.equal(before, torch.default_generator.get_state())
@@ -168,7 +185,8 @@ def test_a_count_leaves_nothing_behind(card):
 
 
 def test_gradients_that_are_there_are_not_needed_once_more(card):
-    """A second micro-batch of an accumulation, or a step whose gradients were zeroed, has room for as much as a first."""
+    """A second micro-batch of an accumulation, or a step whose gradients were zeroed, has room for
+    as much as a first."""
     model = patched(tiny())
     chooser = policy_of(model)
     chooser.begins(HERE)
@@ -180,7 +198,11 @@ def test_gradients_that_are_there_are_not_needed_once_more(card):
         chooser.begins(HERE)
         chooser.ended()
         assert chooser.present == float(keeps)
-        assert first - size < needed_last(chooser) < first - size / 3 if keeps else needed_last(chooser) == first
+        assert (
+            first - size < needed_last(chooser) < first - size / 3
+            if keeps
+            else needed_last(chooser) == first
+        )
     for parameter in model.model.layers[0].parameters():
         parameter.grad = torch.zeros_like(parameter)
     chooser.begins(HERE)
@@ -221,12 +243,15 @@ class TooSmall(Need):
 
 
 def falls_short(share, beyond=math.inf, steps=6):
-    """Steps under a law that is so much too small: in which saves were let go of, and what was saved.
+    """Steps under a law that is so much too small: in which saves were let go of, and what was
+    saved.
 
     beyond: how much more than it tells a device has before it fails.
     """
     batch = make_batch("plain", length=160)
-    plain = streambp.patch(build("qwen3", num_hidden_layers=4), streambp.StreamConfig(chunk_size=20, saves=()))
+    plain = streambp.patch(
+        build("qwen3", num_hidden_layers=4), streambp.StreamConfig(chunk_size=20, saves=())
+    )
     whole = Device()
     expected = stepped(plain, whole, **batch)
     model = patched(build("qwen3", num_hidden_layers=4), chunk_size=20)
@@ -282,11 +307,15 @@ def test_a_margin_goes_when_it_is_no_longer_needed():
     steps = [(lack := after(lack, -1000.0)).margin for _ in range(50)]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 1
-    assert after(dataclasses.replace(lack, margin=5.0), 0.0).margin == 5.0  # nothing was free to spare
+    assert (
+        after(dataclasses.replace(lack, margin=5.0), 0.0).margin == 5.0
+    )  # nothing was free to spare
 
 
 def test_another_length_has_a_margin_of_its_own():
-    chooser = policy.SavesPolicy(1, lambda device: 100.0, lambda device: (costs.Figures(Need()), 0.0), True, True)
+    chooser = policy.SavesPolicy(
+        1, lambda device: 100.0, lambda device: (costs.Figures(Need()), 0.0), True, True
+    )
     chooser.known = costs.Figures(Need())
     chooser.margins[64, 8] = costs.Shortage((64, 8), 0.0, 0.0, {}, margin=30.0)
     assert chooser._rooms(100.0, 64, 8) == [[math.inf, 70.0]]
@@ -317,7 +346,8 @@ def test_what_is_left_to_others(total, left, monkeypatch):
 
 
 def test_float32_weights_under_autocast_are_bounded(card):
-    """The peak of a step whose products are bfloat16 is below the law's, which is counted without data."""
+    """The peak of a step whose products are bfloat16 is below the law's, which is counted without
+    data."""
     model = patched(build("qwen3", num_hidden_layers=3), chunk_size=64)
     batch = make_batch("plain", length=512)
     for _ in range(2):
@@ -335,8 +365,8 @@ def test_float32_weights_under_autocast_are_bounded(card):
 
 @contextlib.contextmanager
 def planned_and_kept(chooser):
-    """Collects, of each layer that it chooses for, the bytes by name that were planned, and those that are kept as the
-    layer's forward ends."""
+    """Collects, of each layer that it chooses for, the bytes by name that were planned, and those
+    that are kept as the layer's forward ends."""
     found = {}
     real = Kept.seal
 
@@ -388,7 +418,9 @@ SET_UPS = {
     "adapters": lambda: patched(lora(tiny()), chunk_size=5),
     "adapters added after patch": lambda: lora_afterwards(tiny()),
     "first layers frozen": lambda: patched(without_gradients(tiny()), chunk_size=5),
-    "bucket views": lambda: DistributedDataParallel(patched(tiny(), chunk_size=5), gradient_as_bucket_view=True),
+    "bucket views": lambda: DistributedDataParallel(
+        patched(tiny(), chunk_size=5), gradient_as_bucket_view=True
+    ),
 }
 
 
@@ -399,8 +431,8 @@ def without_gradients(model):
 
 
 def settled(name, room):
-    """Planned and kept, by layer, in four micro-batches: without gradients, with them, after an evaluation and
-    `set_to_none=False`, after `set_to_none=True`."""
+    """Planned and kept, by layer, in four micro-batches: without gradients, with them, after an
+    evaluation and `set_to_none=False`, after `set_to_none=True`."""
     with one_rank() if name == "bucket views" else contextlib.nullcontext():
         model = SET_UPS[name]()
         chooser = policy_of(getattr(model, "module", model))
@@ -423,7 +455,11 @@ def settled(name, room):
         return kept
 
 
-@pytest.mark.fast("adapters added after patch-all fits", "bucket views-some fits", "float32 under autocast-some fits")
+@pytest.mark.fast(
+    "adapters added after patch-all fits",
+    "bucket views-some fits",
+    "float32 under autocast-some fits",
+)
 @pytest.mark.parametrize("room", [1e9, 6e4], ids=["all fits", "some fits"])
 @pytest.mark.parametrize("name", SET_UPS)
 def test_what_was_planned_is_kept(name, room, card):
@@ -443,7 +479,9 @@ def test_what_was_planned_is_kept(name, room, card):
 def test_other_names_and_bytes_are_seen(mutant, card, monkeypatch):
     if mutant == "globs":
         real = Kept.find_products
-        monkeypatch.setattr(Kept, "find_products", lambda self: setattr(self, "named", True) or real(self))
+        monkeypatch.setattr(
+            Kept, "find_products", lambda self: setattr(self, "named", True) or real(self)
+        )
     else:
         monkeypatch.setattr(saved, "cast_to", lambda weight: torch.float16)
     with pytest.raises(AssertionError):

@@ -12,12 +12,23 @@ import torch
 
 from streambp.attention import kv as keys
 from streambp.offload import engines, manager, manager_of
-from tests.offload.runs import BOTH, SAVES, SCHEDULES, break_off, model_with, offloaded, prefix_bytes, run, sampled
+from tests.offload.runs import (
+    BOTH,
+    SAVES,
+    SCHEDULES,
+    break_off,
+    model_with,
+    offloaded,
+    prefix_bytes,
+    run,
+    sampled,
+)
 from tests.offload.trace_engine import TraceEngine
 
 
 def traced(schedule, saves=("attn_out", "kv"), collect=False, gpu_memory=None):
-    """Twice the schedule, with a step between that breaks off in backward, while tensors are on their way back."""
+    """Twice the schedule, with a step between that breaks off in backward, while tensors are on
+    their way back."""
     model = offloaded(saves, gpu_memory=gpu_memory)
     engine = TraceEngine(collect)
     manager_of(model)._given_engine = engine
@@ -31,7 +42,8 @@ FAST = ("interleaved", "evaluation in between")  # the others are parts of what 
 
 @pytest.mark.fast("evaluation in between-attn_out+kv")
 @pytest.mark.parametrize(
-    ("schedule", "saves"), sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES)
+    ("schedule", "saves"),
+    sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES),
 )
 def test_no_races(schedule, saves):
     found, engine = traced(SCHEDULES[schedule], saves)
@@ -42,19 +54,27 @@ def test_no_races(schedule, saves):
 @pytest.mark.fast("interleaved-none-True")
 @pytest.mark.parametrize(
     ("schedule", "saves", "stay"),
-    sampled(lambda schedule, saves, stay: (schedule, saves) == ("interleaved", ()), SCHEDULES, [(), BOTH], [False, True]),
+    sampled(
+        lambda schedule, saves, stay: (schedule, saves) == ("interleaved", ()),
+        SCHEDULES,
+        [(), BOTH],
+        [False, True],
+    ),
 )
 def test_no_races_while_prefixes_stream(schedule, saves, stay, monkeypatch):
     """stay: some tiles do."""
     monkeypatch.setattr(keys, "WORKING", 1)
-    found, engine = traced(SCHEDULES[schedule], saves, gpu_memory=int(0.9 * prefix_bytes()) if stay else 1)
+    found, engine = traced(
+        SCHEDULES[schedule], saves, gpu_memory=int(0.9 * prefix_bytes()) if stay else 1
+    )
     assert engine.checked > 1000
     expected = run(model_with(saves), SCHEDULES[schedule])
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def without(waits):
-    """The checker's `wait` with some of the manager's waits left out, told apart by their queue and their event's."""
+    """The checker's `wait` with some of the manager's waits left out, told apart by their queue and
+    their event's."""
 
     def wait(self, waiting, event, real=TraceEngine.wait):
         if event is not None and (waiting, event.get("from")) in waits:
@@ -78,21 +98,29 @@ def races_without(waits, gpu_memory):
 
 WAITS = {  # the wait that is left out, and a race that must be found then
     "offload before compute": ([(engines.OUT, engines.COMPUTE)], "out reads device"),
-    "reload into memory that compute still uses": ([(engines.BACK, engines.COMPUTE)], "back writes device"),
+    "reload into memory that compute still uses": (
+        [(engines.BACK, engines.COMPUTE)],
+        "back writes device",
+    ),
     "compute before the reload": ([(engines.COMPUTE, engines.BACK)], "compute reads device"),
     "source let go before its offload": ([(engines.COMPUTE, engines.OUT)], "writes device"),
-    # Others cover these two as well: only what was let go is loaded, and compute waits for what came back before a
-    # stack is used again. They fail without both.
+    # Others cover these two as well: only what was let go is loaded, and compute waits for what
+    # came back before a stack is used again. They fail without both.
     "host memory written before it was read": (
         [(engines.OUT, engines.BACK), (engines.COMPUTE, engines.BACK)],
         "out writes host",
     ),
-    "reload before its offload": ([(engines.BACK, engines.OUT), (engines.COMPUTE, engines.OUT)], "back reads host"),
+    "reload before its offload": (
+        [(engines.BACK, engines.OUT), (engines.COMPUTE, engines.OUT)],
+        "back reads host",
+    ),
 }
 
 
 @pytest.mark.fast("compute before the reload-None", "reload before its offload-None")
-@pytest.mark.parametrize(("name", "gpu_memory"), sampled(lambda name, gpu_memory: gpu_memory is None, WAITS, [None, 1]))
+@pytest.mark.parametrize(
+    ("name", "gpu_memory"), sampled(lambda name, gpu_memory: gpu_memory is None, WAITS, [None, 1])
+)
 def test_a_missing_wait_is_a_race(name, gpu_memory):
     waits, race = WAITS[name]
     assert not races_without((), gpu_memory)
@@ -108,4 +136,6 @@ def test_a_tile_must_not_be_changed_while_it_is_copied_out(monkeypatch):
 
     monkeypatch.setattr(manager.HostTensors, "borrow", borrow)
     races = traced("F0 B0", collect=True, gpu_memory=1)[1].races
-    assert any("compute writes device" in race and "out may still be reading" in race for race in races)
+    assert any(
+        "compute writes device" in race and "out may still be reading" in race for race in races
+    )

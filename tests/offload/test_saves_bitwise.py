@@ -1,7 +1,7 @@
 """Saves and offloading change no bit in float32: each setting against no saves and no offloading.
 
-In half precision plain products take attention's output before it is rounded, and a saved one is rounded: there saves are
-as precise as none, not equal to the bit.
+In half precision plain products take attention's output before it is rounded, and a saved one is
+rounded: there saves are as precise as none, not equal to the bit.
 
 covers: layer/saved.py, offload/manager.py
 """
@@ -25,7 +25,8 @@ from tests.versions import STATES_IN_CHUNKS
 
 EVERYTHING = ("attn_out", "kv", "*")
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"), ("*",), EVERYTHING)
-# Fused attention, attention over a cache, states and experts, values of another head size than keys, softcap.
+# Fused attention, attention over a cache, states and experts, values of another head size than
+# keys, softcap.
 FAMILIES = ("qwen3", "gptj", "qwen3_next", "deepseek_v3", "gemma2")
 MODES = ("plain", "left-padded", "packed")
 
@@ -37,7 +38,11 @@ def nothing_saved(family, mode, dtype=torch.float32):
 
 def settings(fast):
     """All but what the others are compared with."""
-    return [case for case in sampled(fast, FAMILIES, MODES, SAVES, ("none", "cpu")) if case.values[2:] != ((), "none")]
+    return [
+        case
+        for case in sampled(fast, FAMILIES, MODES, SAVES, ("none", "cpu"))
+        if case.values[2:] != ((), "none")
+    ]
 
 
 def some(family, mode, saves, offload):
@@ -48,7 +53,10 @@ def some(family, mode, saves, offload):
 @pytest.mark.parametrize(("family", "mode", "saves", "offload"), settings(some))
 def test_gradients_are_bitwise_those_with_nothing_saved(family, mode, saves, offload):
     if (family, mode) == ("qwen3_next", "packed") and not STATES_IN_CHUNKS:
-        pytest.skip("before transformers 5.15 documents of packed rows cannot be told to its mixers: it is refused")
+        pytest.skip(
+            "before transformers 5.15 documents of packed rows cannot be told to its mixers: it is "
+            "refused"
+        )
     model = model_with(saves, zoo.build(family, torch.float32), offload=offload)
     for _ in range(2):  # the first finds out what backward may leave out
         assert_same(step(model, mode), nothing_saved(family, mode))
@@ -56,7 +64,9 @@ def test_gradients_are_bitwise_those_with_nothing_saved(family, mode, saves, off
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_bf16_on_fused_attention(offload):
-    found = step(model_with(EVERYTHING, zoo.build("qwen3", torch.bfloat16), offload=offload), "packed")
+    found = step(
+        model_with(EVERYTHING, zoo.build("qwen3", torch.bfloat16), offload=offload), "packed"
+    )
     assert_same(found, nothing_saved("qwen3", "packed", torch.bfloat16))
 
 
@@ -80,7 +90,11 @@ def test_bf16_on_plain_products_is_as_precise():
 
 
 @pytest.mark.parametrize(
-    ("offload", "lost"), [*itertools.product(["none"], ["attn_out", "lse", "product"]), *itertools.product(["cpu"], "kvx")]
+    ("offload", "lost"),
+    [
+        *itertools.product(["none"], ["attn_out", "lse", "product"]),
+        *itertools.product(["cpu"], "kvx"),
+    ],
 )
 def test_mutant_a_store_that_rounds_what_is_saved(offload, lost, monkeypatch):
     place = saved.InMemory if offload == "none" else manager.HostTensors

@@ -1,7 +1,8 @@
-"""Micro-batches of one chunk that fit many times over run as the unpatched model. [Note: micro-batches as unpatched]
+"""Micro-batches of one chunk that fit many times over run as the unpatched model. [Note:
+micro-batches as unpatched]
 
-covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/packing.py, offload/costs.py,
-    offload/policy.py
+covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/packing.py,
+    offload/costs.py, offload/policy.py
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+)
 from torch.utils.checkpoint import checkpoint
 
 import streambp
@@ -43,7 +47,9 @@ def shared(monkeypatch):
 def patched(model=None, warm=True, room=PLENTY, **settings):
     """A copy of a model that was through a step on a device with so much memory."""
     model = copy.deepcopy(build("qwen3") if model is None else model)
-    streambp.patch(model, streambp.StreamConfig(**{"chunk_size": LENGTH, "rows": "as_given", **settings}))
+    streambp.patch(
+        model, streambp.StreamConfig(**{"chunk_size": LENGTH, "rows": "as_given", **settings})
+    )
     chooser = chooser_of(model)
     if chooser is not None:
         chooser.free = lambda _: room
@@ -84,7 +90,11 @@ def test_other_families(family):
     if isinstance(chooser_of(model).latest, AsUnpatched):
         assert_same(found, seeded_step(plain))
     else:
-        assert "eager" in {layer.config._attn_implementation for layer in model.modules() if hasattr(layer, "config")}
+        assert "eager" in {
+            layer.config._attn_implementation
+            for layer in model.modules()
+            if hasattr(layer, "config")
+        }
 
 
 def test_the_first_step_streams():
@@ -107,7 +117,8 @@ def several_steps(model):
 
 
 def test_a_run_with_dropout_is_the_unpatched_one_from_a_warm_up_on():
-    """Without one the first step streams, and draws other numbers, after which weights are others."""
+    """Without one the first step streams, and draws other numbers, after which weights are
+    others."""
     plain = build("qwen3", **DROPS)
     model = patched(plain, warm=False)
     streambp.warm_up(model, **make_batch("plain"))
@@ -144,7 +155,9 @@ def test_per_token_values():
     labels = batch["labels"][:, 1:]
     expected = plain(**{**batch, "labels": None}).logits[:, :-1].log_softmax(-1)
     expected = expected.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(found.log_probs[labels >= 0], expected[labels >= 0], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        found.log_probs[labels >= 0], expected[labels >= 0], rtol=1e-6, atol=1e-8
+    )
 
 
 def test_a_backbone_alone():
@@ -190,7 +203,9 @@ def test_else_it_streams(reason):
 def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, monkeypatch):
     """One look decides, however many forwards ask for it."""
     looks, model = [], patched(rows="auto", lazy_logits=lazy_logits)
-    monkeypatch.setattr(calls, "find_tree", lambda *args, **given: looks.append(1) or find_tree(*args, **given))
+    monkeypatch.setattr(
+        calls, "find_tree", lambda *args, **given: looks.append(1) or find_tree(*args, **given)
+    )
     batch = make_batch("plain")
     padded = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
     padded["attention_mask"][0, LENGTH // 2 :] = 0
@@ -199,7 +214,11 @@ def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, mo
         looks.clear()
         loss = model(**given).loss
         loss.backward()
-        assert streams(loss) == isinstance(model.model.__dict__["forward"].prefixes.last, calls.Shared) == packs
+        assert (
+            streams(loss)
+            == isinstance(model.model.__dict__["forward"].prefixes.last, calls.Shared)
+            == packs
+        )
         assert isinstance(chooser_of(model).latest, AsUnpatched) != packs
         assert len(looks) == 1
 
@@ -229,7 +248,9 @@ def test_a_checkpoint_around_the_model_streams():
     model = patched()
     batch = make_batch("plain")
     hidden = model.get_input_embeddings()(batch["input_ids"])
-    loss = checkpoint(lambda x: model(inputs_embeds=x, labels=batch["labels"]).loss, hidden, use_reentrant=False)
+    loss = checkpoint(
+        lambda x: model(inputs_embeds=x, labels=batch["labels"]).loss, hidden, use_reentrant=False
+    )
     assert not isinstance(chooser_of(model).latest, AsUnpatched)
     loss.backward()
 
@@ -246,7 +267,9 @@ def test_out_of_memory_in_forward_streams_instead():
     model, reference = patched(plain), patched(plain, saves=())
     model.zero_grad(set_to_none=True)
     seen = []
-    handle = model.model.layers[1].mlp.act_fn.register_forward_pre_hook(lambda *_: seen.append(1) or _raise_once(seen))
+    handle = model.model.layers[1].mlp.act_fn.register_forward_pre_hook(
+        lambda *_: seen.append(1) or _raise_once(seen)
+    )
     seed_torch(3)
     loss = model(**make_batch("plain")).loss
     handle.remove()
@@ -280,8 +303,8 @@ def test_out_of_memory_in_backward_streams_later_steps():
 
 
 def shrinking(share, places=8, **settings):
-    """The places of a step's operations at which it fails, if others take memory there: all but a share of what a step
-    without saves leaves free.
+    """The places of a step's operations at which it fails, if others take memory there: all but a
+    share of what a step without saves leaves free.
     """
     plain = build("qwen3", num_hidden_layers=3)
     model, reference, device = patched(plain, **settings), patched(plain, saves=()), Device()
@@ -381,7 +404,9 @@ def test_describe_tells():
     model = patched()
     step(model)
     description = str(streambp.describe(model))
-    assert description.startswith(f"last step: {2 * LENGTH} tokens (2 rows) in one chunk, ran unpatched: it needs ")
+    assert description.startswith(
+        f"last step: {2 * LENGTH} tokens (2 rows) in one chunk, ran unpatched: it needs "
+    )
     assert "as the unpatched model computes it, from logits [B, T, V]" in description
 
 
@@ -396,7 +421,8 @@ def test_copies_have_seen_nothing():
 
 
 def test_hooks_act_as_unpatched():
-    """A hook that is hung on between forward and backward of a streamed layer is refused; here it is torch's own affair."""
+    """A hook that is hung on between forward and backward of a streamed layer is refused; here it
+    is torch's own affair."""
     plain = build("qwen3")
     model = patched(plain)
     for one in (model, plain):
@@ -448,14 +474,19 @@ def test_documents_are_warned_of_whenever_they_come():
 
 def test_documents_that_unpatched_attention_does_not_read():
     model, batch = patched(), make_batch("plain", rows=1)
-    batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
+    batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor(
+        [0, 9, LENGTH], dtype=torch.int32
+    )
     assert streams(model(**batch, use_cache=False).loss)
     positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
-    assert not streams(model(**batch, position_ids=positions, use_cache=False).loss)  # by these it does, as TRL packs
+    assert not streams(
+        model(**batch, position_ids=positions, use_cache=False).loss
+    )  # by these it does, as TRL packs
 
 
 def test_fields_do_not_come_and_go():
-    """A head with backward hooks builds its logits and hands them out; lm_head's hooks may come at any time."""
+    """A head with backward hooks builds its logits and hands them out; lm_head's hooks may come at
+    any time."""
     model, batch = patched(), make_batch("plain")
     assert set(model(**batch).keys()) == {"loss", "past_key_values"}
     model.lm_head.register_full_backward_hook(lambda *_: None)
@@ -486,19 +517,25 @@ def test_a_checkpoint_around_the_layers_computes_the_same_twice(reentrant):
     for one in (model, streamed):
         if one is streamed:
             streambp.patch(one, streambp.StreamConfig(chunk_size=LENGTH, saves=()))
-        one.model.layers = torch.nn.ModuleList(CheckpointWrapper(layer, kind) for layer in one.model.layers)
+        one.model.layers = torch.nn.ModuleList(
+            CheckpointWrapper(layer, kind) for layer in one.model.layers
+        )
     assert_same(step(model), step(streamed))
     assert_same(step(model), step(streamed))
 
 
 def test_another_thread_that_evaluates_meanwhile_is_refused():
-    """Also with a cache, with which its layers would run as unpatched; the step is as it would be without."""
+    """Also with a cache, with which its layers would run as unpatched; the step is as it would be
+    without."""
     plain = build("qwen3")
     model, met = patched(plain), []
     ids = make_batch("plain")["input_ids"]
 
     def meanwhile(*_):
-        with ThreadPoolExecutor(1) as pool, pytest.raises(streambp.StreamBPError, match="Another thread is computing"):
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(streambp.StreamBPError, match="Another thread is computing"),
+        ):
             pool.submit(lambda: model(input_ids=ids)).result()
         met.append(1)
 
@@ -528,13 +565,19 @@ def test_layers_that_attend_by_themselves_stream(family):
 @pytest.mark.parametrize("kind", ["latent", "dropout", "window", "padding"])
 def test_the_prediction_grows_with_scores_and_masks(kind):
     """No fused kernel of a CPU takes values narrower than keys, or drops out."""
-    built = {"latent": lambda: zoo.build("deepseek_v2", torch.float32), "dropout": lambda: build("qwen3", **DROPS)}
+    built = {
+        "latent": lambda: zoo.build("deepseek_v2", torch.float32),
+        "dropout": lambda: build("qwen3", **DROPS),
+    }
     window = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
     plain = built.get(kind, lambda: build("qwen3", **(window if kind == "window" else {})))()
     model = patched(plain, chunk_size=300)
     device = Device()
     with device:
-        loss = model(**make_batch("right-padded" if kind == "padding" else "plain", length=300), use_cache=False).loss
+        loss = model(
+            **make_batch("right-padded" if kind == "padding" else "plain", length=300),
+            use_cache=False,
+        ).loss
         kept = device.live
         loss.backward()
     assert isinstance(chooser_of(model).latest, AsUnpatched)
@@ -564,7 +607,10 @@ def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
         loss = model(**make_batch("plain")).loss
     assert streams(loss)
     loss.backward()
-    assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), seeded_step(reference))
+    assert_same(
+        (loss.detach(), {name: p.grad for name, p in model.named_parameters()}),
+        seeded_step(reference),
+    )
     assert model._streambp.unpatched.factor > 1
 
 

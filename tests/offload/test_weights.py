@@ -1,4 +1,5 @@
-"""Weights on the host: the same bits as with weights on the device, while nobody can read the host's but the copies.
+"""Weights on the host: the same bits as with weights on the device, while nobody can read the
+host's but the copies.
 
 covers: offload/weights.py, offload/ranges.py, layer/site.py
 """
@@ -49,14 +50,19 @@ SETTINGS = {
 
 
 def both(family="qwen3", dtype=torch.float32, **settings):
-    """A model with its weights on the host, inverted, and the same one with its weights on the device."""
+    """A model with its weights on the host, inverted, and the same one with its weights on the
+    device."""
     model = made(family, dtype, **settings)
     invert(model)
     return model, made(family, dtype, "device", **settings)
 
 
-@pytest.mark.parametrize("dtype", thinned([torch.float32, torch.bfloat16], lambda dtype: dtype == torch.bfloat16))
-@pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("gpt_oss", "qwen3_next", "falcon_h1")))
+@pytest.mark.parametrize(
+    "dtype", thinned([torch.float32, torch.bfloat16], lambda dtype: dtype == torch.bfloat16)
+)
+@pytest.mark.parametrize(
+    "family", thinned(FAMILIES, lambda family: family in ("gpt_oss", "qwen3_next", "falcon_h1"))
+)
 def test_families_give_the_same_bits(family, dtype):
     model, resident = both(family, dtype)
     for _ in range(2):
@@ -79,7 +85,10 @@ def test_a_layers_weights_come_once_in_each_direction():
     invert(model)
     weights = weights_of(model)
     step(model, 3)
-    loads = {index: sum(n for (_, layer), n in weights.loads.items() if layer == index) for index in range(4)}
+    loads = {
+        index: sum(n for (_, layer), n in weights.loads.items() if layer == index)
+        for index in range(4)
+    }
     assert loads == {0: 6, 1: 6, 2: 3, 3: 3}  # the last two are still there when backward begins
 
 
@@ -117,11 +126,15 @@ def test_orders_of_passes(schedule):
                 with torch.no_grad():
                     values.append(model(**make_batch("plain", seed=9), use_cache=False).loss)
             elif item[0] == "F":
-                losses[item[1]] = model(**make_batch("plain", seed=int(item[1])), use_cache=False).loss
+                losses[item[1]] = model(
+                    **make_batch("plain", seed=int(item[1])), use_cache=False
+                ).loss
                 values.append(losses[item[1]].detach())
             else:
                 losses[item[1]].backward()
-        return values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return values, {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
 
     model, resident = both()
     for _ in range(2):
@@ -147,13 +160,18 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dim() == 2 and out.dtype == torch.bfloat16:
+        if (
+            func is torch.ops.aten._to_copy.default
+            and out.dim() == 2
+            and out.dtype == torch.bfloat16
+        ):
             self.made.append(StorageWeakRef(out.untyped_storage()))
         return out
 
 
 def casts_left(model):
-    """How many of them there are, and how many autocast keeps, when a forward without gradients is over."""
+    """How many of them there are, and how many autocast keeps, when a forward without gradients is
+    over."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as casts:
         model(**make_batch("plain"), use_cache=False)
         return len(casts.made), sum(not storage.expired() for storage in casts.made)
@@ -208,8 +226,14 @@ def test_unpatch_leaves_the_same_objects_with_the_same_bits():
     patched(model)
     step(model)
     streambp.unpatch(model)
-    assert {name: id(p) for name, p in model.named_parameters()} == {name: i for name, (i, _) in before.items()}
-    assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters() if "lora" not in name)
+    assert {name: id(p) for name, p in model.named_parameters()} == {
+        name: i for name, (i, _) in before.items()
+    }
+    assert all(
+        torch.equal(p, before[name][1])
+        for name, p in model.named_parameters()
+        if "lora" not in name
+    )
     assert not any("_apply" in module.__dict__ for module in model.modules())
 
 
@@ -238,12 +262,16 @@ def test_generate_and_attention_weights():
     model, resident = both()
     model.eval(), resident.eval()
     ids = make_batch("plain")["input_ids"][:, :9]
-    found, expected = (m.generate(input_ids=ids, max_new_tokens=5, do_sample=False) for m in (model, resident))
+    found, expected = (
+        m.generate(input_ids=ids, max_new_tokens=5, do_sample=False) for m in (model, resident)
+    )
     assert torch.equal(found, expected)
     with torch.no_grad():
         found, expected = (m(input_ids=ids, use_cache=True).logits for m in (model, resident))
     assert torch.equal(found, expected)
-    with pytest.raises(UnsupportedModelError, match="does not stream: a cache or attention weights were asked for"):
+    with pytest.raises(
+        UnsupportedModelError, match="does not stream: a cache or attention weights were asked for"
+    ):
         model(input_ids=ids, use_cache=True)
 
 
@@ -255,7 +283,9 @@ def test_one_token_streams_as_one_chunk():
         model.zero_grad(set_to_none=True)
         loss = model(**batch, use_cache=False).logits.float().square().mean()
         loss.backward()
-        return [loss.detach()], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return [loss.detach()], {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
 
     assert_same(run(model), run(resident))
     sites = next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.steps.sites
@@ -265,26 +295,38 @@ def test_one_token_streams_as_one_chunk():
 def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
     model = made()
     mix_neighbours(monkeypatch, model.get_base_model())
-    with pytest.raises(UnsupportedModelError, match="Qwen3DecoderLayer 0 does not stream: it mixes tokens"):
+    with pytest.raises(
+        UnsupportedModelError, match="Qwen3DecoderLayer 0 does not stream: it mixes tokens"
+    ):
         step(model)
     with torch.no_grad():
         model(**make_batch("plain"), use_cache=False)
 
 
 def test_refusals(monkeypatch):
-    with pytest.raises(HostMemoryError, match=r"The weights of layer 2 want .* and host_memory is 0.00 GiB"):
+    with pytest.raises(
+        HostMemoryError, match=r"The weights of layer 2 want .* and host_memory is 0.00 GiB"
+    ):
         step(made(host_memory=80_000))
     model = made()
-    loss, trained = model(**make_batch("plain"), use_cache=False).loss, [p for p in model.parameters() if p.requires_grad]
+    loss, trained = (
+        model(**make_batch("plain"), use_cache=False).loss,
+        [p for p in model.parameters() if p.requires_grad],
+    )
     with pytest.raises(BackwardError, match="create_graph=True"):
         torch.autograd.grad(loss, trained, create_graph=True)
     layer = model.get_base_model().model.layers[1].mlp.up_proj.base_layer
     layer.weight = torch.nn.Parameter(layer.weight.detach().to("meta"), requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"mlp.up_proj.base_layer.weight of layer 1 is a Parameter on meta"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"mlp.up_proj.base_layer.weight of layer 1 is a Parameter on meta",
+    ):
         step(model)
     monkeypatch.setattr(host_weights, "is_initialized", lambda: True)
     monkeypatch.setattr(host_weights, "get_world_size", lambda: 2)
-    with pytest.raises(UnsupportedModelError, match="a process group of several: each rank would pin a copy"):
+    with pytest.raises(
+        UnsupportedModelError, match="a process group of several: each rank would pin a copy"
+    ):
         step(made())
     monkeypatch.setattr(host_weights, "get_world_size", lambda: 1)
     step(made())
@@ -304,7 +346,9 @@ def test_freezing_later_and_training_anew():
     for one in (model, resident):
         one.model.layers[1].mlp.requires_grad_(True)
     assert_same(step(model), step(resident))
-    assert len(weights_of(model).ranges.layers[1].pieces) < len(weights_of(model).ranges.layers[2].pieces)
+    assert len(weights_of(model).ranges.layers[1].pieces) < len(
+        weights_of(model).ranges.layers[2].pieces
+    )
 
 
 class Statistics:
@@ -315,13 +359,16 @@ class Statistics:
 
 
 class Quantised(torch.nn.Module):
-    """A Linear with an 8-bit weight [in, out] whose statistics hang on the parameter, as bitsandbytes has them."""
+    """A Linear with an 8-bit weight [in, out] whose statistics hang on the parameter, as
+    bitsandbytes has them."""
 
     def __init__(self, linear):
         super().__init__()
         absmax = linear.weight.detach().abs().amax(1) / 127  # [out]
         peak = absmax.amax() / 255
-        self.weight = torch.nn.Parameter((linear.weight.detach() / absmax[:, None]).round().char(), requires_grad=False)
+        self.weight = torch.nn.Parameter(
+            (linear.weight.detach() / absmax[:, None]).round().char(), requires_grad=False
+        )
         self.weight.quant_state = Statistics((absmax / peak).round().byte(), Statistics(peak))
 
     def forward(self, x):
@@ -367,7 +414,11 @@ def test_weights_that_others_hold_stay_on_the_device():
 
     model, found = run("cpu")
     assert_same(found, run("device")[1])
-    streamed = [id(piece.tensor) for layer in weights_of(model).ranges.layers.values() for piece in layer.pieces]
+    streamed = [
+        id(piece.tensor)
+        for layer in weights_of(model).ranges.layers.values()
+        for piece in layer.pieces
+    ]
     assert id(model.model.layers[0].mlp.up_proj.weight) not in streamed
 
 
@@ -458,7 +509,11 @@ def test_mutant_autocasts_cache(monkeypatch):
 
 def test_mutant_a_view_with_its_layers_storage(monkeypatch, tmp_path):
     def view(memory, offset, like):
-        return memory[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+        return (
+            memory[offset : offset + like.nbytes]
+            .view(like.dtype)
+            .as_strided(like.shape, like.stride())
+        )
 
     monkeypatch.setattr(ranges, "view_of", view)
     with pytest.raises(AssertionError):
@@ -466,6 +521,12 @@ def test_mutant_a_view_with_its_layers_storage(monkeypatch, tmp_path):
 
 
 def test_mutant_memory_that_is_used_again_under_other_places(monkeypatch):
-    mutant(monkeypatch, ranges.HostRanges, "put", "memory if stays else None", "memory if before >= size else None")
+    mutant(
+        monkeypatch,
+        ranges.HostRanges,
+        "put",
+        "memory if stays else None",
+        "memory if before >= size else None",
+    )
     with pytest.raises((AssertionError, StreamBPError)):
         test_freezing_later_and_training_anew()

@@ -1,4 +1,5 @@
-"""A checkpoint's weights go from its mapped file into their ranges of host memory: no second copy is made.
+"""A checkpoint's weights go from its mapped file into their ranges of host memory: no second copy
+is made.
 
 covers: offload/ranges.py
 """
@@ -18,7 +19,9 @@ from tests.offload.weights_runs import assert_same, patched, step, weights_of, w
 STATUS, MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Move the model to an accelerator"),
-    pytest.mark.skipif(not MAPS.exists(), reason="only Linux says what lies where in a process's memory"),
+    pytest.mark.skipif(
+        not MAPS.exists(), reason="only Linux says what lies where in a process's memory"
+    ),
 ]
 SIZES = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8}
 
@@ -52,7 +55,9 @@ def loaded(checkpoint, weights):
 @pytest.mark.full
 def test_weights_leave_their_file_for_their_range_layer_by_layer(checkpoint):
     model = loaded(checkpoint, "cpu")
-    layers = [p for name, p in model.named_parameters() if ".layers." in name and not p.requires_grad]
+    layers = [
+        p for name, p in model.named_parameters() if ".layers." in name and not p.requires_grad
+    ]
     size = sum(p.nbytes for p in layers)
     assert all(in_file(p, checkpoint) for p in layers)
     before = anonymous()
@@ -61,5 +66,7 @@ def test_weights_leave_their_file_for_their_range_layer_by_layer(checkpoint):
     weights = weights_of(model)
     assert not any(in_file(p, checkpoint) for p in layers)
     assert size <= weights.ranges.bytes <= 1.01 * size
-    assert anonymous() - before <= 1.25 * size + weights.device_bytes  # once; the rest is the step's and the allocator's
+    assert (
+        anonymous() - before <= 1.25 * size + weights.device_bytes
+    )  # once; the rest is the step's and the allocator's
     assert_same(step(model), step(loaded(checkpoint, "device")))

@@ -1,4 +1,5 @@
-"""What programs do beside training steps, with weights on the host: the same bits as with weights on the device.
+"""What programs do beside training steps, with weights on the host: the same bits as with weights
+on the device.
 
 covers: offload/weights.py, offload/ranges.py
 """
@@ -33,13 +34,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator
 
 
 def both(change=lambda model: model, **settings):
-    """A model with its weights on the host, inverted, and one with its weights on the device; each changed before."""
+    """A model with its weights on the host, inverted, and one with its weights on the device; each
+    changed before."""
     models = [change(made(weights=weights, **settings)) for weights in ("cpu", "device")]
     invert(models[0])
     return models
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, lambda family: family in ("gpt_oss", "falcon_h1")))
+@pytest.mark.parametrize(
+    "family", thinned(FAMILIES, lambda family: family in ("gpt_oss", "falcon_h1"))
+)
 def test_loads_and_bytes_of_families(family):
     """At most two loads a layer and micro-batch, and the bytes that a plan counts, exactly."""
     model = made(family)
@@ -51,7 +55,9 @@ def test_loads_and_bytes_of_families(family):
     assert sum(weights.loads.values()) <= 3 * (2 * layers - 2) + 2
     for index in range(layers):
         assert sum(n for (_, layer), n in weights.loads.items() if layer == index) <= 2 * 3
-    counted, _ = bytes_on_host(weights.ranges.root, [site.layer for site in weights.ranges.sites.values()])
+    counted, _ = bytes_on_host(
+        weights.ranges.root, [site.layer for site in weights.ranges.sites.values()]
+    )
     assert list(counted) == [weights.ranges.layers[index].memory.numel() for index in range(layers)]
 
 
@@ -97,7 +103,9 @@ def test_hooks_and_hooks_on_gradients():
         notes = []
         seen.append(notes)
         layer = model.get_base_model().model.layers[1]
-        layer.register_forward_hook(lambda module, args, output: notes.append(output.detach().clone()))
+        layer.register_forward_hook(
+            lambda module, args, output: notes.append(output.detach().clone())
+        )
         trained = [p for p in layer.parameters() if p.requires_grad]
         trained[0].register_hook(lambda grad: 2 * grad)
         trained[1].register_post_accumulate_grad_hook(lambda p: notes.append(p.grad.clone()))
@@ -196,7 +204,10 @@ class Stops(TrainerCallback):
 
 def trained(weights, folder, stop=None, resume=False):
     """Logs and adapters of HF's Trainer on rows of random tokens."""
-    rows = [{name: x[0] for name, x in make_batch("plain", seed=seed, rows=1).items()} for seed in range(8)]
+    rows = [
+        {name: x[0] for name, x in make_batch("plain", seed=seed, rows=1).items()}
+        for seed in range(8)
+    ]
     arguments = TrainingArguments(
         str(folder), max_steps=4, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_grad_norm=0.3,
         learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no",
@@ -206,12 +217,20 @@ def trained(weights, folder, stop=None, resume=False):
     if weights == "cpu":
         invert(model)
     trainer = Trainer(
-        model, arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[Stops(stop)] if stop else None
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows[:2],
+        callbacks=[Stops(stop)] if stop else None,
     )
     trainer.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2") if resume else None)
     kept = ("loss", "eval_loss", "grad_norm", "step")
-    logs = [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
-    return logs, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    logs = [
+        {key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history
+    ]
+    return logs, {
+        name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def test_trainer_evaluates_is_stopped_and_goes_on(tmp_path):
@@ -231,15 +250,27 @@ def quantised(weights, dtype=torch.float32):
         warnings.simplefilter("ignore")
         import bitsandbytes as bnb
 
-    model = build("qwen3", num_hidden_layers=4, hidden_size=64, intermediate_size=128).requires_grad_(False).to(dtype)
+    model = (
+        build("qwen3", num_hidden_layers=4, hidden_size=64, intermediate_size=128)
+        .requires_grad_(False)
+        .to(dtype)
+    )
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj", "down_proj"):
             old = getattr(layer.mlp, name)
             new = bnb.nn.Linear4bit(
-                old.in_features, old.out_features, False, dtype, compress_statistics=True, quant_type="nf4"
+                old.in_features,
+                old.out_features,
+                False,
+                dtype,
+                compress_statistics=True,
+                quant_type="nf4",
             )
             new.weight = bnb.nn.Params4bit(
-                old.weight.detach().clone(), requires_grad=False, compress_statistics=True, quant_type="nf4"
+                old.weight.detach().clone(),
+                requires_grad=False,
+                compress_statistics=True,
+                quant_type="nf4",
             )
             setattr(layer.mlp, name, new.to("cpu"))  # where it is quantised
     return patched(with_adapters(model).train(), weights)
@@ -279,7 +310,9 @@ def chosen(weights, room):
 
 def test_the_last_layers_stay_as_many_as_have_room():
     weights = weights_of(made(weights="auto"))
-    size = bytes_on_host(weights.ranges.root, [site.layer for site in weights.ranges.sites.values()])[0][0]
+    size = bytes_on_host(
+        weights.ranges.root, [site.layer for site in weights.ranges.sites.values()]
+    )[0][0]
     assert chosen(weights, 4 * size) == [0, 1, 2, 3]
     assert chosen(weights, 4 * size - 1) == [3]  # two layers more are at work
     assert chosen(weights, 3 * size - 1) == []

@@ -1,4 +1,5 @@
-"""The waits of weights on the host under the race checker: no races, and one for each wait that is left out.
+"""The waits of weights on the host under the race checker: no races, and one for each wait that is
+left out.
 
 covers: offload/weights.py, offload/gradients.py
 """
@@ -39,7 +40,11 @@ def traced(left_out=None, trained=False, **settings):
             if (caller.f_code.co_filename, caller.f_lineno) != WAITS.get(left_out):
                 super().wait(queue, event)
 
-    model = patched(build("qwen3", num_hidden_layers=4).train(), **settings) if trained else made(**settings)
+    model = (
+        patched(build("qwen3", num_hidden_layers=4).train(), **settings)
+        if trained
+        else made(**settings)
+    )
     engine = weights_of(model)._given_engine = Leaky(collect=left_out is not None)
     if "offload" in settings:
         manager_of(model)._given_engine = TraceEngine()
@@ -58,7 +63,9 @@ def test_every_wait_has_a_number_and_a_race():
 SETTINGS = ({}, {"offload": "cpu", "saves": ("attn_out",)}, {"trained": True})
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["weights", "saved tensors too", "gradients too"])
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=["weights", "saved tensors too", "gradients too"]
+)
 def test_no_races(settings):
     engine = traced(**settings)
     assert engine.checked > 100

@@ -1,8 +1,9 @@
 """A race checker: the manager's engine with queues that exist on paper only.
 
-Each queue has a vector clock. An event carries its queue's clock, a wait takes the maximum, and every access to memory is
-compared with the accesses before it: two of them, at least one a write, race unless one happened before the other. Device
-memory is handed out like a caching allocator does it: a freed block is given to the next tensor, whoever read it last.
+Each queue has a vector clock. An event carries its queue's clock, a wait takes the maximum, and
+every access to memory is compared with the accesses before it: two of them, at least one a write,
+race unless one happened before the other. Device memory is handed out like a caching allocator does
+it: a freed block is given to the next tensor, whoever read it last.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class RaceError(StreamBPError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A range of memory. Two lives of a device block overlap everywhere; within one, ranges are told apart by their start
-    (chunks of a batch interleave)."""
+    """A range of memory. Two lives of a device block overlap everywhere; within one, ranges are
+    told apart by their start (chunks of a batch interleave)."""
 
     memory: str
     life: int
@@ -37,16 +38,19 @@ class Place:
 
 @dataclasses.dataclass
 class World:
-    """What the engines of all devices see of each other: their queues' clocks, and who used which memory.
+    """What the engines of all devices see of each other: their queues' clocks, and who used which
+    memory.
 
-    accesses: by memory; queue, time, whether it was a write, and where. thread: the calling thread is one of those who used
-    the host's.
+    accesses: by memory; queue, time, whether it was a write, and where. thread: the calling thread
+    is one of those who used the host's.
     """
 
     collect: bool
     races: list[str] = dataclasses.field(default_factory=list)
     clocks: dict[str, Clock] = dataclasses.field(default_factory=dict)
-    accesses: dict[str, list[tuple[str, int, bool, Place]]] = dataclasses.field(default_factory=dict)
+    accesses: dict[str, list[tuple[str, int, bool, Place]]] = dataclasses.field(
+        default_factory=dict
+    )
     checked: int = 0
     thread: bool = False
 
@@ -56,7 +60,8 @@ class World:
 
 
 class TraceEngine(Engine):
-    """Copies at once, as on CPU, and raises RaceError where a GPU might have read or written too early.
+    """Copies at once, as on CPU, and raises RaceError where a GPU might have read or written too
+    early.
 
     Args:
         collect: keep the races' descriptions in `races` and go on.
@@ -69,7 +74,9 @@ class TraceEngine(Engine):
         self._world = world or World(collect)
         self._queues = [name + queue for queue in QUEUES if queue != HOST]
         self._world.clocks.update({name + queue: {} for queue in QUEUES})
-        self._blocks: dict[int, tuple[int, int]] = {}  # storage of a device tensor -> its block and which life of it
+        self._blocks: dict[
+            int, tuple[int, int]
+        ] = {}  # storage of a device tensor -> its block and which life of it
         self._free: list[int] = []
         self._lives = 0
 
@@ -112,7 +119,9 @@ class TraceEngine(Engine):
             self.wait(OUT, self._world.clocks[self._name + HOST])
         device, host = (source, target) if queue == OUT else (target, source)
         self._access(queue, self._device(device), self._queues, write=queue == BACK)
-        self._access(queue, Place("host", 0, host.data_ptr()), self._world.users(), write=queue == OUT)
+        self._access(
+            queue, Place("host", 0, host.data_ptr()), self._world.users(), write=queue == OUT
+        )
         target.copy_(source)
 
     def access(self, queue: str, tensor: Tensor, write: bool) -> None:
@@ -151,9 +160,15 @@ class TraceEngine(Engine):
             conflict = (write or wrote) and (there.life != place.life or there.start == place.start)
             if conflict and other != queue and mine.get(other, 0) < when:
                 now, then = ("writes" if write else "reads"), ("writing" if wrote else "reading")
-                world.races.append(f"{queue} {now} {place.memory} while {other} may still be {then} it")
+                world.races.append(
+                    f"{queue} {now} {place.memory} while {other} may still be {then} it"
+                )
                 if not world.collect:
                     raise RaceError(f"{world.races[-1]}. A wait is missing.")
         # What every queue has seen can race with nothing any more.
-        kept = [access for access in before if any(world.clocks[user].get(access[0], 0) < access[1] for user in users)]
+        kept = [
+            access
+            for access in before
+            if any(world.clocks[user].get(access[0], 0) < access[1] for user in users)
+        ]
         world.accesses[place.memory] = [*kept, (queue, mine[queue], write, place)]

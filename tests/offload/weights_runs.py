@@ -1,4 +1,5 @@
-"""Steps of small models whose weights live on the host, where nothing but the copies to the device can read them."""
+"""Steps of small models whose weights live on the host, where nothing but the copies to the device
+can read them."""
 
 from __future__ import annotations
 
@@ -13,11 +14,21 @@ from tests import zoo
 from tests.families import build, make_batch
 from tests.seeds import seeded
 
-FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+    "falcon_h1",
+)
 
 
 class Inverting(Engine):
-    """The bytes on the host are inverted but while they are copied: whatever else reads them finds garbage."""
+    """The bytes on the host are inverted but while they are copied: whatever else reads them finds
+    garbage."""
 
     def copy(self, queue, target, source):
         if queue == BACK and source.dtype == torch.uint8:
@@ -75,7 +86,9 @@ def step(model, micro_batches=2, **changes):
         loss = model(**{**make_batch("plain", seed=seed + 1), **changes}, use_cache=False).loss
         loss.backward()
         losses.append(loss.detach())
-    return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return losses, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same(found, expected):

@@ -1,9 +1,11 @@
-"""A first day with an installed streambp: the package's page from its first line on, by copying; no network, no GPU.
+"""A first day with an installed streambp: the package's page from its first line on, by copying; no
+network, no GPU.
 
-From nothing to a patched model, a plan that fits a 24 GB card, a verified model and a trained adapter. Blocks and commands
-are the page's, which is README.md as the package brings it. The checkpoints and the data set of the Hub that they name are
-folders here, small but for the configuration that `plan` reads. Run it away from the sources, with the Python of the
-environment (install.py does).
+From nothing to a patched model, a plan that fits a 24 GB card, a verified model and a trained
+adapter. Blocks and commands are the page's, which is README.md as the package brings it. The
+checkpoints and the data set of the Hub that they name are folders here, small but for the
+configuration that `plan` reads. Run it away from the sources, with the Python of the environment
+(install.py does).
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def command(line: str, says: str) -> None:
     """Run a command line; it must succeed, and print these words."""
     print(f"$ {line}", flush=True)
     first, *words = shlex.split(line)
-    result = subprocess.run([shutil.which(first) or first, *words], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [shutil.which(first) or first, *words], capture_output=True, text=True, check=False
+    )
     print(result.stdout[:3000], flush=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert says in result.stdout, result.stdout
@@ -61,13 +65,17 @@ def copy_the_page(page: str) -> list[str]:
             assert title != "train.py" or ON_CPU in text
             text = re.sub(r"(StreamSFTConfig\([^()]*)\)", rf"\1, {ON_CPU})", text)
             Path(title or FIRST).write_text(text, "utf-8")
-        for line in text.splitlines() if language == "bash" else [] if title else [f"python {FIRST}"]:
+        for line in (
+            text.splitlines() if language == "bash" else [] if title else [f"python {FIRST}"]
+        ):
             if line.startswith("pip install"):
                 print(f"$ {line}\n(done by install.py)")
             elif "train.py" in line and importlib.util.find_spec("trl") is None:
                 print(f"$ {line}\n(not here: TRL has no release for this Python)")
             else:
-                command(line, next(words for start, words in SAYS.items() if line.startswith(start)))
+                command(
+                    line, next(words for start, words in SAYS.items() if line.startswith(start))
+                )
                 ran.append(line)
     return ran
 
@@ -82,7 +90,9 @@ def train_and_load(ids: Any) -> None:
 
     name = "Qwen/Qwen3-0.6B"
     base = AutoModelForCausalLM.from_pretrained(name)
-    adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted = get_peft_model(
+        base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     streambp.patch(adapted, streambp.StreamConfig(chunk_size=32))
     optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
     losses = []
@@ -96,8 +106,12 @@ def train_and_load(ids: Any) -> None:
     assert losses[-1] < losses[0] - 0.3
     adapted.save_pretrained("adapter")
     with torch.no_grad():
-        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), "adapter").eval()
-        difference = abs(again(input_ids=ids, labels=ids).loss - adapted.eval()(input_ids=ids, labels=ids).loss)
+        again = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(name), "adapter"
+        ).eval()
+        difference = abs(
+            again(input_ids=ids, labels=ids).loss - adapted.eval()(input_ids=ids, labels=ids).loss
+        )
     assert difference < 1e-4, difference
 
 

@@ -1,8 +1,10 @@
-"""An archive as its users get it: `python tests/packaging/install.py ARCHIVE FOLDER`, in the release workflow.
+"""An archive as its users get it: `python tests/packaging/install.py ARCHIVE FOLDER`, in the
+release workflow.
 
-Makes an environment in FOLDER, installs the archive, or a clone's folder, there with the extras of README.md's first
-command (TRL has no release for Python 3.10), and runs first_day.py with it, away from the sources.
-`--system-site-packages` and `--no-deps` after FOLDER take libraries, and pip, from the environment that runs this.
+Makes an environment in FOLDER, installs the archive, or a clone's folder, there with the extras of
+README.md's first command (TRL has no release for Python 3.10), and runs first_day.py with it, away
+from the sources. `--system-site-packages` and `--no-deps` after FOLDER take libraries, and pip,
+from the environment that runs this.
 """
 
 from __future__ import annotations
@@ -24,11 +26,19 @@ def install(archive: Path, folder: Path, flags: list[str]) -> Path:
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if shared:  # the system's libraries are not those of an environment that runs this
         told = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        made = subprocess.run([python, "-c", told], check=True, capture_output=True, text=True).stdout.strip()
+        made = subprocess.run(
+            [python, "-c", told], check=True, capture_output=True, text=True
+        ).stdout.strip()
         Path(made, "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    offline = [NO_DEPS, "--no-build-isolation", "--force-reinstall"]  # the shared libraries may have a streambp, too
+    offline = [
+        NO_DEPS,
+        "--no-build-isolation",
+        "--force-reinstall",
+    ]  # the shared libraries may have a streambp, too
     options = ["--disable-pip-version-check", *(offline if NO_DEPS in flags else [])]
-    subprocess.run([python, "-m", "pip", "install", *options, f"{archive.resolve()}[{EXTRAS}]"], check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", *options, f"{archive.resolve()}[{EXTRAS}]"], check=True
+    )
     return python
 
 

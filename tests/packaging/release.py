@@ -1,7 +1,9 @@
-"""Whether archives can be published: `python tests/packaging/release.py FOLDER`, in the release workflow.
+"""Whether archives can be published: `python tests/packaging/release.py FOLDER`, in the release
+workflow.
 
-One wheel and one source archive, of one version, which is the tag's if a tag is built; and no link of the package's page
-that leads nowhere outside of the repository. Exits with 1 and says what is wrong.
+One wheel and one source archive, of one version, which is the tag's if a tag is built; and no link
+of the package's page that leads nowhere outside of the repository. Exits with 1 and says what is
+wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ def metadata(archive: Path) -> Message:
             name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
             return HeaderParser().parsestr(wheel.read(name).decode())
     with tarfile.open(archive) as tar:
-        member = next(member for member in tar if member.name.count("/") == 1 and member.name.endswith("/PKG-INFO"))
+        member = next(
+            member
+            for member in tar
+            if member.name.count("/") == 1 and member.name.endswith("/PKG-INFO")
+        )
         file = tar.extractfile(member)
         assert file is not None
         return HeaderParser().parsestr(file.read().decode())
@@ -36,13 +42,19 @@ def problems(folder: Path, tag: str | None) -> list[str]:
     archives = sorted(folder.iterdir())
     kinds = ["".join(Path(archive.name.partition("-")[2]).suffixes[-1:]) for archive in archives]
     if sorted(kinds) != [".gz", ".whl"]:
-        return [f"{folder} has {[archive.name for archive in archives]}; it must have one .whl and one .tar.gz"]
+        return [
+            f"{folder} has {[archive.name for archive in archives]}; it must have one .whl and one "
+            ".tar.gz"
+        ]
     found = []
     for archive in archives:
         told = metadata(archive)
         if tag is not None and tag != f"v{told['Version']}":
             found.append(f"{archive.name} is of version {told['Version']}, and the tag is {tag}")
-        found += [f"{archive.name}: its page has the link {link}" for link in RELATIVE.findall(str(told.get_payload()))]
+        found += [
+            f"{archive.name}: its page has the link {link}"
+            for link in RELATIVE.findall(str(told.get_payload()))
+        ]
         named = {line.partition(",")[0] for line in told.get_all("Project-URL", [])}
         lacking = {"Homepage", "Documentation", "Issues", "Changelog", "Source"} - named
         found += [f"{archive.name} names no {name} page" for name in sorted(lacking)]

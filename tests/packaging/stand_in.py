@@ -1,8 +1,10 @@
-"""A Python in place of a real one, for tests of .ci/setup: `python -S stand_in.py PATH VERSION ARGUMENT...`.
+"""A Python in place of a real one, for tests of .ci/setup: `python -S stand_in.py PATH VERSION
+ARGUMENT...`.
 
-It notes what it is asked for and answers as the machine described by the JSON text in $MACHINE would:
-"index": what pip finds, "cpu", "plain" or "broken"; "venv": "works", "fails" or "without pip"; "bin": the folder of
-a venv's commands; "ensurepip": whether there is one; "log": the file of notes.
+It notes what it is asked for and answers as the machine described by the JSON text in $MACHINE
+would: "index": what pip finds, "cpu", "plain" or "broken"; "venv": "works", "fails" or "without
+pip"; "bin": the folder of a venv's commands; "ensurepip": whether there is one; "log": the file of
+notes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The commands, files and names that README.md and docs/ show. Covers: scripts/check_commands.py, docs/reference/api.md.
+"""The commands, files and names that README.md and docs/ show. Covers: scripts/check_commands.py,
+docs/reference/api.md.
 
 covers: __init__.py, cli/runs.py
 """
@@ -21,7 +22,9 @@ from tests.conftest import SHARING
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_parse_and_files_exist(page):
     text = (ROOT / page).read_text("utf-8")
-    found = {command.text: problem for command in commands(page, text) if (problem := check(command)[1])}
+    found = {
+        command.text: problem for command in commands(page, text) if (problem := check(command)[1])
+    }
     assert not found
     assert not missing_files(page, text)
 
@@ -31,8 +34,14 @@ def test_commands_parse_and_files_exist(page):
     [
         ("```bash\nstreambp verify PATH --no-such-flag\n```", "No such option: --no-such-flag"),
         ("`streambp launch --chunks 8192 -- trl sft --lr 1`", "No such option: --chunks"),
-        ("```bash\nbash .ci/setup && .venv/bin/python examples/none.py\n```", "examples/none.py does not exist"),
-        ("`pytest -s -m full tests/test_oracle.py -k no_such_test`", "no test there is named no_such_test"),
+        (
+            "```bash\nbash .ci/setup && .venv/bin/python examples/none.py\n```",
+            "examples/none.py does not exist",
+        ),
+        (
+            "`pytest -s -m full tests/test_oracle.py -k no_such_test`",
+            "no test there is named no_such_test",
+        ),
         ("`python -m paper_repro.predicted --no-such-flag`", "has no flag --no-such-flag"),
         ("`python -m pytest tests/none`", "tests/none does not exist"),
     ],
@@ -44,9 +53,9 @@ def test_a_wrong_command_is_found(text, problem):
 
 
 def test_a_file_that_is_gone_is_found():
-    assert missing_files("README.md", "`layer/function.py`, `examples/{sft,none}.py`, `tests/gpu/*.py`") == [
-        "examples/{sft,none}.py"
-    ]
+    assert missing_files(
+        "README.md", "`layer/function.py`, `examples/{sft,none}.py`, `tests/gpu/*.py`"
+    ) == ["examples/{sft,none}.py"]
 
 
 def blocks(language):
@@ -65,7 +74,9 @@ def test_python_blocks_compile_and_import_names_that_exist():
                 known = {*dir(module), *getattr(module, "__all__", ())}
                 for alias in node.names:
                     imported += 1
-                    found = alias.name in known or importlib.util.find_spec(f"{node.module}.{alias.name}")
+                    found = alias.name in known or importlib.util.find_spec(
+                        f"{node.module}.{alias.name}"
+                    )
                     assert found, f"{page}: {node.module}.{alias.name}"
     assert imported >= 5
 
@@ -101,24 +112,35 @@ def test_the_readme_is_short_and_has_the_two_commands():
     assert ".venv/bin/python -m pytest -n 2\n" in (ROOT / ".ci" / "run").read_text("utf-8")
 
 
-@pytest.mark.parametrize("module", ["streambp", "streambp.head", "streambp.losses", "streambp.integrations.trl"])
+@pytest.mark.parametrize(
+    "module", ["streambp", "streambp.head", "streambp.losses", "streambp.integrations.trl"]
+)
 def test_the_api_page_has_every_public_name(module):
     page = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
     functions = [name for name in importlib.import_module(module).__all__ if not name.isupper()]
     assert functions
     for name in functions:
-        shown = name == "StreamBPError" or re.search(rf"^::: streambp\.[\w.]*\.?{name}$", page, re.MULTILINE)
+        shown = name == "StreamBPError" or re.search(
+            rf"^::: streambp\.[\w.]*\.?{name}$", page, re.MULTILINE
+        )
         assert shown, f"docs/reference/api.md lacks {module}.{name}"
 
 
 def test_every_page_is_in_the_sites_menu():
     menu = (ROOT / "mkdocs.yml").read_text("utf-8")
-    assert all(f": {page.relative_to(ROOT / 'docs').as_posix()}\n" in menu for page in ROOT.glob("docs/**/*.md"))
+    assert all(
+        f": {page.relative_to(ROOT / 'docs').as_posix()}\n" in menu
+        for page in ROOT.glob("docs/**/*.md")
+    )
 
 
 @pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes a default")
 def test_the_readmes_settings_are_the_defaults():
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| `(\w+)` \| `([^`]*)` \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+        )
+    )
     assert rows
     config = streambp.StreamConfig()
     assert {name: repr(getattr(config, name)).replace("'", '"') for name in rows} == rows

@@ -1,4 +1,5 @@
-"""The wheel and the source archive: that they are whole, what they say of themselves, and that the wheel alone runs.
+"""The wheel and the source archive: that they are whole, what they say of themselves, and that the
+wheel alone runs.
 
 covers: __init__.py, cli/runs.py
 """
@@ -22,16 +23,32 @@ from packaging.version import Version
 from tests.hangs import HANG
 from tests.packaging.release import problems
 
-setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 reads this pyproject.toml")
+setuptools = pytest.importorskip(
+    "setuptools", minversion="77", reason="setuptools 77 reads this pyproject.toml"
+)
 
 ROOT = Path(__file__).parents[2]
-TREES = (".ci", ".devcontainer", ".github", ".vale", "docs", "examples", "paper_repro", "scripts", "streambp", "tests")
+TREES = (
+    ".ci",
+    ".devcontainer",
+    ".github",
+    ".vale",
+    "docs",
+    "examples",
+    "paper_repro",
+    "scripts",
+    "streambp",
+    "tests",
+)
 FILES = (
     ".dockerignore", ".pre-commit-config.yaml", ".vale.ini", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
     "Dockerfile", "LICENSE", "MANIFEST.in", "README.md", "mkdocs.yml", "pyproject.toml", "setup.py",
 )  # fmt: skip
 LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.pyc")
-BUILD = "import sys; from setuptools import build_meta as b; to = sys.argv.pop(); b.build_wheel(to); b.build_sdist(to)"
+BUILD = (
+    "import sys; from setuptools import build_meta as b; to = sys.argv.pop(); b.build_wheel(to); "
+    "b.build_sdist(to)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +59,30 @@ def archives(tmp_path_factory):
         shutil.copytree(ROOT / tree, source / tree, ignore=LEFT_BEHIND)
     for file in FILES:
         shutil.copy(ROOT / file, source / file)
-    environment = {**os.environ, "GITHUB_SERVER_URL": "https://example.org", "GITHUB_REPOSITORY": "owner/name"}
+    environment = {
+        **os.environ,
+        "GITHUB_SERVER_URL": "https://example.org",
+        "GITHUB_REPOSITORY": "owner/name",
+    }
     subprocess.run(
-        [sys.executable, "-c", BUILD, str(made)], cwd=source, env=environment, check=True, capture_output=True, timeout=HANG
+        [sys.executable, "-c", BUILD, str(made)],
+        cwd=source,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=HANG,
     )
     (wheel,), (archive,) = made.glob("*.whl"), made.glob("*.tar.gz")
     return wheel, archive, source
 
 
 def files_of(source, *trees):
-    return {p.relative_to(source).as_posix() for tree in trees for p in (source / tree).rglob("*") if p.is_file()}
+    return {
+        p.relative_to(source).as_posix()
+        for tree in trees
+        for p in (source / tree).rglob("*")
+        if p.is_file()
+    }
 
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other(archives):
@@ -72,40 +103,63 @@ def test_the_source_archive_has_the_project(archives):
 
 
 def metadata(wheel):
-    return HeaderParser().parsestr(zipfile.ZipFile(wheel).read("streambp-0.1.0.dist-info/METADATA").decode())
+    return HeaderParser().parsestr(
+        zipfile.ZipFile(wheel).read("streambp-0.1.0.dist-info/METADATA").decode()
+    )
 
 
 def test_what_the_package_says_of_itself(archives):
     found = metadata(archives[0])
-    assert (found["Name"], found["License-Expression"], found["Requires-Python"]) == ("streambp", "Apache-2.0", ">=3.10")
+    assert (found["Name"], found["License-Expression"], found["Requires-Python"]) == (
+        "streambp",
+        "Apache-2.0",
+        ">=3.10",
+    )
     assert found["Description-Content-Type"] == "text/markdown"
     assert problems(archives[0].parent, None) == []  # links of the page, and the project's pages
-    assert found.get_payload().startswith((ROOT / "README.md").read_text("utf-8").partition("](")[0])
+    assert found.get_payload().startswith(
+        (ROOT / "README.md").read_text("utf-8").partition("](")[0]
+    )
     assert "long context" in found["Keywords"]
-    assert {"Typing :: Typed", "Programming Language :: Python :: 3.10"} < set(found.get_all("Classifier"))
-    assert not any(line.startswith("License ::") for line in found.get_all("Classifier"))  # beside an expression: refused
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.10"} < set(
+        found.get_all("Classifier")
+    )
+    assert not any(
+        line.startswith("License ::") for line in found.get_all("Classifier")
+    )  # beside an expression: refused
     assert all(re.fullmatch(r"[\w ]+, https://\S+", line) for line in found.get_all("Project-URL"))
 
 
 def test_requirements(archives):
-    """Only torch and transformers without extras; every extra whole, and what is installed here in its range."""
+    """Only torch and transformers without extras; every extra whole, and what is installed here in
+    its range."""
     found = metadata(archives[0])
     wanted = [Requirement(line) for line in found.get_all("Requires-Dist")]
-    assert {r.name for r in wanted if not (r.marker and "extra" in str(r.marker))} == {"torch", "transformers"}
+    assert {r.name for r in wanted if not (r.marker and "extra" in str(r.marker))} == {
+        "torch",
+        "transformers",
+    }
     assert set(found.get_all("Provides-Extra")) == {
         "trl", "deepspeed", "peft", "accelerate", "liger", "all", "examples", "test", "docs",
     }  # fmt: skip
     by_extra = {e: {r.name for r in wanted if "extra" in str(r.marker) and r.marker.evaluate({"extra": e})}
                 for e in found.get_all("Provides-Extra")}  # fmt: skip
-    assert [by_extra[name] for name in ("trl", "deepspeed", "peft")] == [{"trl"}, {"deepspeed"}, {"peft"}]
+    assert [by_extra[name] for name in ("trl", "deepspeed", "peft")] == [
+        {"trl"},
+        {"deepspeed"},
+        {"peft"},
+    ]
     for name in ("torch", "transformers"):
         version = __import__(name).__version__
-        assert next(r for r in wanted if r.name == name).specifier.contains(Version(version), prereleases=True)
+        assert next(r for r in wanted if r.name == name).specifier.contains(
+            Version(version), prereleases=True
+        )
 
 
 @pytest.mark.full
 def test_the_wheel_alone_runs(archives, tmp_path):
-    """Elsewhere, without the project beside it: its command, and the planner's page, which needs the package's data.
+    """Elsewhere, without the project beside it: its command, and the planner's page, which needs
+    the package's data.
 
     Libraries that streambp can do without are not imported with it.
     """
@@ -118,8 +172,8 @@ def test_the_wheel_alone_runs(archives, tmp_path):
         "import streambp, streambp.planner.page as page, sys; print(streambp.__file__)\n"
         "import streambp.integrations.trl; assert not {'trl', 'peft', 'deepspeed', 'liger_kernel'} & set(sys.modules)\n"
         "assert '</html>' in page.part('page.html')\n"
-        "from streambp.losses import grpo_loss; assert grpo_loss.__module__ == 'streambp.losses.objectives'\n"
-        "from streambp.cli import main; main(['--help'])"
+        "from streambp.losses import grpo_loss; assert grpo_loss.__module__ == "
+        "'streambp.losses.objectives'\nfrom streambp.cli import main; main(['--help'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     result = subprocess.run(
@@ -134,7 +188,8 @@ def test_the_wheel_alone_runs(archives, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["wheel", "source", "clone"])
 def test_a_first_day(place, archives, tmp_path):
-    """Installed away from the sources; the libraries are this environment's. README.md down to an adapter."""
+    """Installed away from the sources; the libraries are this environment's. README.md down to an
+    adapter."""
     pytest.importorskip("peft", reason="peft is not installed")
     archive = archives[place]
     made = tmp_path / "clean"
@@ -148,7 +203,13 @@ def test_a_first_day(place, archives, tmp_path):
     ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path, timeout=HANG
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=tmp_path,
+        timeout=HANG,
     )
     print(result.stdout)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -164,12 +225,18 @@ def test_the_workflow_runs_both_ends_of_what_the_package_supports():
     assert matrix["python"] == [versions[0], versions[-1]] == ["3.10", "3.13"]
     assert {system.split("-")[0] for system in matrix["os"]} == {"ubuntu", "macos"}
     steps = [step for job in jobs.values() for step in job["steps"]]
-    named = {str(step["with"]["python-version"]) for step in steps if "python-version" in step.get("with", {})}
+    named = {
+        str(step["with"]["python-version"])
+        for step in steps
+        if "python-version" in step.get("with", {})
+    }
     assert named - {"${{ matrix.python }}"} <= set(versions)
     assert sum("bash .ci/setup" in step.get("run", "") for step in steps) == 5
     older = jobs["older"]["strategy"]["matrix"]["include"]
     dependencies = (ROOT / "pyproject.toml").read_text("utf-8")
-    assert older[0]["transformers"] == re.search(r'"transformers>=([\d.]+)"', dependencies)[1] + ".0"
+    assert (
+        older[0]["transformers"] == re.search(r'"transformers>=([\d.]+)"', dependencies)[1] + ".0"
+    )
     assert older[1]["torch"] == re.search(r'"torch>=([\d.]+)"', dependencies)[1]
     installed = '"transformers==${{ matrix.transformers }}" "torch==${{ matrix.torch }}.*"'
     assert any(installed in step.get("run", "") for step in jobs["older"]["steps"])

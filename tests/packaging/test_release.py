@@ -1,4 +1,5 @@
-"""What publishes the package and receives its users: workflows, forms, containers, and the package's page.
+"""What publishes the package and receives its users: workflows, forms, containers, and the
+package's page.
 
 The archives themselves: test_distribution.py.
 """
@@ -35,12 +36,17 @@ def read(path):
 
 
 def steps(path):
-    return [(name, job, step) for name, job in read(path)["jobs"].items() for step in job.get("steps", [])]
+    return [
+        (name, job, step)
+        for name, job in read(path)["jobs"].items()
+        for step in job.get("steps", [])
+    ]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_runs_what_exists(path):
-    """Files, modules and commands of its steps are there; actions have versions; jobs may do no more than they need."""
+    """Files, modules and commands of its steps are there; actions have versions; jobs may do no
+    more than they need."""
     workflow, ran = read(path), 0
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
@@ -56,14 +62,21 @@ def test_a_workflow_runs_what_exists(path):
         text = re.sub(r"\$\{\{.*?\}\}", "VALUE", step["run"])
         assert [file for file in FILE.findall(text) if not (ROOT / file).exists()] == [], step
         block = f"```bash\n{text}\n```"
-        wrong = [(command.text, told) for command in commands(path.name, block) if (told := check(command)[1])]
+        wrong = [
+            (command.text, told)
+            for command in commands(path.name, block)
+            if (told := check(command)[1])
+        ]
         assert wrong == []
     assert ran
 
 
 def test_a_missing_script_is_found():
     assert check(next(commands("", "```bash\npython tests/packaging/nothing.py dist\n```")))[1]
-    assert FILE.findall("bash .ci/nothing && python tests/none.py") == [".ci/nothing", "tests/none.py"]
+    assert FILE.findall("bash .ci/nothing && python tests/none.py") == [
+        ".ci/nothing",
+        "tests/none.py",
+    ]
 
 
 def test_what_is_published_was_installed_on_three_systems():
@@ -71,14 +84,19 @@ def test_what_is_published_was_installed_on_three_systems():
     matrix = jobs["installed"]["strategy"]["matrix"]
     assert {system.split("-")[0] for system in matrix["os"]} == {"ubuntu", "macos", "windows"}
     assert matrix["archive"] == ["whl", "tar.gz"]
-    assert (jobs["installed"]["needs"], jobs["publish"]["needs"]) == ("build", ["installed", "newest"])
+    assert (jobs["installed"]["needs"], jobs["publish"]["needs"]) == (
+        "build",
+        ["installed", "newest"],
+    )
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     ran = [step.get("run", "") for step in jobs["build"]["steps"]]
     assert "python -m twine check --strict dist/*" in ran
     newest = read(GITHUB / "workflows" / "newest.yml")
     assert {"schedule", "workflow_call"} <= set(newest[True])  # YAML 1.1 reads "on" as true
     assert jobs["newest"]["uses"] == "./.github/workflows/newest.yml"
-    assert "bash scripts/newest_releases.sh" in [step.get("run") for step in newest["jobs"]["newest"]["steps"]]
+    assert "bash scripts/newest_releases.sh" in [
+        step.get("run") for step in newest["jobs"]["newest"]["steps"]
+    ]
 
 
 def test_forms_and_files_of_the_project():
@@ -86,12 +104,16 @@ def test_forms_and_files_of_the_project():
         found = read(GITHUB / "ISSUE_TEMPLATE" / f"{form}.yml")
         assert {"name", "description", "body"} <= set(found)
         assert all(field["attributes"]["label"] for field in found["body"])
-    assert {update["package-ecosystem"] for update in read(GITHUB / "dependabot.yml")["updates"]} >= {
+    assert {
+        update["package-ecosystem"] for update in read(GITHUB / "dependabot.yml")["updates"]
+    } >= {
         "github-actions",
         "pip",
     }
     citation = read(ROOT / "CITATION.cff")
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "streambp" / "__init__.py").read_text("utf-8"))[1]
+    version = re.search(
+        r'__version__ = "(.+)"', (ROOT / "streambp" / "__init__.py").read_text("utf-8")
+    )[1]
     assert (citation["version"], citation["license"]) == (version, "Apache-2.0")
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     for name in ("SECURITY.md", "CODE_OF_CONDUCT.md", "PULL_REQUEST_TEMPLATE.md"):
@@ -100,7 +122,9 @@ def test_forms_and_files_of_the_project():
 
 def test_containers_copy_what_exists():
     text = (ROOT / "Dockerfile").read_text("utf-8")
-    copied = [word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()]
+    copied = [
+        word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()
+    ]
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "streambp"} == set(copied)
     assert all((ROOT / path).exists() for path in copied)
     allowed = (ROOT / ".dockerignore").read_text("utf-8").split()
@@ -110,7 +134,10 @@ def test_containers_copy_what_exists():
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text("utf-8"))
     folder = ROOT / ".devcontainer"
     assert (folder / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
-    assert container["build"]["target"] in dict(stages).values() or container["build"]["target"] == "development"
+    assert (
+        container["build"]["target"] in dict(stages).values()
+        or container["build"]["target"] == "development"
+    )
     assert container["postCreateCommand"] == "bash .ci/setup"
 
 
@@ -134,7 +161,9 @@ def built_page(folder, **environment):
 
 
 def test_links_of_the_packages_page_are_absolute(tmp_path):
-    built = built_page(tmp_path, GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="owner/name")
+    built = built_page(
+        tmp_path, GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="owner/name"
+    )
     page, readme = built["long_description"], (ROOT / "README.md").read_text("utf-8")
     assert RELATIVE.findall(page) == []
     paths = re.findall(rf"\]\({HOME}/(?:blob|raw)/v[\d.]+/([^)#]*)", page)
@@ -154,14 +183,18 @@ def test_without_an_address_the_page_is_the_readme(tmp_path):
 
 def test_a_source_archive_keeps_its_address(tmp_path):
     """A wheel that is built from one, on another machine, has the same links."""
-    (tmp_path / "PKG-INFO").write_text(f"Name: streambp\nProject-URL: Homepage, other\nProject-URL: Source, {HOME}\n\ntext")
+    (tmp_path / "PKG-INFO").write_text(
+        f"Name: streambp\nProject-URL: Homepage, other\nProject-URL: Source, {HOME}\n\ntext"
+    )
     built = built_page(tmp_path)
     assert built["project_urls"]["Source"] == HOME
     assert RELATIVE.findall(built["long_description"]) == []
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-@pytest.mark.parametrize("origin", [f"{HOME}.git", "git@example.org:owner/name.git", "ssh://git@example.org/owner/name"])
+@pytest.mark.parametrize(
+    "origin", [f"{HOME}.git", "git@example.org:owner/name.git", "ssh://git@example.org/owner/name"]
+)
 def test_a_clone_has_the_address_of_its_origin(origin, tmp_path):
     git = shutil.which("git")
     subprocess.run([git, "init", "--quiet", tmp_path], check=True)

@@ -25,7 +25,13 @@ class Machine:
 
     def __init__(self, folder):
         self.root, self.bin, self.log = folder / "a project", folder / "bin", folder / "log"
-        self.settings = {"index": "cpu", "venv": "works", "bin": "bin", "ensurepip": False, "log": str(self.log)}
+        self.settings = {
+            "index": "cpu",
+            "venv": "works",
+            "bin": "bin",
+            "ensurepip": False,
+            "log": str(self.log),
+        }
         self.environment = {}
         (self.root / ".ci").mkdir(parents=True)
         shutil.copy(ROOT / ".ci" / "setup", self.root / ".ci")
@@ -51,7 +57,12 @@ class Machine:
             ["bash", self.root / ".ci" / "setup"], capture_output=True, text=True, check=False, timeout=HANG,
             env={"PATH": str(self.bin), "MACHINE": json.dumps(self.settings), **self.environment},
         )  # fmt: skip
-        return result.returncode, result.stdout, result.stderr, [row[-1] for row in self.asked() if "install" in row]
+        return (
+            result.returncode,
+            result.stdout,
+            result.stderr,
+            [row[-1] for row in self.asked() if "install" in row],
+        )
 
     def asked(self):
         return [json.loads(line) for line in self.log.read_text().splitlines()]
@@ -77,7 +88,9 @@ def test_the_cpu_build_is_taken_where_there_is_one(machine):
     assert installed == [CPU, EXTRAS]
 
 
-@pytest.mark.parametrize(("system", "costs"), [("Linux", True), ("Darwin", False), ("MINGW64_NT-10.0-26100", False)])
+@pytest.mark.parametrize(
+    ("system", "costs"), [("Linux", True), ("Darwin", False), ("MINGW64_NT-10.0-26100", False)]
+)
 def test_plain_torch_where_there_is_none_and_what_it_costs(system, costs, machine):
     machine.settings["index"] = "plain"
     machine.command("uname", f"echo {system}")
@@ -98,7 +111,10 @@ def test_another_failure_of_pip_is_shown(machine):
 
 @pytest.mark.parametrize(
     ("nvidia_smi", "expected"),
-    [("echo 'GPU 0: NVIDIA H200'", [ANY, EXTRAS]), ("echo 'No devices were found'; exit 6", [CPU, EXTRAS])],
+    [
+        ("echo 'GPU 0: NVIDIA H200'", [ANY, EXTRAS]),
+        ("echo 'No devices were found'; exit 6", [CPU, EXTRAS]),
+    ],
 )
 def test_a_gpu_is_one_that_answers(nvidia_smi, expected, machine):
     machine.command("nvidia-smi", nvidia_smi)
@@ -112,7 +128,10 @@ def test_a_gpu_is_one_that_answers(nvidia_smi, expected, machine):
     ("pythons", "expected"),
     [
         ({"python3": "3.9.18", "python3.13": "3.13.0"}, "python3.13"),
-        ({"python3.11": None, "python3.10": "3.10.13", "python3": "3.14.0"}, "python3.10"),  # a shim without a version
+        (
+            {"python3.11": None, "python3.10": "3.10.13", "python3": "3.14.0"},
+            "python3.10",
+        ),  # a shim without a version
         ({"python": "3.12.1", "python3": None}, "python"),
         ({"python3": "3.12.1", "python3.11": "3.11.7"}, "python3.11"),
     ],
@@ -127,7 +146,9 @@ def test_the_interpreter_is_one_in_range(pythons, expected, machine):
 def test_windows_launcher_and_folder(machine):
     machine.settings["bin"] = "Scripts"
     machine.command("python3", "exit 49")  # the shop's
-    machine.command("py", f'[ "$1" = -3.12 ] || exit 103; shift; exec "{machine.bin}/there/python.exe" "$@"')
+    machine.command(
+        "py", f'[ "$1" = -3.12 ] || exit 103; shift; exec "{machine.bin}/there/python.exe" "$@"'
+    )
     machine.python("there/python.exe", "3.12.1")
     code, output, _, installed = machine.set_up()
     assert (code, output, installed) == (0, "ready\n", [CPU, EXTRAS])

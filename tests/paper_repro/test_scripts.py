@@ -41,7 +41,9 @@ def gradients(name, objective, lora, device):
     try:
         method.prepare(model, 24)
         with method.step(model):
-            loss = OBJECTIVES[objective](method, model, make_batch(model, 100, seed=seed_of(1), rows=2), 2)
+            loss = OBJECTIVES[objective](
+                method, model, make_batch(model, 100, seed=seed_of(1), rows=2), 2
+            )
     except Unavailable as reason:
         pytest.skip(f"{name}: {reason}")
     loss.backward()
@@ -52,7 +54,9 @@ def check(name, objective, lora, device, bar):
     for library, needed in (("peft", lora), ("trl", name.startswith(("trl", "axolotl")))):
         if needed:
             pytest.importorskip(library, reason=f"{library} is not installed")
-    ours, reference = (gradients(which, objective, lora, device) for which in (name, "checkpointing"))
+    ours, reference = (
+        gradients(which, objective, lora, device) for which in (name, "checkpointing")
+    )
     assert worst_error(ours, reference) < bar
 
 
@@ -77,11 +81,14 @@ def test_methods_agree_on_a_gpu(name, objective, lora):
 
 @pytest.mark.full
 def test_axolotls_recipe_attends_once_and_has_its_mlp_in_tiles():
-    """Forward keeps what attention gives; recomputation takes it, and asks the MLP for one tile at a time."""
+    """Forward keeps what attention gives; recomputation takes it, and asks the MLP for one tile at
+    a time."""
     pytest.importorskip("trl", reason="trl is not installed")
     model = build("mini", False, torch.device("cpu"), seed=seed_of(0))
     lengths = []
-    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: lengths.append(out.shape[1]))
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(
+        lambda module, args, out: lengths.append(out.shape[1])
+    )
     method = METHODS["axolotl"]()
     method.prepare(model, "auto")
     ids = make_batch(model, 600, seed=seed_of(1))
@@ -138,7 +145,9 @@ def one_problem_more(real, *args):
 def test_a_row_whose_step_is_wrong_says_so(owner, attribute, mutant, said, monkeypatch, capfd):
     real = getattr(owner, attribute)
     wrapped = lambda *args: mutant(real, *args)  # noqa: E731 - one line for each kind of attribute
-    monkeypatch.setattr(owner, attribute, staticmethod(wrapped) if attribute == "backward" else wrapped)
+    monkeypatch.setattr(
+        owner, attribute, staticmethod(wrapped) if attribute == "backward" else wrapped
+    )
     harness.child(Job("test", "streambp", "mini", (64,), chunk_size=24, device="cpu"))
     row = json.loads(capfd.readouterr().out.partition("ROW ")[2])
     assert row["status"].startswith("failed: ")
@@ -150,9 +159,13 @@ def test_kernels_that_did_not_run_are_missed():
     found = figures.Figures(1.0, 1.0, 1.0, 1.0, 0, 1.0, 1, 1.0, 1.0, ran, frozenset(["gemm"]), ())
     assert METHODS["streambp"]().missing(found, "cuda") == []
     assert len(METHODS["streambp-liger"]().missing(found, "cuda")) == 3
-    some = dataclasses.replace(found, ran=(*ran, "Liger's norm"), on_device=frozenset(["_triton_rope"]))
+    some = dataclasses.replace(
+        found, ran=(*ran, "Liger's norm"), on_device=frozenset(["_triton_rope"])
+    )
     assert METHODS["streambp-liger"]().missing(some, "cuda") == ["Liger's SwiGLU did not run"]
-    all_of_them = dataclasses.replace(some, ran=(*ran, "Liger's norm", "Liger's SwiGLU"), on_device=frozenset())
+    all_of_them = dataclasses.replace(
+        some, ran=(*ran, "Liger's norm", "Liger's SwiGLU"), on_device=frozenset()
+    )
     assert METHODS["streambp-liger"]().missing(all_of_them, "cuda") == []
     slow = dataclasses.replace(found, ran=("merge in torch",))
     assert METHODS["streambp"]().missing(slow, "cuda") == [
@@ -178,13 +191,21 @@ def test_ligers_functions_are_counted_where_it_was_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     weight = torch.nn.Linear(3, 3)
     real = vars(LigerRMSNormFunction)["forward"]
-    found = figures.run_steps(weight, lambda: weight(LigerRMSNormFunction.apply(torch.ones(2, 3))).sum())
+    found = figures.run_steps(
+        weight, lambda: weight(LigerRMSNormFunction.apply(torch.ones(2, 3))).sum()
+    )
     assert found.ran == ("Liger's norm",)
     assert vars(LigerRMSNormFunction)["forward"] is real
 
 
 def test_kernels_that_run_at_once_are_counted_once():
-    spans = [("gemm", 0.0, 2.0), ("norm", 1.0, 3.0), ("Memcpy DtoH", 3.0, 9.0), ("gemm", 10.0, 11.0), ("norm", 10.2, 10.4)]
+    spans = [
+        ("gemm", 0.0, 2.0),
+        ("norm", 1.0, 3.0),
+        ("Memcpy DtoH", 3.0, 9.0),
+        ("gemm", 10.0, 11.0),
+        ("norm", 10.2, 10.4),
+    ]
     assert figures.busy(spans) == pytest.approx(4.0)
     assert figures.busy([]) == 0.0
 
@@ -192,7 +213,9 @@ def test_kernels_that_run_at_once_are_counted_once():
 def test_a_table_of_fewer_columns_gets_the_new_ones(tmp_path):
     output = tmp_path / "rows.csv"
     output.write_text("experiment,method,tokens\nearlier,plain,64\n")
-    row = Row(**harness.row_of(Job("test", "plain", "mini", (128,), device="cpu"), 128, "ok", seconds=1.0))
+    row = Row(
+        **harness.row_of(Job("test", "plain", "mini", (128,), device="cpu"), 128, "ok", seconds=1.0)
+    )
     harness.store(row, output)
     harness.store(row, output)
     rows = list(csv.DictReader(output.open()))
@@ -208,7 +231,9 @@ def test_a_method_that_cannot_run_here_gives_one_row(capsys):
     assert (row["method"], row["tokens"], row["status"]) == ("liger", 64, "needs a GPU")
 
 
-@pytest.mark.parametrize(("fits", "expected"), [(5000, "4864"), (100, "0"), (10**9, "at least 16384")])
+@pytest.mark.parametrize(
+    ("fits", "expected"), [(5000, "4864"), (100, "0"), (10**9, "at least 16384")]
+)
 def test_search_ends_at_a_length_that_ran(monkeypatch, fits, expected):
     class Options:
         start, up_to, halvings, budget_gib, seed, output = 1024, 16384, 4, 79.0, 0, None
@@ -217,14 +242,19 @@ def test_search_ends_at_a_length_that_ran(monkeypatch, fits, expected):
         def __init__(self, length):
             self.status = "ok" if length <= fits else "out of memory"
 
-    monkeypatch.setattr("paper_repro.longest_sequence.run", lambda job, output, deadline: [Found(job.lengths[0])])
+    monkeypatch.setattr(
+        "paper_repro.longest_sequence.run", lambda job, output, deadline: [Found(job.lengths[0])]
+    )
     assert search("Qwen3-8B", False, "streambp", Options, Deadline()) == expected
 
 
 def test_a_child_that_ends_badly_gives_a_row_and_the_sweep_goes_on(tmp_path, capfd, monkeypatch):
-    shape = "raise KeyError('no such shape')"  # a fresh Python with torch takes seconds to say as much
+    shape = (
+        "raise KeyError('no such shape')"  # a fresh Python with torch takes seconds to say as much
+    )
     monkeypatch.setattr(
-        "paper_repro.harness.run_child", lambda command, *more: run_child([sys.executable, "-S", "-c", shape], *more)
+        "paper_repro.harness.run_child",
+        lambda command, *more: run_child([sys.executable, "-S", "-c", shape], *more),
     )
     output = tmp_path / "rows.csv"
     jobs = [
@@ -254,8 +284,16 @@ def test_lines_of_a_child_come_as_it_writes_them(tmp_path):
         lines.append(text)
         seen.touch()
 
-    program = f"print('one', flush=True)\nwhile not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.01)\n"
-    ended = run_child(child(program + "print('two', flush=True)\nos.kill(os.getpid(), 9)"), tmp_path, Deadline(), line)
+    program = (
+        f"print('one', flush=True)\nwhile not pathlib.Path({str(seen)!r}).exists(): "
+        "time.sleep(0.01)\n"
+    )
+    ended = run_child(
+        child(program + "print('two', flush=True)\nos.kill(os.getpid(), 9)"),
+        tmp_path,
+        Deadline(),
+        line,
+    )
     assert lines == ["one", "two"]
     assert ended.code == -9
     assert "exit code -9" in str(ended)
@@ -278,7 +316,9 @@ def test_a_fork_has_what_this_process_has(tmp_path):
 @pytest.mark.full
 def test_a_child_is_stopped_when_the_time_is_over(tmp_path):
     lines = []
-    ended = run_child(child("print('one', flush=True)\ntime.sleep(600)"), tmp_path, Deadline(0.02), lines.append)
+    ended = run_child(
+        child("print('one', flush=True)\ntime.sleep(600)"), tmp_path, Deadline(0.02), lines.append
+    )
     assert ended.code is None
     assert lines in ([], ["one"])
     assert "no time was left" in str(ended)
@@ -297,7 +337,9 @@ def test_rows_go_on_after_one_that_fails():
     ]
     assert list(each(rows, ["a 1", "b"], Deadline())) == [("first", True), ("last", True)]
     assert [passed for _, passed in each(rows, ["c"], Deadline())] == [False]
-    assert list(each(rows, ["a *"], Deadline(0))) == [("not run, 0 minutes are over: --row 'a 1' --row 'a 2'", False)]
+    assert list(each(rows, ["a *"], Deadline(0))) == [
+        ("not run, 0 minutes are over: --row 'a 1' --row 'a 2'", False)
+    ]
 
 
 LOST = """
@@ -322,7 +364,17 @@ def test_rows_after_a_lost_device_run_in_a_new_process(tmp_path):
     """Those that are left, within the time that is left, and what failed before still counts."""
     script = tmp_path / "rows.py"
     script.write_text(LOST)
-    command = [sys.executable, str(script), "--row", "a *", "--tiny", "--row", "b", "--minutes", "7"]
+    command = [
+        sys.executable,
+        str(script),
+        "--row",
+        "a *",
+        "--tiny",
+        "--row",
+        "b",
+        "--minutes",
+        "7",
+    ]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert found.stdout.splitlines() == [
@@ -345,12 +397,18 @@ def test_a_search_for_which_no_time_is_left_says_so(monkeypatch):
         "paper_repro.longest_sequence.run",
         lambda job, output, deadline: [type("Found", (), {"status": found[job.lengths[0]]})],
     )
-    assert search("mini", False, "streambp", Options, deadline) == "at least 2048 (stopped: no time was left)"
+    assert (
+        search("mini", False, "streambp", Options, deadline)
+        == "at least 2048 (stopped: no time was left)"
+    )
     assert search("mini", False, "streambp", Options, Deadline(0)) == "no time was left"
 
 
 def test_saves_are_gone_where_a_step_takes_most():
     """Of two layers with 10 bytes each: before backward both wait, at the last phase none does."""
-    assert harness.peak_of([(math.inf, 5.0), (1.0, 6.0), (0.0, 15.0), (-1.0, 24.0)], 20.0, 2) == (6.0, 20.0)
+    assert harness.peak_of([(math.inf, 5.0), (1.0, 6.0), (0.0, 15.0), (-1.0, 24.0)], 20.0, 2) == (
+        6.0,
+        20.0,
+    )
     assert harness.peak_of([(math.inf, 5.0), (0.0, 17.0), (-1.0, 24.0)], 20.0, 2) == (17.0, 10.0)
     assert harness.peak_of([(math.inf, 2.0), (-1.0, 24.0)], 20.0, 2) == (24.0, 0.0)

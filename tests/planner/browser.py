@@ -1,4 +1,5 @@
-"""A headless Chromium by the WebDriver protocol, JSON over HTTP: clicks, keys and the console as a person has them."""
+"""A headless Chromium by the WebDriver protocol, JSON over HTTP: clicks, keys and the console as a
+person has them."""
 
 from __future__ import annotations
 
@@ -11,12 +12,28 @@ import subprocess
 import tempfile
 import urllib.request
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 DRIVER = shutil.which("chromedriver")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+]
 FLAGS += ["--disable-background-networking", "--disable-component-update"]
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference
-KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Left": "\ue012", "Right": "\ue014", "Home": "\ue011", "End": "\ue010"}
+KEYS = {
+    "Tab": "\ue004",
+    "Enter": "\ue007",
+    "Left": "\ue012",
+    "Right": "\ue014",
+    "Home": "\ue011",
+    "End": "\ue010",
+}
 
 
 class Page:
@@ -39,14 +56,24 @@ class Page:
 
     def press(self, *keys):
         """Keys, one after the other, wherever the focus is."""
-        strokes = [{"type": kind, "value": KEYS.get(key, key)} for key in keys for kind in ("keyDown", "keyUp")]
+        strokes = [
+            {"type": kind, "value": KEYS.get(key, key)}
+            for key in keys
+            for kind in ("keyDown", "keyUp")
+        ]
         self.ask("actions", {"actions": [{"type": "key", "id": "keys", "actions": strokes}]})
 
     def click(self, selector):
         """The middle of an element, with the pointer."""
         found = self.ask("element", {"using": "css selector", "value": selector})
         self.run("arguments[0].scrollIntoView({ block: 'center' })", found)
-        move = {"type": "pointerMove", "duration": 0, "x": 0, "y": 0, "origin": {ELEMENT: found[ELEMENT]}}
+        move = {
+            "type": "pointerMove",
+            "duration": 0,
+            "x": 0,
+            "y": 0,
+            "origin": {ELEMENT: found[ELEMENT]},
+        }
         steps = [move, {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
         self.ask("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": steps}]})
 
@@ -61,7 +88,9 @@ class Page:
 
 def send(address, body, method="POST"):
     data = None if method in ("GET", "DELETE") else json.dumps(body).encode()
-    request = urllib.request.Request(address, data, {"Content-Type": "application/json"}, method=method)
+    request = urllib.request.Request(
+        address, data, {"Content-Type": "application/json"}, method=method
+    )
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)["value"]
 
@@ -71,22 +100,32 @@ def opened(address, width=1280, height=900):
     """The page at an address in a window of that size, of a browser of its own."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver,
+        subprocess.Popen(
+            [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as driver,
     ):
         try:
-            started = next(found for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line)))
+            started = next(
+                found
+                for line in driver.stdout
+                if (found := re.search(r"successfully on port (\d+)", line))
+            )
             root = f"http://127.0.0.1:{started[1]}"
             options = {
                 "binary": BROWSER, "args": [*FLAGS, f"--user-data-dir={folder}"],
                 "mobileEmulation": {"deviceMetrics": {"width": width, "height": height, "pixelRatio": 1, "touch": False}},
             }  # fmt: skip
             wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-            session = send(f"{root}/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+            session = send(f"{root}/session", {"capabilities": {"alwaysMatch": wanted}})[
+                "sessionId"
+            ]
             page = Page(root, session)
             try:
                 page.open(address)
                 yield page
             finally:
-                send(f"{root}/session/{session}", None, "DELETE")  # ends the browser; the driver alone would leave it
+                send(
+                    f"{root}/session/{session}", None, "DELETE"
+                )  # ends the browser; the driver alone would leave it
         finally:
             driver.kill()

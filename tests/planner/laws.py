@@ -7,6 +7,9 @@ from streambp.planner.work import Work
 
 
 def made_work(products, square, name="backward"):
-    """A step of one kind of phase, with products for each token and attention forward for each pair."""
-    laws = Work(*[Law()] * len(Work._fields))._replace(products=Law(tokens=products), forward=Law(square=square))
+    """A step of one kind of phase, with products for each token and attention forward for each
+    pair."""
+    laws = Work(*[Law()] * len(Work._fields))._replace(
+        products=Law(tokens=products), forward=Law(square=square)
+    )
     return (Part(name, tuple(laws), 16384),)

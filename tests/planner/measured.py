@@ -28,7 +28,13 @@ FAMILIES = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "phi3": {}, "olmo2": {}, "gemma3_text": WINDOWED,
     "glm4": {}, "granite": {}, "gpt_oss": WINDOWED, "qwen3_moe": {}, "deepseek_v3": {},
 }  # fmt: skip
-HYBRIDS = {"qwen3_next": {}, "bamba": {"attn_layer_indices": [1, 3, 5, 7]}, "jamba": {}, "lfm2": {}, "zaya": {}}
+HYBRIDS = {
+    "qwen3_next": {},
+    "bamba": {"attn_layer_indices": [1, 3, 5, 7]},
+    "jamba": {},
+    "lfm2": {},
+    "zaya": {},
+}
 EXPERTS = ("gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "jamba", "zaya")
 LAYERS = 9
 
@@ -62,9 +68,9 @@ def measure(model, recipe, length, chunk_size):
     ids = torch.randint(3, zoo.VOCABULARY, (1, length))
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
     if recipe.config is None:
-        next(m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")).gradient_checkpointing_enable(
-            {"use_reentrant": False}
-        )
+        next(
+            m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")
+        ).gradient_checkpointing_enable({"use_reentrant": False})
     else:
         streambp.patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
         uncount_host(model)

@@ -17,7 +17,13 @@ from transformers import (
 
 LINEAR = "linear_attention"
 # As they are published, where transformers' defaults differ.
-BAMBA = {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256}
+BAMBA = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
+}
 GRANITE = {
     **BAMBA, "vocab_size": 100352, "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10,
     "intermediate_size": 768, "shared_intermediate_size": 1536, "rms_norm_eps": 1e-5,
@@ -27,8 +33,19 @@ FALCON = {
     "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256, "mamba_n_groups": 1,
     "vocab_size": 130048,
 }  # fmt: skip
-LFM2 = {"hidden_size": 2048, "intermediate_size": 10752, "block_auto_adjust_ff_dim": False, "vocab_size": 65536}
-NEMOTRON = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "chunk_size": 128}
+LFM2 = {
+    "hidden_size": 2048,
+    "intermediate_size": 10752,
+    "block_auto_adjust_ff_dim": False,
+    "vocab_size": 65536,
+}
+NEMOTRON = {
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "chunk_size": 128,
+}
 
 
 def kimi_linear(one):

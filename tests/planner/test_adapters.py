@@ -1,4 +1,5 @@
-"""What adapters cost by the planner: the bytes of skinny products, and of one operation instead of peft's.
+"""What adapters cost by the planner: the bytes of skinny products, and of one operation instead of
+peft's.
 
 covers: planner/work.py, planner/survey.py, planner/counted.py
 """
@@ -25,7 +26,8 @@ from tests.planner.test_estimates import QWEN3_8B
 pytest.importorskip("peft", reason="adapters need peft")
 
 TOKENS, RANK = 2048, 8
-# As wide, to their ranks, as those of models that are trained so: what adapters cost of the size of x and y must show.
+# As wide, to their ranks, as those of models that are trained so: what adapters cost of the size of
+# x and y must show.
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 1024,
@@ -58,9 +60,13 @@ def spent(skeleton, recipe, chunk=TOKENS):
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     (spans,) = counter.count(recipe, (TOKENS, chunk), accumulate=False)
     found = {
-        name: [span.work for span in spans if span.name == name and span.layer == 1] for name in ("forward", "backward")
+        name: [span.work for span in spans if span.name == name and span.layer == 1]
+        for name in ("forward", "backward")
     }
-    return {name: functools.reduce(lambda one, other: one.plus(other), works) for name, works in found.items()}
+    return {
+        name: functools.reduce(lambda one, other: one.plus(other), works)
+        for name, works in found.items()
+    }
 
 
 def added(recipe, kernels):
@@ -87,7 +93,10 @@ def test_skinny_products_count_their_bytes():
         x, a, out = torch.empty(TOKENS, 512), torch.empty(512, RANK), torch.empty(TOKENS, RANK)
         wide = torch.empty(512, SKINNY + 1)
     skinny = work_of(aten.mm.default, (x, a), {}, out)
-    assert (skinny.products, skinny.moved) == (2 * x.numel() * RANK, 4 * (x.numel() + a.numel() + out.numel()))
+    assert (skinny.products, skinny.moved) == (
+        2 * x.numel() * RANK,
+        4 * (x.numel() + a.numel() + out.numel()),
+    )
     assert work_of(aten.mm.default, (x, wide), {}, x.new_empty(TOKENS, SKINNY + 1)).moved == 0
     found = work_of(aten.addmm_.default, (out, x, a), {}, out)
     assert found.moved == 4 * (x.numel() + a.numel() + 2 * out.numel())
@@ -105,8 +114,9 @@ def test_mutant(elementwise, monkeypatch):
         test_elementwise_traffic(elementwise)
 
 
-# Forward and backward of LoRA of rank 8 of an 8B model on one H100 of 80 GB, by this package's scripts, with peft's code:
-# method, T, chunk, seconds, and how much of attention's forward backward computes again; None: as the method says.
+# Forward and backward of LoRA of rank 8 of an 8B model on one H100 of 80 GB, by this package's
+# scripts, with peft's code: method, T, chunk, seconds, and how much of attention's forward backward
+# computes again; None: as the method says.
 LINEARS = ("self_attn.[qkvo]_proj", "mlp.gate_proj", "mlp.up_proj")
 MEASURED_H100 = [
     (CHECKPOINTING_HEAD, 16_384, 16_384, 2.803, 0.0),
@@ -131,7 +141,9 @@ def predicted(rows, own):
         parts = work(profile.method(recipe.name), length, chunk)
         again = rest[1] if len(rest) > 1 else None
         if again is not None:
-            parts["backward"] = parts["backward"]._replace(forward=again * parts["backward"].forward)
+            parts["backward"] = parts["backward"]._replace(
+                forward=again * parts["backward"].forward
+            )
         total = functools.reduce(Work.plus, parts.values())
         found = sum(kernels(total, DEVICES["H100"]))
         print(f"{recipe.name:70} {length:7,} predicted {found:6.2f} s, {rest[0]}")

@@ -1,6 +1,8 @@
-"""Predicted bytes against tracked storages of real steps on a CPU: activations alone, within one percent.
+"""Predicted bytes against tracked storages of real steps on a CPU: activations alone, within one
+percent.
 
-covers: planner/compose.py, planner/count.py, planner/host.py, planner/skeleton.py, planner/step.py, planner/survey.py
+covers: planner/compose.py, planner/count.py, planner/host.py, planner/skeleton.py, planner/step.py,
+planner/survey.py
 """
 
 from __future__ import annotations
@@ -28,19 +30,24 @@ FAST = [  # and "streambp" in test_every_phase_is_predicted
 
 @functools.cache
 def measured_step(family, lora, recipe, length, layers):
-    """Spans of a real step, and bytes of the weights: once for a prediction and the mutants of it."""
+    """Spans of a real step, and bytes of the weights: once for a prediction and the mutants of
+    it."""
     model = build(family, lora, layers)
-    return measure(model, recipe, length, length // 4), sum(parameter.nbytes for parameter in model.parameters())
+    return measure(model, recipe, length, length // 4), sum(
+        parameter.nbytes for parameter in model.parameters()
+    )
 
 
 def compare(family, lora, how, length, layers=LAYERS):
-    """Relative difference of the activations' peaks, and the measured one over the weights, which grows with the length."""
+    """Relative difference of the activations' peaks, and the measured one over the weights, which
+    grows with the length."""
     phases, *_ = predict(build(family, lora, layers), RECIPES[how], length, length // 4)
     spans, weights = measured_step(family, lora, RECIPES[how], length, layers)
     predicted, measured = max(p.peak - p.gradients for p in phases), max(_activations(spans))
     print(
-        f"{family}, {'LoRA' if lora else 'full'}, {how}: predicted {predicted / 2**20:.3f} MiB, measured "
-        f"{measured / 2**20:.3f} MiB, {100 * (predicted / measured - 1):+.3f} %, {measured / weights:.0f} x the weights"
+        f"{family}, {'LoRA' if lora else 'full'}, {how}: predicted {predicted / 2**20:.3f} MiB, "
+        f"measured {measured / 2**20:.3f} MiB, {100 * (predicted / measured - 1):+.3f} %, "
+        f"{measured / weights:.0f} x the weights"
     )
     return predicted / measured - 1, measured / weights
 
@@ -57,8 +64,11 @@ def _activations(spans):
     [*FAST, *(pytest.param(*case, 4096, marks=pytest.mark.full) for case in CASES)],
 )
 def test_activations_are_predicted_within_one_percent(family, lora, how, length):
-    # A chunk of grouped products takes long on a CPU: 5 layers, of which one is not counted but follows from another.
-    difference, ratio = compare(family, lora, how, length, 5 if (family, length) == ("qwen3_moe", 512) else LAYERS)
+    # A chunk of grouped products takes long on a CPU: 5 layers, of which one is not counted but
+    # follows from another.
+    difference, ratio = compare(
+        family, lora, how, length, 5 if (family, length) == ("qwen3_moe", 512) else LAYERS
+    )
     assert ratio >= length / 400
     assert abs(difference) <= 0.01
 
@@ -67,13 +77,16 @@ def test_activations_are_predicted_within_one_percent(family, lora, how, length)
 @pytest.mark.parametrize(
     ("family", "how"),
     [
-        (family, how) if (family, how) == ("lfm2", "streambp") else pytest.param(family, how, marks=pytest.mark.full)
+        (family, how)
+        if (family, how) == ("lfm2", "streambp")
+        else pytest.param(family, how, marks=pytest.mark.full)
         for family in HYBRIDS
         for how in ("checkpointing", "streambp", "saves")
     ],
 )
 def test_layers_with_states_are_predicted_by_their_plain_torch(family, how):
-    """On a CPU they run what transformers has where kernels are not installed; Jamba's loops over tokens."""
+    """On a CPU they run what transformers has where kernels are not installed; Jamba's loops over
+    tokens."""
     difference, _ = compare(family, False, how, 64 if family == "jamba" else 512)
     assert abs(difference) <= 0.01
 
@@ -106,8 +119,8 @@ def test_keys_on_the_host_are_predicted(length, monkeypatch):
 
 
 def test_every_phase_is_predicted(monkeypatch):
-    """Not the peak alone: all phases of a streamed step, in order, to the byte or nearly. What a witness notes is a few KB
-    a chunk, which is much for this model and not for others."""
+    """Not the peak alone: all phases of a streamed step, in order, to the byte or nearly. What a
+    witness notes is a few KB a chunk, which is much for this model and not for others."""
     monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
     model = build("llama", False)
     phases, *_ = predict(model, RECIPES["streambp"], 512, 128)
@@ -122,7 +135,9 @@ def test_every_phase_is_predicted(monkeypatch):
 def remember_as_new(self, key, func, args, kwargs, result):
     """A view taken for a new tensor; no other operation is remembered."""
     if func is torch.ops.aten._unsafe_view.default:
-        self._known[key] = count.Known([(result.shape, result.stride(), result.dtype)], False, count.VIEW.work)
+        self._known[key] = count.Known(
+            [(result.shape, result.stride(), result.dtype)], False, count.VIEW.work
+        )
     return count.VIEW.work
 
 

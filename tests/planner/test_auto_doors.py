@@ -1,6 +1,8 @@
-"""`chunk_size="auto"` and `saves="auto"` are one rule through every door: the device's memory decides wherever it is known.
+"""`chunk_size="auto"` and `saves="auto"` are one rule through every door: the device's memory
+decides wherever it is known.
 
-covers: integrations/deepspeed.py, integrations/trl/trainer.py, integrations/trl/ppo.py, launch/process.py, planner/auto.py
+covers: integrations/deepspeed.py, integrations/trl/trainer.py, integrations/trl/ppo.py,
+launch/process.py, planner/auto.py
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def by_deepspeeds_callback(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"streambp": {}}))
     found = model()
-    StreamCallback().on_init_end(type("Arguments", (), {"deepspeed": str(path)})(), None, None, model=found)
+    StreamCallback().on_init_end(
+        type("Arguments", (), {"deepspeed": str(path)})(), None, None, model=found
+    )
     return found
 
 
@@ -93,7 +97,9 @@ def check(found: nn.Module):
     state = found._streambp
     assert isinstance(state.policy, SavesPolicy)
     sites = [w.site for w in state.wrappers if isinstance(w, LayerForward)]
-    assert all(site.chooser is state.policy and site.chunk_rule == state.policy.chunk for site in sites)
+    assert all(
+        site.chooser is state.policy and site.chunk_rule == state.policy.chunk for site in sites
+    )
     assert state.policy.known.need is None  # nothing is decided yet
     state.policy.begins(torch.device("cpu"))
     assert isinstance(state.policy.known.need, auto.StepNeed)

@@ -1,7 +1,8 @@
-"""Micro-batches planned as rows and packed, without padding and with a shared prompt once; both against counted steps.
+"""Micro-batches planned as rows and packed, without padding and with a shared prompt once; both
+against counted steps.
 
-covers: planner/batches.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py, head/places.py, cli/checks.py,
-  cli/runs.py
+covers: planner/batches.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py,
+  head/places.py, cli/checks.py, cli/runs.py
 """
 
 from __future__ import annotations
@@ -59,25 +60,38 @@ def tree_and_labels():
 def count(batch_size, length, chunk_size, shared=False):
     """The spans of a step that is counted without data, whose head scores the completions.
 
-    Which rows are alike and which are scored is data: a tree and labels with values stand in for it.
+    Which rows are alike and which are scored is data: a tree and labels with values stand in for
+    it.
     """
     tree, labels = tree_and_labels()
     method = streamed()
-    method = dataclasses.replace(method, config=dataclasses.replace(method.config, rows="packed" if shared else "as_given"))
+    method = dataclasses.replace(
+        method, config=dataclasses.replace(method.config, rows="packed" if shared else "as_given")
+    )
     real = recipe._loss_at_places, recipe.taken, recipe.blockwise_loss
 
     def loss_at_places(source, inner, places, target, *more):
         assert places.shape == target.shape == (ROWS * GROUP.row,)
         with torch.device("cpu"):
-            return real[0](source, inner, tree.places(torch.device("cpu")).flatten(), labels.flatten(), *more)
+            return real[0](
+                source, inner, tree.places(torch.device("cpu")).flatten(), labels.flatten(), *more
+            )
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(calls.SharedPrefixes, "_find", lambda *_: tree)
-        patched.setattr(HeadInputs, "rows", property(lambda _: torch.arange(GROUP.scored, device="meta")))
+        patched.setattr(
+            HeadInputs, "rows", property(lambda _: torch.arange(GROUP.scored, device="meta"))
+        )
         if shared:
             patched.setattr(recipe, "_loss_at_places", loss_at_places)
-            patched.setattr(recipe, "taken", lambda source, places: real[1](source, places.to("meta")))
-            patched.setattr(recipe, "blockwise_loss", lambda x, r, labels, *more: real[2](x, r, labels.to("meta"), *more))
+            patched.setattr(
+                recipe, "taken", lambda source, places: real[1](source, places.to("meta"))
+            )
+            patched.setattr(
+                recipe,
+                "blockwise_loss",
+                lambda x, r, labels, *more: real[2](x, r, labels.to("meta"), *more),
+            )
         counter = Counter(skeleton(), skeleton().reduce(), batch_size, "cudnn")
         (spans,) = counter.count(method, (length, chunk_size), accumulate=False)
     return spans
@@ -102,14 +116,19 @@ def total(spans, names, field="products"):
 def test_products_of_layers_are_those_of_the_trees_tokens():
     found = {name: total(spans, LAYERS) for name, spans in counted().items()}
     share = GROUP.tokens(True) / GROUP.tokens(False)
-    print(f"products of layers, tree / rows: {found['tree'] / found['rows']:.4f}, tokens {share:.4f}")
+    print(
+        f"products of layers, tree / rows: {found['tree'] / found['rows']:.4f}, tokens {share:.4f}"
+    )
     assert share == pytest.approx(1 / 11)
     assert found["tree"] / found["rows"] == pytest.approx(share, rel=0.02)
-    assert total(counted()["tree"], HEAD) == total(counted()["rows"], HEAD) > 0  # the completions' alone
+    assert (
+        total(counted()["tree"], HEAD) == total(counted()["rows"], HEAD) > 0
+    )  # the completions' alone
 
 
 def taken_by_the_head(spans):
-    """The most bytes that the head takes beyond what is there when it begins, its labels and hidden states among them."""
+    """The most bytes that the head takes beyond what is there when it begins, its labels and hidden
+    states among them."""
     (before,) = (span.start for span in spans if span.name == HEAD[0])
     return max(span.peak for span in spans if span.name in HEAD) - before
 
@@ -120,7 +139,10 @@ def most(spans):
 
 def test_the_head_takes_what_the_trees_own_tokens_take():
     tree, plain = (taken_by_the_head(counted()[name]) for name in ("tree", "plain"))
-    print(f"head and expansion: {tree / 2**30:.3f} GiB, of a row with the tree's tokens {plain / 2**30:.3f}")
+    print(
+        f"head and expansion: {tree / 2**30:.3f} GiB, of a row with the tree's tokens "
+        f"{plain / 2**30:.3f}"
+    )
     assert tree <= 1.1 * plain
     assert most(counted()["tree"]) <= 1.01 * most(counted()["plain"])
 
@@ -148,20 +170,28 @@ def whole(works, field, names):
 
 @pytest.mark.parametrize("way", ["rows", "tree"])
 def test_a_groups_work_and_peak_are_those_counted(way):
-    """Attention's pairs of a tree have a closed form; the count takes documents of one varlen call for one long one."""
+    """Attention's pairs of a tree have a closed form; the count takes documents of one varlen call
+    for one long one."""
     shared, spans = way == "tree", counted()[way]
     rows = 1 if shared else ROWS
     size = GROUP.tokens(shared) // rows // CHUNKS
     (method,) = profile().methods
     found = work(method, GROUP, shared, size)
     for names in (LAYERS, HEAD):
-        assert whole(found, "products", names) == pytest.approx(total(spans, names), rel=0.02), names
+        assert whole(found, "products", names) == pytest.approx(total(spans, names), rel=0.02), (
+            names
+        )
     moved = whole(found, "moved", LAYERS) / total(spans, LAYERS, "moved")
-    pairs = [whole(found, name, LAYERS) / total(spans, LAYERS, name) for name in ("forward", "backward")]
+    pairs = [
+        whole(found, name, LAYERS) / total(spans, LAYERS, name) for name in ("forward", "backward")
+    ]
     planned = peak(profile(), method, GROUP.tokens(shared), rows * size, Setting(optimizer=0))
     weights = sum(group.bytes for group in profile().groups)
     memory = (planned.total - weights) / most(spans)
-    print(f"{way}, planned / counted: moved {moved:.3f}, attention {pairs[0]:.3f} {pairs[1]:.3f}, peak {memory:.3f}")
+    print(
+        f"{way}, planned / counted: moved {moved:.3f}, attention {pairs[0]:.3f} {pairs[1]:.3f}, "
+        f"peak {memory:.3f}"
+    )
     assert moved == pytest.approx(1, abs=0.05)
     assert all((0.94 if shared else 0.99) <= share <= 1.01 for share in pairs)
     assert memory == pytest.approx(1, abs=0.02)
@@ -187,7 +217,9 @@ def test_a_group_of_one_row_is_a_row():
         found = work(method, Batch((2**16,), 7 * 2**13), shared, 2**13)
         for name in LAYERS:
             assert found[name] == pytest.approx(alone[name])
-        assert found["head"].products == pytest.approx(alone["head"].products / 8)  # of which it scores an eighth
+        assert found["head"].products == pytest.approx(
+            alone["head"].products / 8
+        )  # of which it scores an eighth
 
 
 def test_the_fastest_way_that_fits():
@@ -202,7 +234,10 @@ def test_the_fastest_way_that_fits():
     rows, shared = both_ways(profile(), GROUP, small, Setting(optimizer=0))
     assert shared.fits
     assert not rows.fits
-    for wrong in ({"profile": dataclasses.replace(profile(), batch_size=2)}, {"setting": Setting(gpus=2, ulysses=2)}):
+    for wrong in (
+        {"profile": dataclasses.replace(profile(), batch_size=2)},
+        {"setting": Setting(gpus=2, ulysses=2)},
+    ):
         given = {"profile": profile(), "batch": GROUP, "memory": small, "setting": Setting()}
         with pytest.raises(ConfigError, match="one row on one rank"):
             both_ways(**{**given, **wrong})
@@ -257,7 +292,9 @@ def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
     zoo.tiny_config("llama").save_pretrained(tmp_path)
     asked = []
     monkeypatch.setattr(
-        sys.modules["streambp.planner.plan"], "counted", lambda asking, *_: asked.append(asking) or profile()
+        sys.modules["streambp.planner.plan"],
+        "counted",
+        lambda asking, *_: asked.append(asking) or profile(),
     )
     ask = ["plan", str(tmp_path), "--gpu-memory", "640GiB", "--batch-size", "4"]
     file = tmp_path / "lengths"
@@ -285,9 +322,15 @@ def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
         (["--lengths", "{words}"], "has 'long'"),
         (["--lengths", "{empty}"], "has no number"),
         (["--lengths", "{numbers}", "--batch-size", "1"], "one has no padding. Add --batch-size 8"),
-        (["--lengths", "{numbers}", "--mean-length", "4"], "--lengths and --mean-length each describe a micro-batch"),
+        (
+            ["--lengths", "{numbers}", "--mean-length", "4"],
+            "--lengths and --mean-length each describe a micro-batch",
+        ),
         (["--mean-length", "4"], "--mean-length 4 needs --seq-len"),
-        (["--mean-length", "4", "--seq-len", "14"], "with --batch-size 4 pass a number from 4 to 13"),
+        (
+            ["--mean-length", "4", "--seq-len", "14"],
+            "with --batch-size 4 pass a number from 4 to 13",
+        ),
         (["--mean-length", "4", "--seq-len", "3"], "a number from 4 to 13"),
     ],
 )

@@ -1,4 +1,5 @@
-"""What a plan chooses is the fastest of everything that fits, by the planner's own prediction, and is within the budget.
+"""What a plan chooses is the fastest of everything that fits, by the planner's own prediction, and
+is within the budget.
 
 covers: planner/plan.py, planner/seconds.py
 """
@@ -27,11 +28,14 @@ from tests.tiers import thinned
 GIB = 2**30
 RATES = DEVICES["H200"]
 CLOSE = 1.005  # what is as fast to half a percent is told apart by what it moves to the host, and then by its chunks
-planning = sys.modules["streambp.planner.plan"]  # the package's attribute of that name is the function
+planning = sys.modules[
+    "streambp.planner.plan"
+]  # the package's attribute of that name is the function
 
 
 class Grid(NamedTuple):
-    """Lengths and memories at which one setting after the other is the best, and the small ones fit nothing."""
+    """Lengths and memories at which one setting after the other is the best, and the small ones fit
+    nothing."""
 
     config: PreTrainedConfig
     lengths: tuple[int, ...]
@@ -53,11 +57,18 @@ TINY = Grid(DEEP, LENGTHS, SMALL_GPUS, Setting(optimizer=0), STREAMED[:5])
 
 def grids():
     rest = {name: make() for name, make in configs().items()} | {"Llama-3.2-1B": LLAMA}
-    return {"tiny": TINY} | {name: Grid(config, LENGTHS, GPUS, SHARDED) for name, config in rest.items()}
+    return {"tiny": TINY} | {
+        name: Grid(config, LENGTHS, GPUS, SHARDED) for name, config in rest.items()
+    }
 
 
 def profile_of(grid: Grid) -> Profile:
-    return survey(Skeleton(grid.config, torch.bfloat16, None, 16, "cuda"), grid.recipes, accumulating=False, tree=False)
+    return survey(
+        Skeleton(grid.config, torch.bfloat16, None, 16, "cuda"),
+        grid.recipes,
+        accumulating=False,
+        tree=False,
+    )
 
 
 def check_choices(profile: Profile, grid: Grid) -> set[str]:
@@ -71,7 +82,9 @@ def check_choices(profile: Profile, grid: Grid) -> set[str]:
                 every.append((at, seconds(method, length, chunk, RATES, grid.setting).total))
         for memory in grid.memories:
             possible = [
-                took for at, took in every if at.total <= memory.gpu * (1 - memory.reserve) and at.host <= memory.host
+                took
+                for at, took in every
+                if at.total <= memory.gpu * (1 - memory.reserve) and at.host <= memory.host
             ]
             found = choose(profile, profile.methods, length, memory, grid.setting, RATES)
             if found is None:
@@ -79,15 +92,18 @@ def check_choices(profile: Profile, grid: Grid) -> set[str]:
                 none += 1
                 continue
             assert found.seconds.total <= CLOSE * min(possible)
-            again = peak(profile, profile.method(found.method), length, found.chunk_size, grid.setting)
+            again = peak(
+                profile, profile.method(found.method), length, found.chunk_size, grid.setting
+            )
             assert again.total == found.peak.total <= memory.usable
             assert again.host == found.peak.host <= memory.host
             slowest = max(slowest, found.seconds.total / min(possible))
             largest = max(largest, found.peak.total / memory.usable)
             chosen.add(found.method)
     print(
-        f"{len(grid.lengths) * len(grid.memories)} cases, nothing fits in {none}; {len(chosen)} methods chosen, at most "
-        f"{100 * (slowest - 1):.2f} % slower than the fastest, at most {100 * largest:.1f} % of the memory"
+        f"{len(grid.lengths) * len(grid.memories)} cases, nothing fits in {none}; {len(chosen)} "
+        f"methods chosen, at most {100 * (slowest - 1):.2f} % slower than the fastest, at most "
+        f"{100 * largest:.1f} % of the memory"
     )
     return chosen
 
@@ -105,9 +121,15 @@ def test_the_choice_is_the_fastest_that_fits(name, tiny):
 
 
 MUTANTS = {
-    "by arithmetic": ("_fastest", lambda found: min(found, key=lambda choice: choice.flops, default=None)),
+    "by arithmetic": (
+        "_fastest",
+        lambda found: min(found, key=lambda choice: choice.flops, default=None),
+    ),
     "whether it fits or not": ("fits", lambda at, memory: True),
-    "the least on the host": ("_fastest", lambda found: min(found, key=lambda choice: choice.peak.host, default=None)),
+    "the least on the host": (
+        "_fastest",
+        lambda found: min(found, key=lambda choice: choice.peak.host, default=None),
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Profiles are counted once for a model, options and code; progress is told; routing is shared evenly.
+"""Profiles are counted once for a model, options and code; progress is told; routing is shared
+evenly.
 
 covers: planner/counted.py, planner/report.py, planner/routing.py, planner/survey.py
 """
@@ -48,7 +49,10 @@ def test_a_second_plan_of_a_model_counts_nothing(surveys, tmp_path):
     assert [path.parent for path in folder().iterdir()] == [tmp_path / "streambp" / "plans"]
 
 
-@pytest.mark.parametrize("change", ["options", "configuration", "recipes", "source", "torch", "a broken file", "no cache"])
+@pytest.mark.parametrize(
+    "change",
+    ["options", "configuration", "recipes", "source", "torch", "a broken file", "no cache"],
+)
 def test_another_plan_is_counted_anew(change, surveys, monkeypatch):
     counted(Asked(SMALL), [streamed()], cache=True)
     asked, recipes, cache = Asked(SMALL), [streamed()], True
@@ -82,7 +86,13 @@ def test_a_model_that_is_built_is_always_counted(surveys):
 def test_progress_is_told():
     told = []
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
-    survey(skeleton, [CHECKPOINTING, CHECKPOINTING_HEAD], at=(64, 32), tree=False, said=lambda *one: told.append(one))
+    survey(
+        skeleton,
+        [CHECKPOINTING, CHECKPOINTING_HEAD],
+        at=(64, 32),
+        tree=False,
+        said=lambda *one: told.append(one),
+    )
     assert told == [("checkpointing", 0.0), ("checkpointing, fused head", 0.5)]
 
 
@@ -100,7 +110,8 @@ def test_a_bar_is_for_terminals_alone():
 
 
 def test_experts_get_equal_shares():
-    """32 tokens with two experts of five each: 64 pairs, 13 of them or 12 for each expert, and all experts are picked."""
+    """32 tokens with two experts of five each: 64 pairs, 13 of them or 12 for each expert, and all
+    experts are picked."""
     mask = torch.empty(2, 32, dtype=torch.long, device="meta")
     with StepCount(None) as count:
         for _ in range(2):
@@ -110,12 +121,15 @@ def test_experts_get_equal_shares():
             assert mask.nonzero().shape == (13, 2)
             assert sizes == [13, 13, 13, 13, 12]
     assert count.routed == 64
-    assert answer(aten.nonzero.default, mask, 0, 0) is None  # nothing was routed: torch says so itself
+    assert (
+        answer(aten.nonzero.default, mask, 0, 0) is None
+    )  # nothing was routed: torch says so itself
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "family", ["jetmoe", *(pytest.param(name, marks=pytest.mark.full) for name in ("dbrx", "longcat_flash"))]
+    "family",
+    ["jetmoe", *(pytest.param(name, marks=pytest.mark.full) for name in ("dbrx", "longcat_flash"))],
 )
 def test_experts_that_look_at_their_routing_do_the_work_of_their_shares(family):
     """Twice the tokens are twice the products, or more where scores are products too."""

@@ -1,7 +1,9 @@
-"""saves="auto" chooses the fastest of what fits, by the planner's own bytes and seconds, in the set-ups that people have.
+"""saves="auto" chooses the fastest of what fits, by the planner's own bytes and seconds, in the
+set-ups that people have.
 
-A table: each set-up is a program that patches a model without data, on a device that is a number of bytes, and each cell
-asks the patched model. What it chooses is held against the best of all choices, and against what layers keep in a forward.
+A table: each set-up is a program that patches a model without data, on a device that is a number of
+bytes, and each cell asks the patched model. What it chooses is held against the best of all
+choices, and against what layers keep in a forward.
 
 covers: offload/policy.py, planner/auto.py
 """
@@ -61,14 +63,19 @@ class Card:
         self.memory, self.taken = memory * GIB, 0.0
 
     def __call__(self, device):
-        return None if device.type == "cpu" else min(auto.USABLE * self.memory, self.memory - auto.LEFT) - self.taken
+        return (
+            None
+            if device.type == "cpu"
+            else min(auto.USABLE * self.memory, self.memory - auto.LEFT) - self.taken
+        )
 
 
 @dataclasses.dataclass
 class SetUp:
     """A patched model, and what its micro-batches find on the card beside weights.
 
-    present: whether gradients are there, in each of them. states: bytes of an optimizer, a trained parameter.
+    present: whether gradients are there, in each of them. states: bytes of an optimizer, a trained
+    parameter.
     """
 
     skeleton: Skeleton
@@ -85,7 +92,9 @@ class SetUp:
         parameters = list(self.skeleton.model.parameters())
         card.taken = sum(p.nbytes for p in parameters)
         for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter) if present and parameter.requires_grad else None
+            parameter.grad = (
+                torch.empty_like(parameter) if present and parameter.requires_grad else None
+            )
             if parameter.requires_grad:
                 card.taken += present * parameter.nbytes + self.states * parameter.numel()
 
@@ -150,11 +159,15 @@ SET_UPS = {
     "patched on the device": lambda memory: SetUp(made(memory)),
     "patched on the CPU, then moved": moved,
     "adapters added after patch": adapted_afterwards,
-    "float32 under autocast": lambda memory: SetUp(made(memory, lambda m: m.float()), autocast=torch.bfloat16),
+    "float32 under autocast": lambda memory: SetUp(
+        made(memory, lambda m: m.float()), autocast=torch.bfloat16
+    ),
     "accumulation of 2, set_to_none": lambda memory: SetUp(made(memory), (0.0, 1.0)),
     "accumulation of 2, zeros": lambda memory: SetUp(made(memory), (1.0, 1.0)),
     "AdamW's states there": lambda memory: SetUp(made(memory), states=4),
-    "bucket views": lambda memory: SetUp(made(memory), (1.0,)),  # DDP's gradients are there from the first step on
+    "bucket views": lambda memory: SetUp(
+        made(memory), (1.0,)
+    ),  # DDP's gradients are there from the first step on
     "first half frozen": lambda memory: SetUp(made(memory, frozen)),
     "evaluation between": evaluated,
 }
@@ -170,12 +183,16 @@ KINDS = {"full": {}, "adapters": {"lora": 16}, "autocast": {}, "frozen": {"chang
 def methods_of(kind, memory):
     """The planner's, of a model that was never patched, in the order of `Values`."""
     skeleton = made(memory, patched=False, **KINDS[kind])
-    recipes = [streamed(saves) for saves in ((), ("attn_out",), ("attn_out", "kv"), ("attn_out", "kv", "*"))]
+    recipes = [
+        streamed(saves)
+        for saves in ((), ("attn_out",), ("attn_out", "kv"), ("attn_out", "kv", "*"))
+    ]
     return survey(skeleton, recipes, tree=False).methods
 
 
 class Values:
-    """Seconds that each layer's backward is spared at a length and chunk size, by the planner's methods.
+    """Seconds that each layer's backward is spared at a length and chunk size, by the planner's
+    methods.
 
     linears: FLOPs of a token, by name, of the Linears that backward reads.
 
@@ -189,54 +206,77 @@ class Values:
         self.attn_out, self.kv = (base - attended) / backwards, (attended - kv) / backwards
         self.linears = {name: flops * tokens / RATES.products for name, flops in linears.items()}
         self.every = (kv - every) / backwards
-        self.times = 1 if chunk >= tokens else 2  # keys and values are computed, where they are not kept
+        self.times = (
+            1 if chunk >= tokens else 2
+        )  # keys and values are computed, where they are not kept
 
     def spared(self, names):
         """By a layer that saves these."""
         if GRAPH in names:  # at least what all that has names would spare
             names = {"attn_out", "kv", *self.linears}
         again = 1 if "kv" in names else self.times
-        linears = sum(self.linears[n] * (again if n.startswith(KV) else 1) for n in names if n in self.linears)
+        linears = sum(
+            self.linears[n] * (again if n.startswith(KV) else 1) for n in names if n in self.linears
+        )
         return linears + ("attn_out" in names) * self.attn_out + ("kv" in names) * self.kv
 
     def pieces(self, sizes, graph):
-        """(seconds, bytes) of what a layer may save, so that no set of names, nor its graph, is worth more than its pieces.
+        """(seconds, bytes) of what a layer may save, so that no set of names, nor its graph, is
+        worth more than its pieces.
 
         Args:
-            sizes: bytes by name; of keys and values where saving them spares something: not of a call in one chunk.
+            sizes: bytes by name; of keys and values where saving them spares something: not of a
+                call in one chunk.
             graph: bytes of the call's graph; 0: it cannot be kept.
         """
         corners = [(0.0, 0.0)]
-        for spared, size in sorted(self.by_name(sizes), key=lambda piece: -piece[0] / (piece[1] or math.inf)):
+        for spared, size in sorted(
+            self.by_name(sizes), key=lambda piece: -piece[0] / (piece[1] or math.inf)
+        ):
             corners.append((corners[-1][0] + spared, corners[-1][1] + size))
         if graph:
             corners.append((self.spared((GRAPH,)), graph))
         hull = [(0.0, 0.0)]  # the least concave line above all of them
         while more := [(s, b) for s, b in corners if b > hull[-1][1] and s > hull[-1][0]]:
-            hull.append(max(more, key=lambda corner: (corner[0] - hull[-1][0]) / (corner[1] - hull[-1][1])))
+            hull.append(
+                max(more, key=lambda corner: (corner[0] - hull[-1][0]) / (corner[1] - hull[-1][1]))
+            )
         return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(hull)]
 
     def by_name(self, sizes):
         """(seconds, bytes) of each name."""
         found = [(self.attn_out, sizes.get("attn_out", 0.0))]
-        found += [(spared, sizes[n]) for n, spared in self.linears.items() if n in sizes and not n.startswith(KV)]
+        found += [
+            (spared, sizes[n])
+            for n, spared in self.linears.items()
+            if n in sizes and not n.startswith(KV)
+        ]
         keys = [n for n in self.linears if n in sizes and n.startswith(KV)]
         once, size = sum(self.linears[n] for n in keys), sum(sizes[n] for n in keys)
         if "kv" not in sizes:
             return [*found, (once, size)]
         first = max(self.kv, self.times * once)  # either of both, then the other
-        return [*found, (first, min(size, sizes["kv"])), (self.kv + once - first, max(size, sizes["kv"]))]
+        return [
+            *found,
+            (first, min(size, sizes["kv"])),
+            (self.kv + once - first, max(size, sizes["kv"])),
+        ]
 
 
 def most_spared(rooms, pieces):
-    """Seconds at most, of all ways to fill the rooms, parts of tensors among them. Each room is for all layers up to one,
-    so that taking what spares most for its bytes is the best there is.
+    """Seconds at most, of all ways to fill the rooms, parts of tensors among them. Each room is for
+    all layers up to one, so that taking what spares most for its bytes is the best there is.
 
     Args:
         rooms: (layer, bytes). pieces: of each layer.
     """
     left, total = [list(room) for room in rooms], 0.0
-    each = [(spared / size, index, size) for index, some in pieces.items() for spared, size in some if size]
+    each = [
+        (spared / size, index, size)
+        for index, some in pieces.items()
+        for spared, size in some
+        if size
+    ]
     for pace, index, size in sorted(each, reverse=True):
         some = max(0.0, min(size, *(room for upto, room in left if index <= upto)))
         for room in left:
@@ -246,7 +286,8 @@ def most_spared(rooms, pieces):
 
 
 def forward_of(set_up, layers, tokens, backward=False):
-    """One of a model that has only these layers: [1, tokens], without data; what was planned and kept, by layer."""
+    """One of a model that has only these layers: [1, tokens], without data; what was planned and
+    kept, by layer."""
     backbone = next(m for m in set_up.skeleton.model.modules() if hasattr(m, "layers"))
     whole, number, chooser = backbone.layers, backbone.config.num_hidden_layers, set_up.policy
     before, chooser.states = chooser.states, lambda _: known
@@ -268,7 +309,8 @@ def forward_of(set_up, layers, tokens, backward=False):
 
 
 def look_at_backwards(set_up):
-    """What no backward reads, which trials show where there is data: of a few tokens, of the layers that have one."""
+    """What no backward reads, which trials show where there is data: of a few tokens, of the layers
+    that have one."""
     sites = [w.site for w in state_of(set_up.skeleton).wrappers if isinstance(w, LayerForward)]
     costs = dict(set_up.policy.known.costs)
     first, last = min(costs), max(costs)
@@ -282,17 +324,24 @@ def look_at_backwards(set_up):
 def linears_of(set_up):
     """FLOPs of a token, by name, of the Linears whose outputs backward reads."""
     layer = find_stacks(set_up.skeleton.model).stacks[0].layers[-1]
-    weights = {n: m.weight.numel() for n, m in layer.named_modules() if getattr(m, "weight", torch.empty(0)).dim() == 2}
+    weights = {
+        n: m.weight.numel()
+        for n, m in layer.named_modules()
+        if getattr(m, "weight", torch.empty(0)).dim() == 2
+    }
     products = set_up.policy.known.costs[max(set_up.policy.known.costs)].cost.products
     return {name: 2.0 * weights[name] for name in products}
 
 
 def check_plan(set_up, tokens, chunk, plan, rooms):
-    """It fits, and layers keep what they planned: those whose plans differ, name by name and byte by byte."""
+    """It fits, and layers keep what they planned: those whose plans differ, name by name and byte
+    by byte."""
     sizes = {index: sum(one.bytes for one in chosen) for index, chosen in plan.items()}
     for upto, room in rooms:
         assert sum(size for index, size in sizes.items() if index <= upto) <= room * (1 + 1e-9)
-    if set_up.autocast is not None:  # which tensors without data know nothing of: tests/offload/test_policy.py keeps them
+    if (
+        set_up.autocast is not None
+    ):  # which tensors without data know nothing of: tests/offload/test_policy.py keeps them
         return
     names = {index: tuple(sorted(one.name for one in chosen)) for index, chosen in plan.items()}
     different = {names[index]: index for index in sorted(names, reverse=True)}
@@ -306,12 +355,17 @@ def check_plan(set_up, tokens, chunk, plan, rooms):
             assert planned == kept
     graphs = [index for index in sorted(names) if GRAPH in names[index]]
     if len(graphs) > 2:
-        with_one, with_two = (forward_of(set_up, sorted({0, *graphs[-n:]}), tokens)[1] for n in (1, 2))
-        assert sizes[graphs[-2]] <= with_two - with_one <= 1.06 * sizes[graphs[-2]]  # with what the layer gives
+        with_one, with_two = (
+            forward_of(set_up, sorted({0, *graphs[-n:]}), tokens)[1] for n in (1, 2)
+        )
+        assert (
+            sizes[graphs[-2]] <= with_two - with_one <= 1.06 * sizes[graphs[-2]]
+        )  # with what the layer gives
 
 
 def cell(set_up, kind, memory, card, tokens, present):
-    """Asks for a micro-batch; the ratio of its seconds to the least possible, or None where nothing fits."""
+    """Asks for a micro-batch; the ratio of its seconds to the least possible, or None where nothing
+    fits."""
     set_up.take(card, present)
     chooser = set_up.policy
     with set_up.running():
@@ -327,9 +381,18 @@ def cell(set_up, kind, memory, card, tokens, present):
         rooms = [(upto, free - taken) for upto, taken in need.by_layer(tokens, size, present)]
         if min(room for _, room in rooms) >= 0:
             values = Values(kind, memory, linears, len(costs), tokens, size)
-            may = {index: cost.candidates(index, tokens, tokens, size == tokens) for index, cost in costs.items()}
-            graphs = {i: cost.graph * tokens / cost.tokens if size == tokens else 0 for i, cost in costs.items()}
-            pieces = {i: values.pieces({one.name: one.bytes for one in some}, graphs[i]) for i, some in may.items()}
+            may = {
+                index: cost.candidates(index, tokens, tokens, size == tokens)
+                for index, cost in costs.items()
+            }
+            graphs = {
+                i: cost.graph * tokens / cost.tokens if size == tokens else 0
+                for i, cost in costs.items()
+            }
+            pieces = {
+                i: values.pieces({one.name: one.bytes for one in some}, graphs[i])
+                for i, some in may.items()
+            }
             least = min(least, values.base - most_spared(rooms, pieces))
     assert fits == math.isfinite(least)
     if not fits:
@@ -338,10 +401,21 @@ def cell(set_up, kind, memory, card, tokens, present):
     values = Values(kind, memory, linears, len(costs), tokens, chunk)
     if not values.waits:  # short steps wait for the host: what is saved spares less than its FLOPs
         assert values.every == pytest.approx(sum(values.linears.values()), rel=0.02)
-    spent = values.base - sum(values.spared({one.name for one in chosen}) for chosen in plan.values())
-    check_plan(set_up, tokens, chunk, plan, [(u, free - n) for u, n in need.by_layer(tokens, chunk, present)])
+    spent = values.base - sum(
+        values.spared({one.name for one in chosen}) for chosen in plan.values()
+    )
+    check_plan(
+        set_up,
+        tokens,
+        chunk,
+        plan,
+        [(u, free - n) for u, n in need.by_layer(tokens, chunk, present)],
+    )
     count = costs_of_steps.Chosen(tokens, tokens, chunk, free, plan).layers
-    print(f"    {tokens:7,} {present:3.0f}   chunks of {chunk:6,}, {spent:6.2f} s, at best {least:6.2f}: {count}")
+    print(
+        f"    {tokens:7,} {present:3.0f}   chunks of {chunk:6,}, {spent:6.2f} s, at best "
+        f"{least:6.2f}: {count}"
+    )
     return spent / least
 
 
@@ -373,11 +447,19 @@ def test_the_choice_is_the_fastest_that_fits(set_up, memory):
     assert min(ratios) > 1 - 1e-6  # what is called the best is
 
 
-@pytest.mark.parametrize("name", ["patched on the device", "adapters added after patch", "first half frozen"])
+@pytest.mark.parametrize(
+    "name", ["patched on the device", "adapters added after patch", "first half frozen"]
+)
 def test_a_kept_graph_takes_what_is_predicted(name, monkeypatch):
-    """Where weights are frozen, they are no part of it: a LoRA layer's was predicted 1.6 times too large."""
+    """Where weights are frozen, they are no part of it: a LoRA layer's was predicted 1.6 times too
+    large."""
     config = config_of(24)
-    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = 6, 256, 768, 512
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = (
+        6,
+        256,
+        768,
+        512,
+    )
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 64
     config.layer_types = config.layer_types[:6]
     monkeypatch.setitem(globals(), "config_of", lambda memory: config)
@@ -394,7 +476,8 @@ def test_a_kept_graph_takes_what_is_predicted(name, monkeypatch):
     _, with_one, _ = forward_of(set_up, [0, 5], 2048)
     cost = set_up.policy.known.costs[4]
     predicted = cost.graph * 2048 / cost.tokens
-    # With what the layer gives. Adapters as one operation keep a tenth more than is counted, which is not explained yet.
+    # With what the layer gives. Adapters as one operation keep a tenth more than is counted, which
+    # is not explained yet.
     most = 1.12 if name == "adapters added after patch" else 1.06
     assert predicted <= with_two - with_one <= most * predicted
 
@@ -403,21 +486,30 @@ def test_a_kept_graph_takes_what_is_predicted(name, monkeypatch):
 def test_no_set_of_tensors_spares_more_than_the_best(number):
     """Every set of a few, one by one."""
     draw = random.Random(seed_of(number))
-    pieces = {index: [(draw.uniform(0, 1), draw.uniform(1, 9)) for _ in range(3)] for index in range(3)}
+    pieces = {
+        index: [(draw.uniform(0, 1), draw.uniform(1, 9)) for _ in range(3)] for index in range(3)
+    }
     rooms = [(upto, draw.uniform(3, 20)) for upto in (0, 1, math.inf)]
     every = [(index, *piece) for index, some in pieces.items() for piece in some]
     found = 0.0
-    for some in itertools.chain.from_iterable(itertools.combinations(every, count) for count in range(len(every) + 1)):
-        if all(sum(size for index, _, size in some if index <= upto) <= room for upto, room in rooms):
+    for some in itertools.chain.from_iterable(
+        itertools.combinations(every, count) for count in range(len(every) + 1)
+    ):
+        if all(
+            sum(size for index, _, size in some if index <= upto) <= room for upto, room in rooms
+        ):
             found = max(found, sum(spared for _, spared, _ in some))
     best = most_spared(rooms, pieces)
     assert found <= best * (1 + 1e-9)
-    assert best < found + sum(sorted((spared for _, spared, _ in every), reverse=True)[: len(rooms)])
+    assert best < found + sum(
+        sorted((spared for _, spared, _ in every), reverse=True)[: len(rooms)]
+    )
 
 
 @pytest.mark.full
 def test_where_not_all_attention_fits_the_host_is_faster(monkeypatch):
-    """At 131,072 tokens on 80 GB the outputs of attention fit for a part of the layers; at 16,384 for all."""
+    """At 131,072 tokens on 80 GB the outputs of attention fit for a part of the layers; at 16,384
+    for all."""
     monkeypatch.setattr(policy, "host_limit", lambda wanted: 112 * GIB)
     monkeypatch.setattr(auto, "free_memory", card := Card(80))
     monkeypatch.setattr(auto, "rates_here", lambda device: RATES)
@@ -437,13 +529,20 @@ def test_where_not_all_attention_fits_the_host_is_faster(monkeypatch):
 
 
 def nothing_saved(patch):
-    patch.setattr(policy.SavesPolicy, "_fill", lambda self, rooms, indices, *_: {index: [] for index in indices})
+    patch.setattr(
+        policy.SavesPolicy,
+        "_fill",
+        lambda self, rooms, indices, *_: {index: [] for index in indices},
+    )
 
 
 def gradients_counted_twice(patch):
     """As it was with AdamW's states and gradients there: chunks of 1,024 and nothing saved."""
     real = auto._law
-    once = lambda law: dataclasses.replace(law, method=dataclasses.replace(law.method, accumulating=()))  # noqa: E731
+
+    def once(law):
+        return dataclasses.replace(law, method=dataclasses.replace(law.method, accumulating=()))
+
     patch.setattr(auto, "_law", lambda *args: once(real(*args)))
 
 
@@ -463,7 +562,9 @@ def small_chunks(patch):
 
 def other_bytes(patch):
     real = costs_of_steps.LayerCost.scaled_to
-    patch.setattr(costs_of_steps.LayerCost, "scaled_to", lambda self, tokens: real(self, tokens + 1))
+    patch.setattr(
+        costs_of_steps.LayerCost, "scaled_to", lambda self, tokens: real(self, tokens + 1)
+    )
 
 
 MUTANTS = {

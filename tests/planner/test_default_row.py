@@ -38,7 +38,12 @@ RATES = DEVICES[DEFAULT]
 def small():
     """Ten layers, 0.27 GiB of weights: a GPU of a few GiB has to choose."""
     config = configs()["Qwen3-8B"]()
-    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = 10, 1024, 3072, 8192
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = (
+        10,
+        1024,
+        3072,
+        8192,
+    )
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 16, 8, 64
     config.layer_types = config.layer_types[:10]
     return config
@@ -97,7 +102,8 @@ def test_the_row_is_what_a_patched_model_chooses(lora, present):
 
 
 def test_a_kept_graph_spares_what_the_tensors_in_its_place_would():
-    """8B at 4,096 tokens on 80 GiB: one chunk that keeps its graph, not two that compute half of it again."""
+    """8B at 4,096 tokens on 80 GiB: one chunk that keeps its graph, not two that compute half of it
+    again."""
     row = planned(4096, 80 * GIB, config=large).by_default
     assert (row.way, row.chunk_size) == (KEPT_GRAPH, 4096)
     assert [(one.name, one.layers) for one in row.saved] == [(GRAPH, 36)]
@@ -108,7 +114,9 @@ def test_where_everything_fits_four_times_over_a_step_runs_unpatched(monkeypatch
     found = planned(1024, 80 * GIB)
     assert found.by_default.way == UNPATCHED
     assert found.by_default.peak < 80 * GIB / 4
-    assert 'saves="auto"): chunks of 1,024, runs unpatched; peak' in plan_table(found, modules=False)
+    assert 'saves="auto"): chunks of 1,024, runs unpatched; peak' in plan_table(
+        found, modules=False
+    )
 
 
 def test_where_nothing_fits_the_row_says_so():
@@ -122,7 +130,9 @@ def test_where_nothing_fits_the_row_says_so():
 def test_rows_of_a_batch_are_tokens():
     one, four = (planned(16384 // rows, 4 * GIB, rows=rows).by_default for rows in (1, 4))
     assert four.chunk_size <= one.chunk_size
-    assert sum(s.bytes for s in four.saved) == pytest.approx(sum(s.bytes for s in one.saved), rel=0.05)
+    assert sum(s.bytes for s in four.saved) == pytest.approx(
+        sum(s.bytes for s in one.saved), rel=0.05
+    )
     assert four.peak <= min(0.95 * 4 * GIB, 4 * GIB - auto.LEFT)
 
 
@@ -144,20 +154,29 @@ def test_the_row_goes_through_json():
     profile = profile_of()
     assert profile.saves is not None
     again = from_json(to_json(profile))
-    rows = [default.by_default(p, 16384, 3e9, Setting(optimizer=0), RATES) for p in (profile, again)]
+    rows = [
+        default.by_default(p, 16384, 3e9, Setting(optimizer=0), RATES) for p in (profile, again)
+    ]
     assert rows[0] == rows[1] is not None
     assert static(again, Setting()) == static(profile, Setting())
 
 
 @pytest.mark.parametrize("room", [3e8, 8e6])
 def test_a_real_step_does_what_was_predicted(monkeypatch, room):
-    """On a CPU that says what it has free, as a card does: chunk size, and what is saved, name by name and byte by byte."""
+    """On a CPU that says what it has free, as a card does: chunk size, and what is saved, name by
+    name and byte by byte."""
     model = build("qwen3", dtype=torch.bfloat16, num_hidden_layers=3)
     monkeypatch.setattr(auto, "free_memory", lambda device: room)
     monkeypatch.setattr(auto, "LEFT", 0)
     predicted, measured = compare_default(model, torch.randint(0, 50, (1, 2048)))
-    assert (measured.way, measured.chunk_size, measured.fits) == (predicted.way, predicted.chunk_size, True)
-    found = [{one.name: (one.layers, one.bytes) for one in some.saved} for some in (predicted, measured)]
+    assert (measured.way, measured.chunk_size, measured.fits) == (
+        predicted.way,
+        predicted.chunk_size,
+        True,
+    )
+    found = [
+        {one.name: (one.layers, one.bytes) for one in some.saved} for some in (predicted, measured)
+    ]
     assert found[0] == found[1]
     assert predicted.saved
     assert all(parameter.grad is None for parameter in model.parameters())

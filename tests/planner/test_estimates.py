@@ -1,7 +1,8 @@
-"""Estimates against measured allocator peaks, against another estimator's figures, and against themselves.
+"""Estimates against measured allocator peaks, against another estimator's figures, and against
+themselves.
 
-covers: planner/compose.py, planner/count.py, planner/estimate.py, planner/measure.py, planner/profile.py,
-  planner/skeleton.py, planner/survey.py, planner/tree.py
+covers: planner/compose.py, planner/count.py, planner/estimate.py, planner/measure.py,
+  planner/profile.py, planner/skeleton.py, planner/survey.py, planner/tree.py
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from streambp.planner.estimate import UNPATCHED
 from streambp.planner.laws import Law, fit_bytes
 from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json, work
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, parameter_groups, streamed, survey
+from streambp.planner.survey import (
+    CHECKPOINTING,
+    STREAMED,
+    Counter,
+    parameter_groups,
+    streamed,
+    survey,
+)
 from tests import test_families, zoo
 from tests.families import build
 from tests.planner.laws import made_work
@@ -42,7 +50,8 @@ SMALL = Qwen3Config(
     vocab_size=1000,
 )  # fmt: skip
 DEEP = Qwen3Config(**{**SMALL.to_dict(), "num_hidden_layers": 7, "layer_types": None})
-# Allocator peaks of forward and backward on one H200, bf16, batch 1, gradients None at the start (DESIGN.md section 6).
+# Allocator peaks of forward and backward on one H200, bf16, batch 1, gradients None at the start
+# (DESIGN.md section 6).
 MEASURED = {
     ("checkpointing", 16384): 48.15,
     ("checkpointing, fused head", 16384): 33.44,
@@ -68,7 +77,8 @@ def test_peaks_on_an_h200_within_five_percent():
         found = peak(profile, profile.method(name), length, 0, Setting(optimizer=0)).total / GIB
         ratio = (found - WEIGHTS) / (measured - WEIGHTS)
         print(
-            f"{name}, T = {length:,}: {found:.2f} GiB, measured {measured}; beyond the weights {100 * (ratio - 1):+.2f} %"
+            f"{name}, T = {length:,}: {found:.2f} GiB, measured {measured}; beyond the weights "
+            f"{100 * (ratio - 1):+.2f} %"
         )
         assert abs(ratio - 1) <= 0.05
 
@@ -102,9 +112,13 @@ def quick(source, lora=None, bits=16):
 def made_up(**changes):
     """A profile with round numbers."""
     phases = (Phase("forward 0", Law(0, 10, 1)), Phase("backward 0", Law(1000, 8, 5), 400))
-    method = Method("streambp", (), "none", False, True, phases, phases[:1], Law(7, 2), made_work(3, 0.5))
+    method = Method(
+        "streambp", (), "none", False, True, phases, phases[:1], Law(7, 2), made_work(3, 0.5)
+    )
     groups = (Group("dense", 100, 200, 100, 200), Group("expert", 400, 800, 400, 800))
-    profile = Profile("made up", "bfloat16", 1, 1, groups, 50, (method,), Node("", "M", 1, 500, 0.0))
+    profile = Profile(
+        "made up", "bfloat16", 1, 1, groups, 50, (method,), Node("", "M", 1, 500, 0.0)
+    )
     return dataclasses.replace(profile, **changes)
 
 
@@ -121,7 +135,9 @@ def check_peak_by_hand():
     states = dataclasses.replace(method, first=phases, host=Law(7, 2, chunks=20))
     found = peak(profile, states, 105, 10, Setting())  # 11 chunks
     assert (found.total, found.host) == (1000 + 6000 + 1000 + 840 + 50 + 330, 7 + 210 + 220)
-    assert peak(profile, states, 5, 10, Setting()).total == 1000 + 6000 + 1000 + 40 + 25 + 30  # one chunk, of all tokens
+    assert (
+        peak(profile, states, 5, 10, Setting()).total == 1000 + 6000 + 1000 + 40 + 25 + 30
+    )  # one chunk, of all tokens
 
 
 def check_static_by_hand():
@@ -161,7 +177,11 @@ def test_sequence_parallelism_divides_the_tokens():
 
 @pytest.mark.full
 def test_json_gives_the_same_peaks():
-    profile = survey(Skeleton(SMALL, torch.bfloat16, None, 16, "cuda"), [streamed(("attn_out",), "cpu")], at=(512, 256))
+    profile = survey(
+        Skeleton(SMALL, torch.bfloat16, None, 16, "cuda"),
+        [streamed(("attn_out",), "cpu")],
+        at=(512, 256),
+    )
     again = from_json(json.loads(json.dumps(to_json(profile))))
     assert again == profile
     for setting in (Setting(), Setting(gpus=8, zero=3, accumulate=True)):
@@ -202,12 +222,15 @@ def test_lines_hold_at_other_lengths(recipe):
 
 @pytest.mark.full
 def test_flops_are_those_of_the_formula():
-    """A Linear does 2 x parameters FLOPs a token forward and twice that backward; without checkpointing nothing twice."""
+    """A Linear does 2 x parameters FLOPs a token forward and twice that backward; without
+    checkpointing nothing twice."""
     found = estimate(SMALL, 512)
     method = found.profile.method("plain")
     layers = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
     parts = work(method, 512, 0).values()
-    assert sum(part.products for part in parts) == pytest.approx(512 * 6 * (layers + 1000 * 128), rel=1e-3)
+    assert sum(part.products for part in parts) == pytest.approx(
+        512 * 6 * (layers + 1000 * 128), rel=1e-3
+    )
     pairs = 512**2 / 2
     assert sum(part.forward for part in parts) == pytest.approx(3 * 4 * 4 * 32 * pairs, rel=1e-3)
     assert sum(part.backward for part in parts) == pytest.approx(3 * 10 * 4 * 32 * pairs, rel=1e-3)
@@ -239,7 +262,9 @@ def test_a_model_is_left_as_it_was():
     quick(model)
     assert "_streambp" in model.__dict__
     assert len(model.model.layers) == 2
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
+    )
 
 
 @pytest.mark.full
@@ -247,7 +272,9 @@ def test_adapters_train_and_the_rest_is_frozen():
     pytest.importorskip("peft", reason="peft is not installed")
     full, lora = quick_small(), quick_small(8)
     (group,) = lora.groups
-    assert group.trainable == 3 * 8 * sum((128 + 128, 128 + 64, 128 + 64, 128 + 128, 2 * (128 + 384), 384 + 128))
+    assert group.trainable == 3 * 8 * sum(
+        (128 + 128, 128 + 64, 128 + 64, 128 + 128, 2 * (128 + 384), 384 + 128)
+    )
     at = [peak(profile, profile.methods[0], 512, 256, Setting()) for profile in (lora, full)]
     assert at[0].optimizer == 12 * group.trainable
     assert at[0].total < at[1].total
@@ -255,20 +282,27 @@ def test_adapters_train_and_the_rest_is_frozen():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("bits", "size"), [(4, 0.5 + 4 / 64), pytest.param(8, 1.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("bits", "size"), [(4, 0.5 + 4 / 64), pytest.param(8, 1.0, marks=pytest.mark.full)]
+)
 def test_a_quantised_base_is_small(bits, size):
     pytest.importorskip("peft", reason="peft is not installed")
     wide, narrow = quick_small(8), quick_small(8, bits)
     linears = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
     saved = wide.groups[0].bytes - narrow.groups[0].bytes
     assert saved == pytest.approx(linears * (2 - size), rel=1e-6)
-    assert {group.trainable for group in narrow.groups} == {group.trainable for group in wide.groups}
+    assert {group.trainable for group in narrow.groups} == {
+        group.trainable for group in wide.groups
+    }
 
 
 def test_tied_weights_count_once():
     tied = Qwen3Config(**{**SMALL.to_dict(), "tie_word_embeddings": True})
     untied = parameter_groups(Skeleton(SMALL, torch.bfloat16, None, 16, "cuda").model)[0].parameters
-    assert parameter_groups(Skeleton(tied, torch.bfloat16, None, 16, "cuda").model)[0].parameters == untied - 128000
+    assert (
+        parameter_groups(Skeleton(tied, torch.bfloat16, None, 16, "cuda").model)[0].parameters
+        == untied - 128000
+    )
 
 
 def test_the_tree_adds_up():
@@ -281,7 +315,9 @@ def test_the_tree_adds_up():
 
 def check_workspaces():
     """dQ in float32 and, for FlashAttention with grouped queries, dK and dV of every head."""
-    q, k, v = (torch.empty(1, heads, 64, 32, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    q, k, v = (
+        torch.empty(1, heads, 64, 32, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2)
+    )
     lse, empty = torch.empty(1, 4, 64, device="meta"), torch.empty(0, device="meta")
     peaks = {}
     for kernels in (None, "cudnn", "flash"):
@@ -315,7 +351,8 @@ def test_a_fourth_point_tells_chunks_from_their_size():
 
 @pytest.mark.full
 def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
-    """Unpatched methods are left out with the reason; a streamed step that cannot be counted raises."""
+    """Unpatched methods are left out with the reason; a streamed step that cannot be counted
+    raises."""
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
     with monkeypatch.context() as patched:
         patched.setattr(type(skeleton.causal_lm), "gradient_checkpointing_enable", lambda *_: 1 / 0)
@@ -323,7 +360,9 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
     assert found.left_out == ("checkpointing (ZeroDivisionError: division by zero)",)
     assert [method.name for method in found.methods] == ["streambp"]
     skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
-    monkeypatch.setattr(type(skeleton.causal_lm.model.layers[0].mlp), "forward", lambda self, x: x.nonzero())
+    monkeypatch.setattr(
+        type(skeleton.causal_lm.model.layers[0].mlp), "forward", lambda self, x: x.nonzero()
+    )
     with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
         survey(skeleton, [streamed()], at=(64, 32))
 
@@ -361,7 +400,9 @@ def test_what_cannot_be_estimated_is_named(arguments, words):
         estimate(*arguments)
 
 
-@pytest.mark.parametrize("wrong", [{"gpus": 0}, {"zero": 4}, {"gpus": 4, "expert_parallel": 3}, {"optimizer": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"gpus": 0}, {"zero": 4}, {"gpus": 4, "expert_parallel": 3}, {"optimizer": -1}]
+)
 def test_wrong_settings_are_named(wrong):
     with pytest.raises(streambp.StreamBPError, match=next(reversed(wrong))):
         Setting(**wrong)

@@ -1,7 +1,9 @@
-"""Lines from few chunks are those from many, and from a second step at each point: the memory that the planner says.
+"""Lines from few chunks are those from many, and from a second step at each point: the memory that
+the planner says.
 
-The MLPs are three times as wide as the model, as most are: where they are thin, attention makes the peak of chunks of 2,048
-tokens and not of larger ones, and lines from 4,096 and 8,192 are some percent below a count there.
+The MLPs are three times as wide as the model, as most are: where they are thin, attention makes the
+peak of chunks of 2,048 tokens and not of larger ones, and lines from 4,096 and 8,192 are some
+percent below a count there.
 
 covers: planner/compose.py, planner/count.py, planner/points.py, planner/survey.py
 """
@@ -22,7 +24,8 @@ SHAPE = {
     "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "num_hidden_layers": 4, "vocab_size": 500,
 }  # fmt: skip
-# Sixteen chunks where there is no count for any length: a quarter of the length beyond the kernels' block, and of a chunk.
+# Sixteen chunks where there is no count for any length: a quarter of the length beyond the kernels'
+# block, and of a chunk.
 LENGTH, CHUNK, SMALL_CHUNK = 32_768, 8192, 2048
 TILED_LENGTH, TILED_CHUNK = 8192, 2048
 
@@ -39,7 +42,8 @@ def configs():
 
 
 def many(config, recipe):
-    """Lines through counts in four, five and sixteen chunks, with a first and a second step at each point."""
+    """Lines through counts in four, five and sixteen chunks, with a first and a second step at each
+    point."""
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     length, chunk, small = (LENGTH, CHUNK, SMALL_CHUNK)
@@ -51,14 +55,18 @@ def many(config, recipe):
     steps = [counter.count(recipe, point) for point in points]
     regimes = []
     for number in range(2):
-        phases, hosts, _, _ = zip(*(unroll(step[number], counter.reduced) for step in steps), strict=True)
+        phases, hosts, _, _ = zip(
+            *(unroll(step[number], counter.reduced) for step in steps), strict=True
+        )
         regimes.append(fit(points, phases, counter.reduced))
     return regimes, fit_bytes(points, [[host] for host in hosts])[0]
 
 
 def check(name, recipes):
     config, numbers = configs()[name], 0
-    found = survey(Skeleton(config, torch.bfloat16, None, 16, "cuda"), recipes, tree=False, timed=False)
+    found = survey(
+        Skeleton(config, torch.bfloat16, None, 16, "cuda"), recipes, tree=False, timed=False
+    )
     for method, recipe in zip(found.methods, recipes, strict=True):
         (first, accumulating), host = many(config, recipe)
         for ours, theirs in ((method.first, first), (method.accumulating, accumulating)):
@@ -107,7 +115,9 @@ def test_a_step_is_counted_without_the_trials_that_the_first_one_makes(recipe):
     first, second = counter.count(recipe, (2048, 512))
     for one, two in zip(first, second, strict=True):
         if one.layer is not None:
-            assert (one.work.products, one.work.forward) == (two.work.products, two.work.forward), one
+            assert (one.work.products, one.work.forward) == (two.work.products, two.work.forward), (
+                one
+            )
 
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=lambda number: STREAMED[number].name)
@@ -115,19 +125,27 @@ def test_what_leaves_for_the_host_moves_as_much_more_at_any_length(number):
     recipes = STREAMED[number], STREAMED[number + 3]
     assert recipes[0].config.saves == recipes[1].config.saves
     kept, offloaded = survey(
-        Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda"), recipes, accumulating=False, tree=False
+        Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda"),
+        recipes,
+        accumulating=False,
+        tree=False,
     ).methods
     skeleton = Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda")
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     counter.fused(recipes[0])
     point = 2 * LENGTH, CHUNK
-    counted = [unroll(counter.count(recipe, point, accumulate=False)[0], counter.reduced)[2] for recipe in recipes]
+    counted = [
+        unroll(counter.count(recipe, point, accumulate=False)[0], counter.reduced)[2]
+        for recipe in recipes
+    ]
     seen = 0.0
     for one, two in zip(kept.work, offloaded.work, strict=True):
         less, more = (part.at(features(*point, k_block=part.k_block)) for part in (one, two))
         expected = counted[1][two.name].moved - counted[0][one.name].moved
         assert more.moved - less.moved == pytest.approx(expected, rel=1e-3, abs=1e3), one.name
         expected = counted[1][two.name].dispatches - counted[0][one.name].dispatches
-        assert more.dispatches - less.dispatches == pytest.approx(expected, rel=0.15, abs=1), one.name
+        assert more.dispatches - less.dispatches == pytest.approx(expected, rel=0.15, abs=1), (
+            one.name
+        )
         seen += counted[1][two.name].moved - counted[0][one.name].moved
     assert seen > 0

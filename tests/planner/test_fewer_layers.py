@@ -1,4 +1,5 @@
-"""A count of a model copies the layers that stand for others alone, and finds what a copy of all finds.
+"""A count of a model copies the layers that stand for others alone, and finds what a copy of all
+finds.
 
 covers: planner/skeleton.py, planner/survey.py
 """
@@ -30,7 +31,9 @@ def deep(family, lora=False):
     changes = {"num_hidden_layers": TIMES * depth}
     if getattr(config, "layer_types", None):
         changes["layer_types"] = list(config.layer_types) * TIMES
-    if getattr(config, "sliding_window", None):  # of a few tokens it makes thousands of blocks of the lengths counted
+    if getattr(
+        config, "sliding_window", None
+    ):  # of a few tokens it makes thousands of blocks of the lengths counted
         changes["sliding_window"] = 4096
     model = zoo.build(family, torch.bfloat16, device="cpu", **changes)
     if lora:
@@ -61,7 +64,8 @@ FAST = (("qwen3", False), ("qwen3", True), ("qwen3_moe", True))
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), thinned(itertools.product(FAMILIES, (False, True)), lambda *case: case in FAST)
+    ("family", "lora"),
+    thinned(itertools.product(FAMILIES, (False, True)), lambda *case: case in FAST),
 )
 def test_what_is_counted_is_the_same(family, lora):
     reduced = check(family, lora).reduce()
@@ -87,15 +91,25 @@ def test_the_others_are_not_copied():
 
 
 def test_a_layer_too_few_is_seen(monkeypatch):
-    monkeypatch.setattr(Reduced, "left_out", lambda self, model: iter(model.get_submodule(self.backbone).layers))
+    monkeypatch.setattr(
+        Reduced, "left_out", lambda self, model: iter(model.get_submodule(self.backbone).layers)
+    )
     with pytest.raises(UnsupportedModelError, match="no stack of transformers decoder layers"):
         check("qwen3", False)
 
 
 def test_one_layer_several_times():
-    model = zoo.build("qwen3", torch.bfloat16, device="cpu", num_hidden_layers=6, layer_types=["full_attention"] * 6)
+    model = zoo.build(
+        "qwen3",
+        torch.bfloat16,
+        device="cpu",
+        num_hidden_layers=6,
+        layer_types=["full_attention"] * 6,
+    )
     layer = model.model.layers[0]
     model.model.layers = torch.nn.ModuleList([layer] * 6)
-    whole, few = (Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=fewer) for fewer in (False, True))
+    whole, few = (
+        Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=fewer) for fewer in (False, True)
+    )
     assert whole.reduce() == few.reduce()
     assert {type(one) for one in few.model.model.layers} == {type(layer)}

@@ -1,5 +1,5 @@
-"""Kernels that a program put on its model before `patch`: a count launches none of them. Found on a GPU, where Triton takes
-null pointers: the process got nothing but illegal accesses from its device.
+"""Kernels that a program put on its model before `patch`: a count launches none of them. Found on a
+GPU, where Triton takes null pointers: the process got nothing but illegal accesses from its device.
 
 covers: planner/fused_layers.py, planner/kernels.py, planner/skeleton.py
 """
@@ -49,7 +49,9 @@ def test_parts_of_liger_leave_the_rest_as_it_is(monkeypatch):
 def test_an_unknown_kernel_is_named_and_not_launched():
     model = build("qwen3", torch.bfloat16)
     hub = written(
-        "hub_norms.layers", "def forward(self, x):\n    kernel[(1,)](x)\n    return x * self.weight\n", kernel=doubled
+        "hub_norms.layers",
+        "def forward(self, x):\n    kernel[(1,)](x)\n    return x * self.weight\n",
+        kernel=doubled,
     )
     bind(model.model.norm, hub.forward)
     with pytest.raises(StreamBPError, match=LAUNCHED):
@@ -58,7 +60,9 @@ def test_an_unknown_kernel_is_named_and_not_launched():
 
 def test_kernels_are_launched_on_tensors_with_data(monkeypatch):
     launched = []
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda kernel, *args, **_: launched.append(args))
+    monkeypatch.setattr(
+        triton.runtime.jit.JITFunction, "run", lambda kernel, *args, **_: launched.append(args)
+    )
     x = torch.randn(3)
     with no_launches():
         doubled[(1,)](x)

@@ -1,8 +1,10 @@
-"""Bytes a token of one layer's backward beyond its input, counted on meta between T = 128k and 256k on real shapes of
-layers with states, by their kernels' memory; plain checkpointing's beside them (`-s -m ""` prints all ten).
+"""Bytes a token of one layer's backward beyond its input, counted on meta between T = 128k and 256k
+on real shapes of layers with states, by their kernels' memory; plain checkpointing's beside them
+(`-s -m ""` prints all ten).
 
-A streamed layer holds its incoming gradient, its input's, and one start state a chunk. One that attends as well holds keys,
-values and their gradients in float32, and the rotary angles that it is called with.
+A streamed layer holds its incoming gradient, its input's, and one start state a chunk. One that
+attends as well holds keys, values and their gradients in float32, and the rotary angles that it is
+called with.
 
 covers: admission/stacks.py, layer/saved.py, planner/mixers.py, planner/step.py, recurrent/states.py
 """
@@ -36,7 +38,9 @@ CHUNK = 8192
 KB = 1024
 SHAPES = one_layer()
 FAST = ("Qwen3.5-9B", "Nemotron-H-8B")
-ATTENDS = {"Falcon-H1-7B": 2 * 2 * 128 * (2 + 4) + 2 * 128 * 2}  # K and V of two heads with gradients, cos and sin
+ATTENDS = {
+    "Falcon-H1-7B": 2 * 2 * 128 * (2 + 4) + 2 * 128 * 2
+}  # K and V of two heads with gradients, cos and sin
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +69,15 @@ def backward_peak(model, length, streams):
     with torch.device("meta"), standing_in(model, "kernels"), contextlib.ExitStack() as stack:
         if not streams:
             stack.enter_context(fused_attention(model))
-        x = torch.empty(1, length, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(
+            1, length, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True
+        )
         with StepCount(None) as count:
             loss = Source.apply(model(inputs_embeds=x, use_cache=False).last_hidden_state)
             made = given.pop().untyped_storage()
-            scaled = 0 if made._cdata == x.untyped_storage()._cdata else made.nbytes()  # by the embedding's multiplier
+            scaled = (
+                0 if made._cdata == x.untyped_storage()._cdata else made.nbytes()
+            )  # by the embedding's multiplier
             count.reset_peak()
             loss.backward()
     model.zero_grad(set_to_none=True)
@@ -97,15 +105,18 @@ def slope(name, streams):
 
 
 @pytest.mark.fast("Nemotron-H-8B")
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in SHAPES])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in SHAPES],
+)
 def test_a_layers_backward_grows_by_its_gradients_and_states(name):
     hidden = 2 * SHAPES[name].hidden_size
     found, states = slope(name, True)
     plain, _ = slope(name, False)
     bound = 1.05 * (2 * hidden + states) + ATTENDS.get(name, 0)
     print(
-        f"{name}: hidden {hidden / KB:.1f}, states {states / KB:.2f}, streamed {found / KB:.2f} of at most "
-        f"{bound / KB:.2f}, checkpointed {plain / KB:.1f} KB a token"
+        f"{name}: hidden {hidden / KB:.1f}, states {states / KB:.2f}, streamed {found / KB:.2f} of "
+        f"at most {bound / KB:.2f}, checkpointed {plain / KB:.1f} KB a token"
     )
     assert states > 0
     assert hidden < found <= bound
@@ -113,7 +124,8 @@ def test_a_layers_backward_grows_by_its_gradients_and_states(name):
 
 
 def check_views_are_seen(name="Bamba-9B"):
-    """End states that are views keep the chunk's whole convolution input: one convolution's width a token."""
+    """End states that are views keep the chunk's whole convolution input: one convolution's width a
+    token."""
     found, states = slope(name, True)
     hidden = 2 * SHAPES[name].hidden_size
     assert found <= 1.05 * (2 * hidden + states)

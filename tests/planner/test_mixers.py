@@ -1,7 +1,8 @@
-"""Kernels' stand-ins: what they keep and give back, by hand; how they are known; that nothing of them stays.
+"""Kernels' stand-ins: what they keep and give back, by hand; how they are known; that nothing of
+them stays.
 
-covers: planner/delta_rules.py, planner/mixers.py, planner/plan.py, planner/profile.py, planner/report.py,
-  planner/skeleton.py, planner/state_spaces.py, planner/survey.py
+covers: planner/delta_rules.py, planner/mixers.py, planner/plan.py, planner/profile.py,
+  planner/report.py, planner/skeleton.py, planner/state_spaces.py, planner/survey.py
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def empty(*shape, dtype=HALF):
 
 
 def ran(call, *inputs):
-    """Bytes alive after forward, and at most in backward beyond what its outputs' gradients take; gradients."""
+    """Bytes alive after forward, and at most in backward beyond what its outputs' gradients take;
+    gradients."""
     with LiveBytes() as count:
         outputs = [out for out in call(*inputs) if out is not None]
         kept = count.live
@@ -80,14 +82,27 @@ def check_kept():
     assert [x.shape for x in found] == [x.shape for x in (q, k, v, g, beta, start)]
     q, k, v, g, beta, start = delta_inputs(tokens, True)
     kept, _, _ = ran(rule, q, k, v, g, beta, start)
-    assert kept == tokens * 4 * 32 * 2 + state + normalised + tokens * 4 * 16 * 4 + 2 * tokens * 4 * 64 * 2
+    assert (
+        kept
+        == tokens * 4 * 32 * 2 + state + normalised + tokens * 4 * 16 * 4 + 2 * tokens * 4 * 64 * 2
+    )
 
     u, dt, z = empty(1, 32, tokens), empty(1, 32, tokens), empty(1, 32, tokens)
-    a, b, c, d = empty(32, 8, dtype=WIDE), empty(1, 8, tokens), empty(1, 8, tokens), empty(32, dtype=WIDE)
+    a, b, c, d = (
+        empty(32, 8, dtype=WIDE),
+        empty(1, 8, tokens),
+        empty(1, 8, tokens),
+        empty(32, dtype=WIDE),
+    )
     kept, _, _ = ran(selective_scan, u, dt, a, b, c, d, z, empty(32, dtype=WIDE))
     assert kept == 2 * 32 * tokens * 2 + 32 * 2 * 8 * 4  # out, gated, and states of one block
 
-    x, dt, b, c = empty(1, tokens, 4, 32), empty(1, tokens, 4), empty(1, tokens, 2, 16), empty(1, tokens, 2, 16)
+    x, dt, b, c = (
+        empty(1, tokens, 4, 32),
+        empty(1, tokens, 4),
+        empty(1, tokens, 2, 16),
+        empty(1, tokens, 2, 16),
+    )
     head = empty(4, dtype=WIDE)
     start = empty(1, 4, 32, 16, dtype=WIDE)
     kept, _, found = ran(lambda *i: mamba2_scan(*i, 64), x, dt, head, b, c, head, head, start)
@@ -96,16 +111,27 @@ def check_kept():
 
 
 def check_peaks():
-    """Of the gated delta rule's backward: w, u, h, v_new again, both state gradients, two of v, three of k and dw."""
+    """Of the gated delta rule's backward: w, u, h, v_new again, both state gradients, two of v,
+    three of k and dw."""
     tokens = 4096
     q, k, v, g, beta, start = delta_inputs(tokens, False)
     kept, peak, _ = ran(lambda *inputs: delta_rule(*inputs, True, True), q, k, v, g, beta, start)
     blocks = 2 * (tokens // 64) * 4 * 16 * 32 * 2  # h and dh
     values, keys, small = tokens * 4 * 32 * 2, tokens * 4 * 16 * 2, tokens * 4
-    at_most = blocks + values * (2 + 1 + 1) + keys * (1 + 1 + 1) + 3 * tokens * 2 * 16 * 2 + small * (4 + 4 + 2)
+    at_most = (
+        blocks
+        + values * (2 + 1 + 1)
+        + keys * (1 + 1 + 1)
+        + 3 * tokens * 2 * 16 * 2
+        + small * (4 + 4 + 2)
+    )
     assert peak - kept == pytest.approx(at_most, rel=0.01)
-    kept, peak, _ = ran(lambda *inputs: (causal_conv(*inputs),), empty(1, 64, 128), empty(64, 4), None)
-    assert peak - kept == 64 * 128 * 2 + 64 * 4 * 4 + 64 * 4 * 2  # dx, dW in float32 and then in its dtype
+    kept, peak, _ = ran(
+        lambda *inputs: (causal_conv(*inputs),), empty(1, 64, 128), empty(64, 4), None
+    )
+    assert (
+        peak - kept == 64 * 128 * 2 + 64 * 4 * 4 + 64 * 4 * 2
+    )  # dx, dW in float32 and then in its dtype
 
 
 def test_what_kernels_keep_by_hand():
@@ -118,12 +144,27 @@ def test_what_backward_takes_by_hand():
 
 def test_fused_forms_return_every_gradient():
     xz, proj = empty(2, 64, 256), empty(16, 32)
-    inputs = (xz, empty(32, 1, 4), empty(32), empty(20, 32), empty(32, 4), proj, None, empty(32, 8, dtype=WIDE))
+    inputs = (
+        xz,
+        empty(32, 1, 4),
+        empty(32),
+        empty(20, 32),
+        empty(32, 4),
+        proj,
+        None,
+        empty(32, 8, dtype=WIDE),
+    )
     inputs += (empty(32, dtype=WIDE), empty(32, dtype=WIDE))
     _, _, found = ran(lambda *i: (fused_mamba(*i, torch.ones(1)),), *inputs)
     assert [x.shape for x in found] == [x.shape for x in inputs if x is not None]
     heads = empty(4, dtype=WIDE)
-    inputs = (empty(2, 256, 2 * 128 + 2 * 2 * 16 + 4), empty(192, 4), empty(192), heads, heads.detach().requires_grad_())
+    inputs = (
+        empty(2, 256, 2 * 128 + 2 * 2 * 16 + 4),
+        empty(192, 4),
+        empty(192),
+        heads,
+        heads.detach().requires_grad_(),
+    )
     inputs += (empty(4), empty(128), empty(48, 128), empty(48))
     _, _, found = ran(lambda *i: (fused_mamba2(*i, 32, 2, 64),), *inputs)
     assert [x.shape for x in found] == [x.shape for x in inputs]
@@ -171,16 +212,26 @@ def test_a_model_with_data_runs_its_own_functions_meanwhile():
 @pytest.mark.full
 @needs_mixer_functions
 def test_what_is_assumed_is_said(monkeypatch):
-    profile = survey(Skeleton(SMALL, HALF, None, 16, "cuda"), [streamed()], at=(256, 128), accumulating=False, tree=False)
+    profile = survey(
+        Skeleton(SMALL, HALF, None, 16, "cuda"),
+        [streamed()],
+        at=(256, 128),
+        accumulating=False,
+        tree=False,
+    )
     assert profile.mixers == "kernels of causal_conv1d, fla"
     table = plan_table(plan_profile(profile, 256, Memory(2**30), Setting(optimizer=4)))
     assert "Recurrent and convolutional layers: assuming kernels of causal_conv1d, fla" in table
     monkeypatch.setattr(mixers, "is_installed", lambda package: package == "fla")
     model = Skeleton(SMALL, HALF, None, 16, "cuda", "installed").model
     assert (
-        assumed(model, "installed") == "kernels of fla and transformers' plain torch where causal_conv1d would have kernels"
+        assumed(model, "installed")
+        == "kernels of fla and transformers' plain torch where causal_conv1d would have kernels"
     )
-    assert assumed(model, "torch") == "transformers' plain torch where causal_conv1d, fla would have kernels"
+    assert (
+        assumed(model, "torch")
+        == "transformers' plain torch where causal_conv1d, fla would have kernels"
+    )
     assert Skeleton(SMALL, HALF, None, 16, "cpu").mixers == "torch"
     with pytest.raises(streambp.StreamBPError, match="mixers is 'fla'"):
         plan(SMALL, 256, gpu_memory=2**30, mixers="fla")
@@ -229,9 +280,12 @@ causal_conv1d_fn = None
 
 
 def test_functions_that_modules_hold_and_kernels_out_of_reach():
-    """As in transformers before 5.15, whose Qwen3-Next holds a rule, and convolves in its own code."""
+    """As in transformers before 5.15, whose Qwen3-Next holds a rule, and convolves in its own
+    code."""
     model = Older()
-    assert [(space is vars(model), name) for space, name, _ in mixers_of(model) if name == "rule"] == [(True, "rule")]
+    assert [
+        (space is vars(model), name) for space, name, _ in mixers_of(model) if name == "rule"
+    ] == [(True, "rule")]
     assert out_of_reach(model) == ["causal_conv1d"]
     assert assumed(model, "kernels") == (
         "kernels of fla and transformers' plain torch where causal_conv1d would have kernels"
@@ -245,10 +299,14 @@ def test_functions_that_modules_hold_and_kernels_out_of_reach():
 
 @needs_mixer_functions
 def test_a_step_is_a_few_hundred_operations_a_chunk_and_layer():
-    """Of Qwen3.5-9B's shape, three layers with states among six kept: what a plan's minute is made of."""
+    """Of Qwen3.5-9B's shape, three layers with states among six kept: what a plan's minute is made
+    of."""
     number, calls = operations(Qwen3_5TextConfig(), "kernels", (32768, 8192))
     probes = calls.count("fla") - 3 * 4 * 2  # layers, chunks, forward and recomputation
-    print(f"{number} operations, {len(calls)} calls of stand-ins; of the delta rule's {probes} in probes")
+    print(
+        f"{number} operations, {len(calls)} calls of stand-ins; of the delta rule's {probes} in "
+        "probes"
+    )
     assert calls.count("fla") == calls.count("causal_conv1d")
     assert probes == 3 * (2 + 2)  # of its unread products, and of whether it starts from its states
     assert number <= 6 * 4 * 700

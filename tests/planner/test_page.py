@@ -1,6 +1,7 @@
 """The page: Python's numbers in a real browser, and nothing outside of the file.
 
-covers: cli/runs.py, planner/page.py, planner/plan.py, planner/profile.py, planner/skeleton.py, planner/survey.py
+covers: cli/runs.py, planner/page.py, planner/plan.py, planner/profile.py, planner/skeleton.py,
+planner/survey.py
 """
 
 from __future__ import annotations
@@ -49,15 +50,27 @@ from tests.seeds import seed_of
 
 GIB = 2**30
 RATES = DEVICES[DEFAULT]
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+]
 FLAGS += ["--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--virtual-time-budget=3000"]  # what waits in the page is over before it is written down
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found to open the page with")
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium was found to open the page with"
+)
 
 
 class Elements(html.parser.HTMLParser):
-    """Start tags with their attributes, `data-key` -> `value` of <data>, and the text of elements by their id."""
+    """Start tags with their attributes, `data-key` -> `value` of <data>, and the text of elements
+    by their id."""
 
     def __init__(self, text):
         super().__init__()
@@ -89,7 +102,8 @@ def browse(path, folder, fragment=""):
 
 
 def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False):
-    """Lines that no model has: every branch of the arithmetic matters, equal names and equal peaks among them."""
+    """Lines that no model has: every branch of the arithmetic matters, equal names and equal peaks
+    among them."""
     draw = random.Random(seed)
 
     def phases(chunked, accumulating, split):
@@ -118,10 +132,13 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
         )
 
     def random_part(name, more):
-        """Every feature of every quantity, some of them taken away again, copies among the slowest."""
+        """Every feature of every quantity, some of them taken away again, copies among the
+        slowest."""
         sizes = (1e9, 3e10, -1e9, 1e8, 0.0, 1e4, 1e5, 1e6, 1e9, 1e5)
         shares = (1.0, 1.0, 2.5, 5e-3, 1e-9, 1e-4, 2e-4)
-        laws = tuple(Law(*(draw.uniform(0.5, 1) * size * share * more for size in sizes)) for share in shares)
+        laws = tuple(
+            Law(*(draw.uniform(0.5, 1) * size * share * more for size in sizes)) for share in shares
+        )
         return Part(name, laws, draw.choice([2048, 16_384]))
 
     def method(recipe):
@@ -129,26 +146,48 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
         saves, offload = (config.saves, config.offload) if config else ((), "none")
         host = (draw.uniform(0, GIB), draw.uniform(0, 3e5)) if offload == "cpu" else (0.0, 0.0)
         on_host = chunked and config.gpu_memory is not None
-        least = 1e10 if on_host and not experts else 3e10  # one of two profiles prefers keys on the host
-        work = tuple(random_part(name, least / 3e10) for name in ("embedding", "forward", "head", "backward"))
+        least = (
+            1e10 if on_host and not experts else 3e10
+        )  # one of two profiles prefers keys on the host
+        work = tuple(
+            random_part(name, least / 3e10) for name in ("embedding", "forward", "head", "backward")
+        )
         regimes = (phases(chunked, False, recipe.split), phases(chunked, True, recipe.split))
         on_host_too = draw.uniform(0, 5e7) if states and offload == "cpu" else 0.0
         heads = (Heads(48, 6, draw.randint(1000, 9000)), Heads(24, 12, draw.randint(1000, 9000)))
         links = [draw.uniform(0, 3e6) for _ in range(6)]
         split = Split(recipe.split, heads, *links) if recipe.split else None
-        return Method(recipe.name, saves, offload, on_host, chunked, *regimes, Law(*host, chunks=on_host_too), work, split)
+        return Method(
+            recipe.name,
+            saves,
+            offload,
+            on_host,
+            chunked,
+            *regimes,
+            Law(*host, chunks=on_host_too),
+            work,
+            split,
+        )
 
     recipes = [
         CHECKPOINTING,
         *(streamed(saves, to) for to in ("none", "cpu") for saves in ((), ("attn_out",))),
         STREAMED[-1],
-        *(streamed(saves, "cpu", by) for by in (ULYSSES, CONTEXT_PARALLEL) for saves in ((), ("attn_out", "kv"))),
+        *(
+            streamed(saves, "cpu", by)
+            for by in (ULYSSES, CONTEXT_PARALLEL)
+            for saves in ((), ("attn_out", "kv"))
+        ),
     ]
     groups = [Group("dense", 2_031_739_904, 4_063_479_809, 2_031_739_904, 4_063_479_808)]
     sizes = tuple(draw.randint(1, 4) * 10**9 for _ in range(8)) if frozen else ()
     trained = tuple(draw.randint(1, 4) * 10**8 for _ in range(8)) if states else ()
     groups += [Group("dense", 2 * sum(sizes), sum(sizes), 0, 0)] if frozen else []
-    groups += [Group("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)] if experts else []
+    groups += (
+        [Group("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)]
+        if experts
+        else []
+    )
     tree = Node("", "</script><b>Model", 1, 9_142_851_015, 8.5)
     return Profile(
         "Model", "bfloat16", 8, batch_size, tuple(groups), 1_234_567_891, tuple(method(r) for r in recipes), tree,
@@ -160,8 +199,15 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
 def config(tmp_path_factory):
     """The shape of an 8B model, its config.json alone."""
     folder = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
-    Qwen3Config(vocab_size=151936, num_key_value_heads=8, head_dim=128, **shape).save_pretrained(folder)
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    }
+    Qwen3Config(vocab_size=151936, num_key_value_heads=8, head_dim=128, **shape).save_pretrained(
+        folder
+    )
     return folder / "config.json"
 
 
@@ -169,7 +215,9 @@ def config(tmp_path_factory):
 def counted(config):
     """A few of an 8B model's methods, counted."""
     skeleton = Skeleton(str(config), torch.bfloat16, None, 16, "cuda")
-    return survey(skeleton, (CHECKPOINTING, streamed(("attn_out",), "cpu")), accumulating=False, tree=False)
+    return survey(
+        skeleton, (CHECKPOINTING, streamed(("attn_out",), "cpu")), accumulating=False, tree=False
+    )
 
 
 SETTINGS = [
@@ -252,12 +300,15 @@ def expected(profiles, memories, plans):
                     found = plan_profile(profile, length, memory, setting)
                     plan = dataclasses.asdict(found)
                     following = [dataclasses.asdict(one) for one in found.next_fastest]
-                    results["plans"].append({name: plan[name] for name in COMPARED} | {"next_fastest": following})
+                    results["plans"].append(
+                        {name: plan[name] for name in COMPARED} | {"next_fastest": following}
+                    )
     return numbers(json.dumps(results))
 
 
 def numbers(text):
-    """JavaScript prints whole numbers without a point, and large ones with fewer digits than an int has."""
+    """JavaScript prints whole numbers without a point, and large ones with fewer digits than an int
+    has."""
     return json.loads(text, parse_int=float)
 
 
@@ -276,11 +327,15 @@ def compare(folder):
     file = folder / "grid.html"
     probe = f"{data}<script>{COMPUTED}</script>{PROBE}"
     file.write_text(text.replace("</body>", probe + "</body>"), "utf-8")
-    same(numbers(Elements(browse(file, folder)).texts["results"]), expected(profiles, memories, plans))
+    same(
+        numbers(Elements(browse(file, folder)).texts["results"]),
+        expected(profiles, memories, plans),
+    )
 
 
 def three_profiles(seed):
-    """With experts; of three rows, whose states are kept a chunk; and with frozen weights that may live on the host."""
+    """With experts; of three rows, whose states are kept a chunk; and with frozen weights that may
+    live on the host."""
     return [
         random_profile(seed), random_profile(seed + 1, batch_size=3, experts=False, states=True),
         random_profile(seed + 2, experts=False, frozen=True),
@@ -303,7 +358,10 @@ def same(found, wanted):
     assert {plan["choice"] is None for plan in found["plans"]} == {True, False}
     moved = [plan["choice"]["on_host"] for plan in found["plans"] if plan["choice"] is not None]
     assert {on_host is None for on_host in moved} == {True, False}
-    assert {on_host["layers"] < on_host["of"] for on_host in moved if on_host is not None} == {True, False}
+    assert {on_host["layers"] < on_host["of"] for on_host in moved if on_host is not None} == {
+        True,
+        False,
+    }
 
 
 NODE = shutil.which("node")
@@ -322,10 +380,14 @@ def compare_in_node():
     settings = {"settings": SETTINGS, "memories": memories}
     given = {name: [dataclasses.asdict(one) for one in values] for name, values in settings.items()}
     given |= {"lengths": LENGTHS, "plans": plans}
-    planner = [streambp.planner.page.part(file) for file in streambp.planner.page.PLACES["/*PLAN*/"]]
+    planner = [
+        streambp.planner.page.part(file) for file in streambp.planner.page.PLACES["/*PLAN*/"]
+    ]
     script = [*planner, f"const data = {block};", COMPUTED]
     script += [f"console.log(JSON.stringify(computed({json.dumps(given)})));"]
-    found = subprocess.run([NODE], input="\n".join(script), capture_output=True, text=True, timeout=HANG, check=True)
+    found = subprocess.run(
+        [NODE], input="\n".join(script), capture_output=True, text=True, timeout=HANG, check=True
+    )
     same(numbers(found.stdout), expected(profiles, memories, plans))
 
 
@@ -337,18 +399,25 @@ def test_every_number_is_pythons_in_node():
 
 @pytest.mark.full
 @needs_node
-@pytest.mark.parametrize("name", ["no half of a chunk's blocks", "the slowest rate for all", "the first that fits"])
+@pytest.mark.parametrize(
+    "name", ["no half of a chunk's blocks", "the slowest rate for all", "the first that fits"]
+)
 def test_changed_seconds_are_seen_in_node(name, monkeypatch):
     real, (right, wrong) = streambp.planner.page.part, SECONDS_MUTANTS[name]
     assert right in real("plan.js") + real("host_weights.js")
-    monkeypatch.setattr(streambp.planner.page, "part", lambda file: real(file).replace(right, wrong))
+    monkeypatch.setattr(
+        streambp.planner.page, "part", lambda file: real(file).replace(right, wrong)
+    )
     with pytest.raises(AssertionError):
         compare_in_node()
 
 
 SECONDS_MUTANTS = {
     "no half of a chunk's blocks": ("Math.ceil(start / k_block)", "Math.floor(start / k_block)"),
-    "the slowest rate for all": ("part.backward / ranks / rates.backward", "part.backward / ranks / rates.forward"),
+    "the slowest rate for all": (
+        "part.backward / ranks / rates.backward",
+        "part.backward / ranks / rates.forward",
+    ),
     "the first that fits": ("one.seconds.total / fastest", "1"),
 }
 
@@ -386,12 +455,18 @@ MUTANTS = {
 @pytest.mark.full
 @needs_browser
 @pytest.mark.parametrize(
-    "name", [name if name == "another order of a sum" else pytest.param(name, marks=pytest.mark.full) for name in MUTANTS]
+    "name",
+    [
+        name if name == "another order of a sum" else pytest.param(name, marks=pytest.mark.full)
+        for name in MUTANTS
+    ],
 )
 def test_changed_arithmetic_is_seen(name, tmp_path, monkeypatch):
     real, (right, wrong) = streambp.planner.page.part, MUTANTS[name]
     assert right in real("plan.js") + real("host_weights.js")
-    monkeypatch.setattr(streambp.planner.page, "part", lambda file: real(file).replace(right, wrong))
+    monkeypatch.setattr(
+        streambp.planner.page, "part", lambda file: real(file).replace(right, wrong)
+    )
     with pytest.raises(AssertionError):
         compare(tmp_path)
 
@@ -406,12 +481,17 @@ CONTROLS = [
 
 
 @needs_browser
-@pytest.mark.parametrize("case", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, len(CONTROLS)))])
+@pytest.mark.parametrize(
+    "case", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, len(CONTROLS)))]
+)
 def test_the_controls_reach_what_the_page_shows(case, counted, tmp_path):
     """The address sets the controls; an 8B model's figures as they stand in the document."""
     controls, memory, setting = CONTROLS[case]
     file = tmp_path / "page.html"
-    file.write_text(page(plan_profile(counted, 65_536, Memory(80 * GIB, 320 * GIB), Setting()), "an 8B model"), "utf-8")
+    file.write_text(
+        page(plan_profile(counted, 65_536, Memory(80 * GIB, 320 * GIB), Setting()), "an 8B model"),
+        "utf-8",
+    )
     found = Elements(browse(file, tmp_path, urllib.parse.urlencode(controls)))
     length = {"1M": 2**20}.get(controls["T"]) or int(controls["T"])
     plan = plan_profile(counted, length, memory, setting)
@@ -420,34 +500,60 @@ def test_the_controls_reach_what_the_page_shows(case, counted, tmp_path):
         method = counted.method(row.method)
         time = next(one for one in plan.times if one.method == row.method)
         at = peak(counted, method, length, time.chunk_size, setting)
-        figures = {"longest": row.seq_len, "peak": time.peak, "host": at.host, "seconds": time.seconds}
+        figures = {
+            "longest": row.seq_len,
+            "peak": time.peak,
+            "host": at.host,
+            "seconds": time.seconds,
+        }
         figures |= {"tokens_per_second": time.tokens_per_second}
         assert {name: float(found.figures[f"{name} {row.method}"]) for name in figures} == figures
     fits = plan.choice is not None
     title = found.texts["verdict-title"]
-    assert title.startswith(f"{length:,} tokens fit: ") if fits else title == f"{length:,} tokens do not fit"
+    assert (
+        title.startswith(f"{length:,} tokens fit: ")
+        if fits
+        else title == f"{length:,} tokens do not fit"
+    )
     at = plan.choice.peak if fits else peak(counted, counted.methods[-1], length, 1024, setting)
-    shown = {name: float(found.figures[name]) for name in ("peak", "host", "weights", "gradients", "activations")}
+    shown = {
+        name: float(found.figures[name])
+        for name in ("peak", "host", "weights", "gradients", "activations")
+    }
     values = dataclasses.asdict(at)
     assert shown == {"peak": at.total, **{name: values[name] for name in shown if name != "peak"}}
     assert {name: float(found.figures[f"phase {name}"]) for name in at.phases} == dict(at.phases)
     assert {lever.change: str(lever.seq_len) for lever in plan.levers} == {
-        key.removeprefix("lever "): value for key, value in found.figures.items() if key.startswith("lever ")
+        key.removeprefix("lever "): value
+        for key, value in found.figures.items()
+        if key.startswith("lever ")
     }
     code = found.texts.get("code", "")
     assert ("StreamConfig(chunk_size=" in code) == fits
     if fits:  # in Python, as a person would paste it
-        told, choice = eval(code.partition("(model, ")[2].removesuffix(")"), {"streambp": streambp}), plan.choice
-        assert (told.chunk_size, told.saves, told.offload) == (choice.chunk_size, choice.saves, choice.offload)
+        told, choice = (
+            eval(code.partition("(model, ")[2].removesuffix(")"), {"streambp": streambp}),
+            plan.choice,
+        )
+        assert (told.chunk_size, told.saves, told.offload) == (
+            choice.chunk_size,
+            choice.saves,
+            choice.offload,
+        )
 
 
 @needs_browser
 @pytest.mark.full
 def test_ranks_and_fused_layers_are_controls(tmp_path):
-    """Both splits of a sequence, heads that ranks cannot share, and the switch to layers that are not fused."""
+    """Both splits of a sequence, heads that ranks cannot share, and the switch to layers that are
+    not fused."""
     profile, unfused = random_profile(1), random_profile(2)
     memory, file = Memory(400 * GIB), tmp_path / "page.html"
-    text = page(plan_profile(profile, 98_304, memory, Setting()), "name", unfused={"every parameter": unfused})
+    text = page(
+        plan_profile(profile, 98_304, memory, Setting()),
+        "name",
+        unfused={"every parameter": unfused},
+    )
     file.write_text(text, "utf-8")
     for fields, fused in (({"ulysses": 6}, 1), ({"context_parallel": 16}, 0), ({}, 0)):
         setting = Setting(gpus=48, zero=3, **fields)
@@ -463,17 +569,24 @@ def test_ranks_and_fused_layers_are_controls(tmp_path):
             key: value for key, value in found.figures.items() if key.startswith("longest ")
         }
     for fields, words in (
-        ({"ulysses": 5, "gpus": 5}, "48 attention heads cannot be split over 5 ranks. Choose an sp_size"),
+        (
+            {"ulysses": 5, "gpus": 5},
+            "48 attention heads cannot be split over 5 ranks. Choose an sp_size",
+        ),
         ({"ulysses": 2, "gpus": 3}, "a multiple of the 2 ranks"),
         ({"ulysses": 2, "context_parallel": 2, "gpus": 4}, "one of them at a time"),
     ):
-        assert words in Elements(browse(file, tmp_path, urllib.parse.urlencode(fields))).texts["problem"]
+        assert (
+            words
+            in Elements(browse(file, tmp_path, urllib.parse.urlencode(fields))).texts["problem"]
+        )
 
 
 @needs_browser
 @pytest.mark.full
 def test_weights_on_the_host_are_a_control(tmp_path):
-    """Where a step does not fit otherwise; the verdict says how many layers, and the code has the field."""
+    """Where a step does not fit otherwise; the verdict says how many layers, and the code has the
+    field."""
     profile, file = random_profile(2, experts=False, frozen=True), tmp_path / "page.html"
     memory = memories_of(profile)[-1]
     file.write_text(page(plan_profile(profile, LENGTH, memory, Setting()), "name"), "utf-8")
@@ -482,7 +595,11 @@ def test_weights_on_the_host_are_a_control(tmp_path):
         choice = plan_profile(profile, LENGTH, memory, Setting(weights=weights)).choice
         assert (choice is None) == (weights == "device")
         if choice is not None:
-            figures = {"peak": choice.peak.total, "host": choice.peak.host, "seconds": choice.seconds.total}
+            figures = {
+                "peak": choice.peak.total,
+                "host": choice.peak.host,
+                "seconds": choice.seconds.total,
+            }
             assert {name: float(found.figures[name]) for name in figures} == figures
             told = f"weights of {choice.on_host.layers} of {choice.on_host.of} layers on the host"
             assert told in found.texts["verdict-detail"]
@@ -540,12 +657,19 @@ const note = () => steps.push({
 @pytest.mark.full
 @needs_browser
 def test_controls_work_together(counted, tmp_path):
-    """Slider, Longest, a lever's Apply, text with a unit, nonsense, Reset, a choice of offload, and the chart's tooltip."""
+    """Slider, Longest, a lever's Apply, text with a unit, nonsense, Reset, a choice of offload, and
+    the chart's tooltip."""
     memory = Memory(80 * GIB, 320 * GIB)
     begin = plan_profile(counted, 65_536, memory, Setting(optimizer_on_host=True))
     file = tmp_path / "use.html"
-    profile = dataclasses.replace(counted, methods=(*counted.methods, no_offload(counted.methods[-1])))
-    file.write_text(page(plan_profile(profile, 65_536, memory, begin.setting), "8B").replace("</body>", USE + "</body>"))
+    profile = dataclasses.replace(
+        counted, methods=(*counted.methods, no_offload(counted.methods[-1]))
+    )
+    file.write_text(
+        page(plan_profile(profile, 65_536, memory, begin.setting), "8B").replace(
+            "</body>", USE + "</body>"
+        )
+    )
     found = json.loads(Elements(browse(file, tmp_path)).texts["results"])
     start, slid, farthest, levered, typed, nonsense, reset, strange, chosen = found["steps"]
     assert start["title"].startswith("65,536 tokens fit: ")
@@ -570,25 +694,40 @@ def test_controls_work_together(counted, tmp_path):
 def no_offload(method):
     """As if its layer inputs stayed on the device."""
     laws = [phase.law._replace(tokens=phase.law.tokens + 3e5) for phase in method.first]
-    first = tuple(dataclasses.replace(phase, law=law) for phase, law in zip(method.first, laws, strict=True))
+    first = tuple(
+        dataclasses.replace(phase, law=law) for phase, law in zip(method.first, laws, strict=True)
+    )
     host = method.host._replace(tokens=0.0)
     return dataclasses.replace(method, name="streambp", offload="none", first=first, host=host)
 
 
 def test_the_page_stands_alone():
-    """No address, no import, no request; and the policy that a browser enforces allows inline code and nothing else."""
+    """No address, no import, no request; and the policy that a browser enforces allows inline code
+    and nothing else."""
     profile = random_profile(0)
     text = page(plan_profile(profile, 4096, MEMORIES[0], Setting()), "name")
-    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bimport\b|\bfetch\b|XMLHttpRequest|WebSocket|\beval\b", text)
+    assert not re.search(
+        r"https?:|//[a-z]+\.|@import|url\(|\bimport\b|\bfetch\b|XMLHttpRequest|WebSocket|\beval\b",
+        text,
+    )
     tags = Elements(text).tags
-    assert not [(tag, found) for tag, found in tags if {"src", "href", "srcset", "action", "data"} & set(found)]
+    assert not [
+        (tag, found)
+        for tag, found in tags
+        if {"src", "href", "srcset", "action", "data"} & set(found)
+    ]
     assert {tag for tag, _ in tags}.isdisjoint({"link", "iframe", "object", "embed", "img", "base"})
-    policies = [found["content"] for tag, found in tags if found.get("http-equiv") == "Content-Security-Policy"]
+    policies = [
+        found["content"]
+        for tag, found in tags
+        if found.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policies == ["default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"]
 
 
 def test_the_page_is_valid_and_small():
-    """Elements close in order, ids are unique, labels and descriptions name elements that exist, names cannot break out."""
+    """Elements close in order, ids are unique, labels and descriptions name elements that exist,
+    names cannot break out."""
     profile = random_profile(1)
     whole = tuple(method for method in profile.methods if method.split is None)
     profile = dataclasses.replace(profile, methods=whole, left_out=("plain: no", "and why"))
@@ -624,7 +763,18 @@ def test_the_page_is_valid_and_small():
 def test_the_command_writes_it(config, tmp_path):
     """With --lora both ways of training are there."""
     file = tmp_path / "plan.html"
-    command = ["plan", str(config), "--gpu-memory", "80GiB", "--seq-len", "64k", "--lora", "16", "--html", str(file)]
+    command = [
+        "plan",
+        str(config),
+        "--gpu-memory",
+        "80GiB",
+        "--seq-len",
+        "64k",
+        "--lora",
+        "16",
+        "--html",
+        str(file),
+    ]
     assert main(command) == 0
     block = re.search(r'(?s)id="data">(.*?)</script>', file.read_text("utf-8"))[1]
     data = json.loads(block)
@@ -634,7 +784,9 @@ def test_the_command_writes_it(config, tmp_path):
         "full training",
         "LoRA of rank 16 on 4-bit weights",
     ]
-    trained = [sum(group["trainable"] for group in one["profile"]["groups"]) for one in data["profiles"]]
+    trained = [
+        sum(group["trainable"] for group in one["profile"]["groups"]) for one in data["profiles"]
+    ]
     assert trained[0] < trained[1] / 100
     assert os.path.getsize(file) < 2**18  # bytes: it is sent by mail
 

@@ -1,4 +1,5 @@
-"""The page as a person uses it: pointer, keyboard, a narrow window; Python's numbers, and nothing on the console.
+"""The page as a person uses it: pointer, keyboard, a narrow window; Python's numbers, and nothing
+on the console.
 
 covers: planner/page.py, planner/plan.py
 """
@@ -68,15 +69,22 @@ def written_to(folder, plan):
 
 
 def all_options(plan):
-    return list(options(plan.profile, available(plan.profile, SETTING), LENGTH, MEMORY, SETTING, RATES))
+    return list(
+        options(plan.profile, available(plan.profile, SETTING), LENGTH, MEMORY, SETTING, RATES)
+    )
 
 
 def check_what_it_shows(shown, plan):
-    """The frontier's dots, the three charts, the next two, and a window without anything beside it."""
+    """The frontier's dots, the three charts, the next two, and a window without anything beside
+    it."""
     every = [one for one in all_options(plan) if one.peak.total <= 1.5 * MEMORY.usable]
-    dots = {(dot["method"], dot["chunk"]): (dot["bytes"], dot["seconds"], dot["inside"]) for dot in shown.run(DOTS)}
+    dots = {
+        (dot["method"], dot["chunk"]): (dot["bytes"], dot["seconds"], dot["inside"])
+        for dot in shown.run(DOTS)
+    }
     assert dots == {
-        (one.method, one.chunk_size): (one.peak.total, one.seconds.total, fits(one.peak, MEMORY)) for one in every
+        (one.method, one.chunk_size): (one.peak.total, one.seconds.total, fits(one.peak, MEMORY))
+        for one in every
     }
     best = {(dot["method"], dot["chunk"]) for dot in shown.run(DOTS) if dot["best"]}
     assert best == {
@@ -90,7 +98,9 @@ def check_what_it_shows(shown, plan):
     }
     figures = shown.run(FIGURES)
     assert figures["seconds"] == plan.choice.seconds.total
-    assert [figures[f"next {place}"] for place in (0, 1)] == [one.seconds for one in plan.next_fastest]
+    assert [figures[f"next {place}"] for place in (0, 1)] == [
+        one.seconds for one in plan.next_fastest
+    ]
     for one in plan.times:
         assert figures[f"seconds {one.method}"] == one.seconds
         assert figures[f"tokens_per_second {one.method}"] == one.tokens_per_second
@@ -113,13 +123,17 @@ def test_every_width_shows_pythons_numbers_and_all_charts(width, address, plan):
 
 
 def check_keyboard(address, plan):
-    """Tab reaches every control and the frontier once; there arrows go from dot to dot and Enter chooses."""
+    """Tab reaches every control and the frontier once; there arrows go from dot to dot and Enter
+    chooses."""
     with opened(address, 400) as shown:
         reached = []
         for _ in range(60):
             shown.press("Tab")
             reached.append(
-                shown.run("const at = document.activeElement; return at.id || at.getAttribute('class') || at.name;")
+                shown.run(
+                    "const at = document.activeElement; return at.id || at.getAttribute('class') "
+                    "|| at.name;"
+                )
             )
             if "setting" in reached[-1]:
                 break
@@ -131,10 +145,14 @@ def check_keyboard(address, plan):
         shown.press("Right", "Right", "Left")
         assert shown.run(place) == 1
         number = next(
-            number for number, dot in enumerate(shown.run(SORTED)) if number > 1 and dot["inside"] and dot["chunk"] < 8192
+            number
+            for number, dot in enumerate(shown.run(SORTED))
+            if number > 1 and dot["inside"] and dot["chunk"] < 8192
         )
         shown.press(*["Right"] * (number - 1))
-        assert shown.run("return document.getElementById('tip').hidden;") is False  # it says what the dot is
+        assert (
+            shown.run("return document.getElementById('tip').hidden;") is False
+        )  # it says what the dot is
         chosen = shown.run(SORTED)[number]
         shown.press("Enter")
         check_chosen(shown, chosen, plan)
@@ -142,12 +160,18 @@ def check_keyboard(address, plan):
         assert shown.console() == []
 
 
-SORTED = DOTS.replace('.setting")].map', '.setting")].sort((a, b) => a.dataset.place - b.dataset.place).map')
+SORTED = DOTS.replace(
+    '.setting")].map', '.setting")].sort((a, b) => a.dataset.place - b.dataset.place).map'
+)
 
 
 def check_chosen(shown, dot, plan):
     """The page now is about that setting, as Python has it."""
-    one = next(one for one in all_options(plan) if (one.method, one.chunk_size) == (dot["method"], dot["chunk"]))
+    one = next(
+        one
+        for one in all_options(plan)
+        if (one.method, one.chunk_size) == (dot["method"], dot["chunk"])
+    )
     code = shown.run("return document.getElementById('code').textContent;")
     assert f"chunk_size={one.chunk_size}" in code
     assert ("saves=()" in code) == (not one.saves)
@@ -155,7 +179,11 @@ def check_chosen(shown, dot, plan):
     assert ("offload=" in code) == (one.offload != "none")
     assert (f"gpu_memory={quoted(written(one.gpu_memory))}" if one.gpu_memory else ")") in code
     figures = shown.run(FIGURES)
-    assert (figures["seconds"], figures["peak"], figures["host"]) == (one.seconds.total, one.peak.total, one.peak.host)
+    assert (figures["seconds"], figures["peak"], figures["host"]) == (
+        one.seconds.total,
+        one.peak.total,
+        one.peak.host,
+    )
     title = shown.run("return document.getElementById('verdict-title').textContent;")
     assert title.startswith(f"{LENGTH:,} tokens fit: ")
 
@@ -168,7 +196,11 @@ def test_the_keyboard_is_enough(address, plan):
 def check_pointer(address, plan):
     """A click on a dot chooses it, on a chart sets T, on the next in speed applies it."""
     with opened(address) as shown:
-        wanted = next(one for one in all_options(plan) if one.saves and fits(one.peak, MEMORY) and one.chunk_size == 2048)
+        wanted = next(
+            one
+            for one in all_options(plan)
+            if one.saves and fits(one.peak, MEMORY) and one.chunk_size == 2048
+        )
         shown.run(TO_FRONT, wanted.method, wanted.chunk_size)
         shown.click("#wanted circle")
         check_chosen(shown, {"method": wanted.method, "chunk": 2048}, plan)
@@ -184,7 +216,12 @@ def check_pointer(address, plan):
         assert (
             shown.run(FIGURES)["seconds"]
             == choose(
-                plan.profile, [plan.profile.method(following.method)], int(after.replace(",", "")), MEMORY, SETTING, RATES
+                plan.profile,
+                [plan.profile.method(following.method)],
+                int(after.replace(",", "")),
+                MEMORY,
+                SETTING,
+                RATES,
             ).seconds.total
         )
         assert shown.console() == []
@@ -223,17 +260,35 @@ def test_every_door_and_the_device_of_a_memory(address, plan):
         assert shown.run(DOOR, "Python") == f"streambp.patch(model, {python(plan.choice)})"
         for door, text in doors(plan.choice, plan.setting).items():
             assert shown.run(DOOR, door) == text
-        for memory, device in ((24, "RTX4090"), (80, "H100"), (79.5, "H100"), (60, "H100"), (141, "H200")):
+        for memory, device in (
+            (24, "RTX4090"),
+            (80, "H100"),
+            (79.5, "H100"),
+            (60, "H100"),
+            (141, "H200"),
+        ):
             assert shown.run(TYPED, memory) == device
         assert shown.console() == []
 
 
 MUTANTS = {
     "Enter does nothing": ('event.key === "Enter"', "false", check_keyboard),
-    "a click does nothing": ("if (method.chunked) return apply_setting(method.name, chunk_size);", "", check_pointer),
+    "a click does nothing": (
+        "if (method.chunked) return apply_setting(method.name, chunk_size);",
+        "",
+        check_pointer,
+    ),
     "every dot is best": ("one.seconds.total < fastest", "true", check_width),
-    "an error on the console": ("function draw_charts() {", "function draw_charts() { console.error('x');", check_width),
-    "a wide element": ("#frontier-svg { cursor: default; }", "#frontier { width: 700px; }", check_width),
+    "an error on the console": (
+        "function draw_charts() {",
+        "function draw_charts() { console.error('x');",
+        check_width,
+    ),
+    "a wide element": (
+        "#frontier-svg { cursor: default; }",
+        "#frontier { width: 700px; }",
+        check_width,
+    ),
     "the slowest next": ("one.seconds - other.seconds", "other.seconds - one.seconds", check_width),
 }
 
@@ -242,8 +297,12 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_worse_page_is_seen(name, plan, tmp_path, monkeypatch):
     real, (right, wrong, check) = streambp.planner.page.part, MUTANTS[name]
-    monkeypatch.setattr(streambp.planner.page, "part", lambda file: real(file).replace(right, wrong))
+    monkeypatch.setattr(
+        streambp.planner.page, "part", lambda file: real(file).replace(right, wrong)
+    )
     address = written_to(tmp_path, plan)
-    assert any(right in real(file) for files in streambp.planner.page.PLACES.values() for file in files)
+    assert any(
+        right in real(file) for files in streambp.planner.page.PLACES.values() for file in files
+    )
     with pytest.raises((AssertionError, StopIteration, KeyError)):
         check(address, plan)

@@ -1,7 +1,8 @@
-"""Plans fit, their limits are limits, and what they recommend works: chunk sizes, levers, errors, the command line.
+"""Plans fit, their limits are limits, and what they recommend works: chunk sizes, levers, errors,
+the command line.
 
-covers: layer/oom.py, planner/__init__.py, planner/auto.py, planner/plan.py, planner/profile.py, planner/report.py,
-  planner/survey.py, planner/doors.py
+covers: layer/oom.py, planner/__init__.py, planner/auto.py, planner/plan.py, planner/profile.py,
+  planner/report.py, planner/survey.py, planner/doors.py
 """
 
 from __future__ import annotations
@@ -40,16 +41,38 @@ from tests.planner.test_estimates import SMALL, made_up
 from tests.planner.test_page import random_profile
 
 GIB = 2**30
-planning = sys.modules["streambp.planner.plan"]  # the package's attribute of that name is the function
+planning = sys.modules[
+    "streambp.planner.plan"
+]  # the package's attribute of that name is the function
 
 
 def two_methods():
     """Streaming on the device and from the host: 20 and 5 bytes a token there, 30 on the host."""
     born, work = Phase("backward 0", Law(1000, 0, 5), 1000), made_work(3, 0.5)
-    kept = Method("streambp", (), "none", False, True, (Phase("forward 0", Law(0, 20, 1)), born), (), Law(), work)
+    kept = Method(
+        "streambp",
+        (),
+        "none",
+        False,
+        True,
+        (Phase("forward 0", Law(0, 20, 1)), born),
+        (),
+        Law(),
+        work,
+    )
     host, forward = Law(0, 30), Phase("forward 0", Law(0, 5, 1))
     moved = Method("streambp offload", (), "cpu", False, True, (forward, born), (), host, work)
-    plain = Method("plain", (), "none", False, False, (Phase("head", Law(0, 100)),), (), Law(), made_work(2, 0.5))
+    plain = Method(
+        "plain",
+        (),
+        "none",
+        False,
+        False,
+        (Phase("head", Law(0, 100)),),
+        (),
+        Law(),
+        made_work(2, 0.5),
+    )
     return made_up(methods=(plain, kept, moved))
 
 
@@ -61,14 +84,24 @@ def check_longest():
         assert fits(peak(profile, method, found.seq_len, 1024, setting), memory)
         assert not fits(peak(profile, method, found.seq_len + 1, 1024, setting), memory)
     assert longest(profile, profile.method("streambp"), memory, setting).seq_len == 5000
-    host_bound = longest(profile, profile.method("streambp offload"), dataclasses.replace(memory, host=30 * 700), setting)
+    host_bound = longest(
+        profile,
+        profile.method("streambp offload"),
+        dataclasses.replace(memory, host=30 * 700),
+        setting,
+    )
     assert (host_bound.seq_len, host_bound.binds) == (700, "host memory")
 
 
 def check_longest_with_states():
-    """100 bytes a chunk and 1 a token of it: with 8,192 in a chunk almost twice as many fit as with 1,024."""
+    """100 bytes a chunk and 1 a token of it: with 8,192 in a chunk almost twice as many fit as with
+    1,024."""
     states = Phase("backward 0", Law(0, 0.1, 1, 1000))
-    profile = made_up(methods=(Method("streambp", (), "none", False, True, (states,), (), Law(), made_work(3, 0.5)),))
+    profile = made_up(
+        methods=(
+            Method("streambp", (), "none", False, True, (states,), (), Law(), made_work(3, 0.5)),
+        )
+    )
     setting, memory = Setting(optimizer=0), Memory(1000 + 100_000, None, reserve=0)
     method = profile.methods[0]
     found = longest(profile, method, memory, setting)
@@ -110,7 +143,9 @@ def test_levers_reach_what_they_promise():
     assert found.seq_len == best
     levers = {lever.change: lever.seq_len for lever in found.levers}
     assert all(length > best for length in levers.values())
-    on_host = plan_profile(profile, "max", memory, dataclasses.replace(setting, optimizer_on_host=True))
+    on_host = plan_profile(
+        profile, "max", memory, dataclasses.replace(setting, optimizer_on_host=True)
+    )
     assert levers["optimizer state on the host"] == on_host.seq_len
     sharded = plan_profile(profile, "max", memory, dataclasses.replace(setting, zero=3))
     assert levers["ZeRO-3 over the 2 GPUs"] == sharded.seq_len
@@ -120,12 +155,20 @@ def test_a_plan_of_a_model(monkeypatch):
     monkeypatch.setattr(planning, "STREAMED", (streamed(), streamed((), "cpu")))
     found = plan(SMALL, gpu_memory="2GiB", host_memory="1GiB", setting=Setting(optimizer=4))
     rows = {row.method: row.seq_len for row in found.longest}
-    assert rows["streambp offload"] > rows["streambp"] > rows["checkpointing, fused head"] > rows["plain"] > 0
+    assert (
+        rows["streambp offload"]
+        > rows["streambp"]
+        > rows["checkpointing, fused head"]
+        > rows["plain"]
+        > 0
+    )
     assert found.choice.peak.total <= found.memory.usable
     assert found.choice.peak.host <= GIB
     assert found.choice.config.chunk_size == found.choice.chunk_size
     table = plan_table(found)
-    assert f"StreamConfig(chunk_size={found.choice.chunk_size}, saves=()" in table  # without it, what fits is saved
+    assert (
+        f"StreamConfig(chunk_size={found.choice.chunk_size}, saves=()" in table
+    )  # without it, what fits is saved
     assert str(found.choice.config.offload) in table
     assert "3 x Qwen3DecoderLayer" in table
     assert all(row.method in table and f"{row.seq_len:,}" in table for row in found.longest)
@@ -153,7 +196,13 @@ def test_a_plan_fits_the_terminal(width):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(8 * GIB, "8GiB"), (12_345_678_901, "11.4GiB"), (GIB - 1, "1023MiB"), (2**20 - 1, 1048575), (1, 1)],
+    [
+        (8 * GIB, "8GiB"),
+        (12_345_678_901, "11.4GiB"),
+        (GIB - 1, "1023MiB"),
+        (2**20 - 1, 1048575),
+        (1, 1),
+    ],
 )
 def test_memory_is_written_as_a_person_does(size, text):
     """And is never more than there is."""
@@ -162,12 +211,26 @@ def test_memory_is_written_as_a_person_does(size, text):
 
 
 def slower_and_smaller():
-    """Four methods, in per cent of the first: 0, 1.5, 3 and 10 slower, with 100, 75, 50 and 25 of its bytes a token."""
+    """Four methods, in per cent of the first: 0, 1.5, 3 and 10 slower, with 100, 75, 50 and 25 of
+    its bytes a token."""
     methods = [
         Method(
-            name, (), "none", False, True, (Phase("forward 0", Law(0, 10 * size)),), (), Law(), made_work(1e9 * took, 0.0)
+            name,
+            (),
+            "none",
+            False,
+            True,
+            (Phase("forward 0", Law(0, 10 * size)),),
+            (),
+            Law(),
+            made_work(1e9 * took, 0.0),
         )
-        for name, size, took in (("fastest", 4, 1), ("nearly", 3, 1.015), ("slower", 2, 1.03), ("slowest", 1, 1.1))
+        for name, size, took in (
+            ("fastest", 4, 1),
+            ("nearly", 3, 1.015),
+            ("slower", 2, 1.03),
+            ("slowest", 1, 1.1),
+        )
     ]
     return made_up(methods=tuple(methods))
 
@@ -186,7 +249,9 @@ def test_the_safest_is_at_most_two_per_cent_slower_and_takes_the_least():
     assert (found.choice.method, found.safest.method) == ("fastest", "nearly")
     text = f"safest, 0.0 GiB in {duration(found.safest.seconds.total)}: streambp.StreamConfig("
     assert text in plan_table(found, modules=False)
-    assert "safest" not in plan_table(dataclasses.replace(found, safest=found.choice), modules=False)
+    assert "safest" not in plan_table(
+        dataclasses.replace(found, safest=found.choice), modules=False
+    )
     tight = check_safest(2 * 10 * 5000)  # the bar goes by the fastest of those that fit
     assert (tight.choice.method, tight.safest.method) == ("slower", "slower")
 
@@ -215,15 +280,25 @@ def test_a_safest_that_takes_more_is_seen(monkeypatch):
 def test_every_way_in_takes_the_plans_settings(fields):
     """Each line is read as its program reads it; all give one configuration."""
     yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
-    choice = Choice("streambp", chunk_size=2048, seq_len=8192, peak=None, flops=1.0, seconds=None, **fields)
+    choice = Choice(
+        "streambp", chunk_size=2048, seq_len=8192, peak=None, flops=1.0, seconds=None, **fields
+    )
     wanted = streambp.StreamConfig(**fields_of(choice))
-    assert (wanted.chunk_size, wanted.saves, wanted.offload) == (2048, fields["saves"], fields["offload"])
+    assert (wanted.chunk_size, wanted.saves, wanted.offload) == (
+        2048,
+        fields["saves"],
+        fields["offload"],
+    )
     assert eval(python(choice), {"streambp": streambp}) == wanted
     ways = doors(choice, Setting(zero=2, gpus=2, optimizer_on_host=True))
     read = from_flags(cli.parse(shlex.split(ways["launch"])[1:])).config
-    assert [getattr(read, name) for name in fields_of(choice)] == [getattr(wanted, name) for name in fields_of(choice)]
+    assert [getattr(read, name) for name in fields_of(choice)] == [
+        getattr(wanted, name) for name in fields_of(choice)
+    ]
     told = eval(ways["TRL"], {"StreamSFTConfig": StreamArguments}).stream_config()
-    assert [getattr(told, name) for name in fields_of(choice)] == [getattr(wanted, name) for name in fields_of(choice)]
+    assert [getattr(told, name) for name in fields_of(choice)] == [
+        getattr(wanted, name) for name in fields_of(choice)
+    ]
     assert streambp.StreamConfig(**yaml.safe_load(ways["axolotl"])["streambp"]) == wanted
     engine = json.loads(ways["DeepSpeed"])
     assert streambp.StreamConfig(**engine["streambp"]) == wanted
@@ -231,7 +306,8 @@ def test_every_way_in_takes_the_plans_settings(fields):
 
 
 def test_the_module_tree_has_no_empty_rows():
-    """GPT-2's dropouts have no parameters, and keep nothing in bf16 that the planner sees without data at rate 0."""
+    """GPT-2's dropouts have no parameters, and keep nothing in bf16 that the planner sees without
+    data at rate 0."""
     config = zoo.tiny_config("gpt2")
     for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
         setattr(config, name, 0.0)
@@ -270,7 +346,16 @@ def test_plan_on_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(counted, "counted_saves", lambda *_: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     SMALL.save_pretrained(tmp_path)
-    arguments = ["plan", str(tmp_path), "--gpu-memory", "2GiB", "--host-memory", "1GiB", "--seq-len", "8k"]
+    arguments = [
+        "plan",
+        str(tmp_path),
+        "--gpu-memory",
+        "2GiB",
+        "--host-memory",
+        "1GiB",
+        "--seq-len",
+        "8k",
+    ]
     assert cli.main([*arguments, "--json"]) == 0
     found = printed_json(capsys)
     assert found["choice"]["seq_len"] == 8192
@@ -283,7 +368,14 @@ def test_plan_on_the_command_line(tmp_path, capsys, monkeypatch):
 
 def test_a_failed_plan_leaves_no_page(tmp_path):
     page = tmp_path / "plan.html"
-    arguments = ["plan", str(tmp_path / "nothing.json"), "--gpu-memory", "2GiB", "--html", str(page)]
+    arguments = [
+        "plan",
+        str(tmp_path / "nothing.json"),
+        "--gpu-memory",
+        "2GiB",
+        "--html",
+        str(page),
+    ]
     (tmp_path / "nothing.json").write_text("{")
     assert cli.main(arguments) == 2
     assert not page.exists()
@@ -294,16 +386,23 @@ def test_a_failed_plan_leaves_no_page(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--chunk-size", "0"], "--chunk-size is '0'"), (["--device", "cuda"], "torch finds no CUDA device")],
+    [
+        (["--chunk-size", "0"], "--chunk-size is '0'"),
+        (["--device", "cuda"], "torch finds no CUDA device"),
+    ],
 )
 def test_profiles_that_cannot_run(arguments, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
     build("llama").save_pretrained(tmp_path)
     assert cli.main(["profile", str(tmp_path), "--seq-len", "16", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("64k", 65536), ("128K", 131072), ("1.5M", 1572864), ("100", 100)])
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("64k", 65536), ("128K", 131072), ("1.5M", 1572864), ("100", 100)]
+)
 def test_lengths_on_the_command_line(text, tokens):
     assert parse_tokens("seq_len", text) == tokens
 
@@ -311,7 +410,17 @@ def test_lengths_on_the_command_line(text, tokens):
 @pytest.mark.full
 def test_profile_on_the_command_line(tmp_path, capsys):
     build("llama").save_pretrained(tmp_path)
-    arguments = ["profile", str(tmp_path), "--seq-len", "256", "--chunk-size", "64", "--device", "cpu", "--json"]
+    arguments = [
+        "profile",
+        str(tmp_path),
+        "--seq-len",
+        "256",
+        "--chunk-size",
+        "64",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     assert cli.main([*arguments, "--saves", "attn_out", "--offload", "cpu"]) == 0
     rows = printed_json(capsys)["phases"]
     assert [row["phase"] for row in rows][-1] == "embedding backward"
@@ -324,7 +433,9 @@ def test_profile_on_the_command_line(tmp_path, capsys):
 def fitting():
     phase = Phase("backward 0", Law(1000, 10, 100))
     law = auto.StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ()))
-    known = Figures(law, {}, seconds=lambda tokens, chunk: tokens / chunk)  # larger chunks are faster
+    known = Figures(
+        law, {}, seconds=lambda tokens, chunk: tokens / chunk
+    )  # larger chunks are faster
     free = [0.0]
     return SavesPolicy(1, lambda device: free[0], lambda device: (known, 0.0), True, True), free
 
@@ -421,5 +532,9 @@ def test_smaller_chunks_are_the_lever_once_everything_has_left():
     config = streambp.StreamConfig(offload="cpu")
     assert "chunk_size=4096" in next_lever(config, ChunkPlan(100_000, 8192))
     assert "gpu_memory='1GiB'" in next_lever(config, ChunkPlan(100_000, 1024))
-    assert "ZeRO-3" in next_lever(dataclasses.replace(config, gpu_memory=1), ChunkPlan(100_000, 1024))
-    assert "head=True" in next_lever(dataclasses.replace(config, head=False), ChunkPlan(100_000, 1024))
+    assert "ZeRO-3" in next_lever(
+        dataclasses.replace(config, gpu_memory=1), ChunkPlan(100_000, 1024)
+    )
+    assert "head=True" in next_lever(
+        dataclasses.replace(config, head=False), ChunkPlan(100_000, 1024)
+    )

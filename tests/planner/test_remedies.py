@@ -1,4 +1,5 @@
-"""A plan that does not fit names commands that do, on the same card, with more GPUs, or with fewer tokens.
+"""A plan that does not fit names commands that do, on the same card, with more GPUs, or with fewer
+tokens.
 
 covers: planner/remedies.py
 """
@@ -54,10 +55,14 @@ LENGTHS = (8192, 65536, 262144)
 
 @functools.cache
 def counted_profile(name, training):
-    if name == "made up":  # 8 bytes a token in chunks of 1,024 at 5; adapters have a tenth of the parameters trained
+    if (
+        name == "made up"
+    ):  # 8 bytes a token in chunks of 1,024 at 5; adapters have a tenth of the parameters trained
         trained = 500_000 if training.lora is None else 50_000
         born = Phase("backward 0", Law(2 * trained, 8, 5), 2 * trained)
-        method = Method("streambp", (), "none", False, True, (born,), (born,), Law(), made_work(3, 0.5))
+        method = Method(
+            "streambp", (), "none", False, True, (born,), (born,), Law(), made_work(3, 0.5)
+        )
         group = Group("dense", 500_000, 500_000 * training.bits // 8, trained, 2 * trained)
         return made_up(groups=(group,), methods=(method,))
     config = TINY if name == "tiny" else MODELS[name]
@@ -83,7 +88,15 @@ def check_cell(name, memory, training, length, setting=None):
 
 def replanned(name, remedy, memory, training, length):
     """The plan of the command that the remedy gives, read by the command line's own parser."""
-    given = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu), *training.options]
+    given = [
+        "plan",
+        "MODEL",
+        "--seq-len",
+        str(length),
+        "--gpu-memory",
+        str(memory.gpu),
+        *training.options,
+    ]
     line = with_options(given, remedy.options)
     read = cli.parse(line)
     setting = Setting(gpus=read.gpus or 1, zero=read.zero, optimizer_on_host=read.optimizer_on_host)
@@ -93,26 +106,41 @@ def replanned(name, remedy, memory, training, length):
 
 
 def test_every_kind_of_remedy_fits():
-    """From a card that holds a part of the weights to one that lacks a little of the optimizer's state."""
+    """From a card that holds a part of the weights to one that lacks a little of the optimizer's
+    state."""
     kinds = set()
     for memory in (700_000, 900_000, 1_300_000, 2_500_000, 8_200_000):
         for length in (1024, 65536):
-            for remedy in check_cell("made up", Memory(memory, None, 0.0), Training(), length) or ():
-                kinds |= {kind for kind in ("LoRA", "4-bit", "optimizer", "GPUs", "tokens") if kind in remedy.change}
+            for remedy in (
+                check_cell("made up", Memory(memory, None, 0.0), Training(), length) or ()
+            ):
+                kinds |= {
+                    kind
+                    for kind in ("LoRA", "4-bit", "optimizer", "GPUs", "tokens")
+                    if kind in remedy.change
+                }
     assert kinds == {"LoRA", "4-bit", "optimizer", "GPUs", "tokens"}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_a_grid_of_models_and_cards(name):
-    """Each plan of a model on six cards, three trainings and three lengths: it fits, or a command that it names does."""
+    """Each plan of a model on six cards, three trainings and three lengths: it fits, or a command
+    that it names does."""
     cells = failing = commands = 0
     for training in TRAININGS:
         for size in (24, 32, 40, 48, 80, 141):
             for length in LENGTHS:
                 found = check_cell(name, Memory(size * GIB), training, length)
-                cells, failing, commands = cells + 1, failing + (found is not None), commands + len(found or ())
-    print(f"\n{name}: {cells} plans, {failing} do not fit and name {commands} commands, all of which do")
+                cells, failing, commands = (
+                    cells + 1,
+                    failing + (found is not None),
+                    commands + len(found or ()),
+                )
+    print(
+        f"\n{name}: {cells} plans, {failing} do not fit and name {commands} commands, all of which "
+        "do"
+    )
     assert cells == 54
     assert failing < cells
     assert failing or name == "Qwen3-0.6B"  # all plans of which fit
@@ -125,19 +153,30 @@ def test_what_is_too_large_is_told_by_share():
     total = kept.weights + kept.gradients + kept.optimizer
     said = too_large(found)
     assert said is not None
-    assert said.endswith(f"= {total / GIB:.1f} GiB, and {kept.weights / GIB:.1f} GiB of each GPU are usable")
+    assert said.endswith(
+        f"= {total / GIB:.1f} GiB, and {kept.weights / GIB:.1f} GiB of each GPU are usable"
+    )
     assert too_large(plan_profile(profile, 1024, Memory(int(2 * total)), Setting())) is None
 
 
 def model_folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**TINY.to_dict(), "architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TINY.to_dict(), "architectures": ["Qwen3ForCausalLM"]})
+    )
     return str(tmp_path / "config.json")
 
 
 @pytest.mark.full
 def test_the_command_that_is_printed_fits(tmp_path, capsys):
     kept = static(counted_profile("tiny", Training()), Setting())
-    given = ["plan", model_folder(tmp_path), f"--gpu-memory={int(2.4 * kept.weights)}", "--seq-len", "1k", "--no-cache"]
+    given = [
+        "plan",
+        model_folder(tmp_path),
+        f"--gpu-memory={int(2.4 * kept.weights)}",
+        "--seq-len",
+        "1k",
+        "--no-cache",
+    ]
     assert cli.main(given) == 1
     shown = capsys.readouterr().out
     assert "do not fit: weights" in shown
@@ -150,7 +189,15 @@ def test_the_command_that_is_printed_fits(tmp_path, capsys):
 
 @pytest.mark.full
 def test_without_a_training_both_are_planned(tmp_path, capsys):
-    given = ["plan", model_folder(tmp_path), "--gpu-memory", "80GiB", "--seq-len", "1k", "--no-cache"]
+    given = [
+        "plan",
+        model_folder(tmp_path),
+        "--gpu-memory",
+        "80GiB",
+        "--seq-len",
+        "1k",
+        "--no-cache",
+    ]
     assert cli.main(given) == 0
     both = capsys.readouterr().out
     assert "Beside it:\n  LoRA of rank 16: 1,024 tokens" in both
@@ -174,7 +221,16 @@ def test_the_device_follows_from_the_memory():
 
 
 def test_options_replace_what_was_given():
-    given = ["plan", "M", "--lora", "8", "--seq-len=64k", "--gpu-memory", "24GiB", "--optimizer-on-host"]
+    given = [
+        "plan",
+        "M",
+        "--lora",
+        "8",
+        "--seq-len=64k",
+        "--gpu-memory",
+        "24GiB",
+        "--optimizer-on-host",
+    ]
     assert with_options(given, ("--seq-len", "4096")) == [
         "plan", "M", "--lora", "8", "--gpu-memory", "24GiB", "--optimizer-on-host", "--seq-len", "4096",
     ]  # fmt: skip

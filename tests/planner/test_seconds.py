@@ -1,7 +1,8 @@
-"""Seconds of steps: measured ones on an H200 and H100s, laws at other lengths, devices, and what is chosen by them.
+"""Seconds of steps: measured ones on an H200 and H100s, laws at other lengths, devices, and what is
+chosen by them.
 
-covers: rates.py, planner/fused_layers.py, planner/kernels.py, planner/laws.py, planner/measure_device.py,
-  planner/seconds.py, planner/work.py
+covers: rates.py, planner/fused_layers.py, planner/kernels.py, planner/laws.py,
+  planner/measure_device.py, planner/seconds.py, planner/work.py
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from tests.planner.test_estimates import QWEN3_8B, SMALL, made_up
 
 GIB = 2**30
 H200 = DEVICES["H200"]
-# Forward and backward of an 8B model on one H200, bf16, batch 1: method, fused layers, T, seconds. The first four are those
-# that the H200's rates are fitted on. "selective" is checkpointing that keeps attention's outputs; Liger's head computes
-# logits once, TRL's twice.
+# Forward and backward of an 8B model on one H200, bf16, batch 1: method, fused layers, T, seconds.
+# The first four are those that the H200's rates are fitted on. "selective" is checkpointing that
+# keeps attention's outputs; Liger's head computes logits once, TRL's twice.
 MEASURED = [
     ("head", False, 65_536, 18.36),
     ("head, selective", False, 65_536, 16.24),
@@ -49,8 +50,8 @@ MEASURED = [
     ("x, attn_out offloaded", True, 65_536, 15.40),
     ("x, attn_out, kv", True, 65_536, 14.75),
 ]
-# The same on one H100 of 80 GB, by this package's own scripts (paper_repro/results/h100): nothing is fitted on them but the
-# bandwidth, which was measured apart. Chunks of 16,384.
+# The same on one H100 of 80 GB, by this package's own scripts (paper_repro/results/h100): nothing
+# is fitted on them but the bandwidth, which was measured apart. Chunks of 16,384.
 MEASURED_H100 = [
     ("head, selective", True, 16_384, 2.049),
     ("head, selective", True, 65_536, 14.218),
@@ -63,8 +64,8 @@ STREAMED_AS = {
     "x, attn_out offloaded": streamed(("attn_out",), "cpu").name,
     "x, attn_out, kv": streamed(("attn_out", "kv")).name,
 }
-# The streamed rows are those of a prototype of this package, which computed down_proj and queries again, 150 TFLOP, and
-# merged blocks in plain torch, 0.3 TB.
+# The streamed rows are those of a prototype of this package, which computed down_proj and queries
+# again, 150 TFLOP, and merged blocks in plain torch, 0.3 TB.
 PROTOTYPE = Work(products=150e12, moved=0.3e12)
 
 
@@ -77,15 +78,24 @@ def counted():
     }
 
     def skeleton(fused):
-        return Skeleton(QWEN3_8B, torch.bfloat16, None, 16, "cuda", None, "liger" if fused else "own")
+        return Skeleton(
+            QWEN3_8B, torch.bfloat16, None, 16, "cuda", None, "liger" if fused else "own"
+        )
 
-    return {fused: survey(skeleton(fused), chosen, accumulating=False, tree=False) for fused, chosen in recipes.items()}
+    return {
+        fused: survey(skeleton(fused), chosen, accumulating=False, tree=False)
+        for fused, chosen in recipes.items()
+    }
 
 
 def row_work(counted, name, fused, length, prototype=True):
     """Of a whole step."""
     profile, base = counted[fused], name.partition(",")[0]
-    known = {"logits": CHECKPOINTING.name, "head": CHECKPOINTING_HEAD.name, "Liger's head": CHECKPOINTING_HEAD.name}
+    known = {
+        "logits": CHECKPOINTING.name,
+        "head": CHECKPOINTING_HEAD.name,
+        "Liger's head": CHECKPOINTING_HEAD.name,
+    }
     parts = work(profile.method(STREAMED_AS.get(name) or known[base]), length, 16_384)
     if name == "head, selective":
         parts["backward"] = parts["backward"]._replace(forward=0.0)
@@ -103,22 +113,27 @@ def test_every_measured_step_on_an_h200_within_five_percent(counted):
         found = sum(kernels(row_work(counted, name, fused, length), H200))
         errors.append(found / measured - 1)
         print(
-            f"{name:24} {'fused layers' if fused else 'plain torch':12} {length:>7,} predicted {found:6.2f} measured "
-            f"{measured:6.2f} {100 * errors[-1]:+5.1f} % {'fitted' if number < FITTED else 'held out'}"
+            f"{name:24} {'fused layers' if fused else 'plain torch':12} {length:>7,} predicted "
+            f"{found:6.2f} measured {measured:6.2f} {100 * errors[-1]:+5.1f} % "
+            f"{'fitted' if number < FITTED else 'held out'}"
         )
     assert max(map(abs, errors)) <= 0.05
 
 
 def test_every_measured_step_on_an_h100_within_three_percent(counted):
     for name, fused, length, measured in MEASURED_H100:
-        found = sum(kernels(row_work(counted, name, fused, length, prototype=False), DEVICES["H100"]))
+        found = sum(
+            kernels(row_work(counted, name, fused, length, prototype=False), DEVICES["H100"])
+        )
         print(
-            f"{name:24} {length:>7,} predicted {found:6.3f} measured {measured:6.3f} {100 * (found / measured - 1):+5.1f} %"
+            f"{name:24} {length:>7,} predicted {found:6.3f} measured {measured:6.3f} "
+            f"{100 * (found / measured - 1):+5.1f} %"
         )
         assert abs(found / measured - 1) <= 0.03
 
 
-# `streambp.patch(model)` there: LoRA, T in one chunk or in chunks of 16,384, GiB of saves, at the start, at the peak.
+# `streambp.patch(model)` there: LoRA, T in one chunk or in chunks of 16,384, GiB of saves, at the
+# start, at the peak.
 PEAKS_H100 = [
     (False, 2_048, 8.88, 15.26, 30.594),
     (False, 4_096, 17.8, 15.26, 37.750),
@@ -143,18 +158,23 @@ def test_every_measured_peak_of_the_default_on_an_h100_within_four_percent():
         phases = needs[lora].by_layer(length, min(length, 16_384), 0.0)
         found = start + sum(peak_of(phases, kept * GIB, QWEN3_8B.num_hidden_layers)) / GIB
         print(
-            f"{lora!s:5} {length:>7,} predicted {found:.2f} measured {measured:6.2f} {100 * found / measured - 100:+5.1f} %"
+            f"{lora!s:5} {length:>7,} predicted {found:.2f} measured {measured:6.2f} "
+            f"{100 * found / measured - 100:+5.1f} %"
         )
         assert abs(found / measured - 1) <= 0.04
 
 
 def test_the_rates_are_fitted_on_four_of_the_steps(counted):
     found = [row_work(counted, name, fused, length) for name, fused, length, _ in MEASURED[:FITTED]]
-    table = torch.tensor([[w.products, w.forward, w.backward, w.moved] for w in found], dtype=torch.float64)
+    table = torch.tensor(
+        [[w.products, w.forward, w.backward, w.moved] for w in found], dtype=torch.float64
+    )
     measured = torch.tensor([row[-1] for row in MEASURED[:FITTED]], dtype=torch.float64)
     fitted = (1 / torch.linalg.solve(table, measured)).tolist()
     print([f"{rate:.4g}" for rate in fitted])
-    assert [H200.products, H200.forward, H200.backward, H200.bandwidth] == pytest.approx(fitted, rel=0.03)
+    assert [H200.products, H200.forward, H200.backward, H200.bandwidth] == pytest.approx(
+        fitted, rel=0.03
+    )
 
 
 def test_a_million_tokens_on_eight_h100_within_fifteen_percent(counted):
@@ -174,7 +194,14 @@ def profile_of_small(recipe, config=SMALL, fused=False):
 
 
 def test_pairs_are_counted_one_by_one():
-    for queries, keys, window in [(7, 7, None), (7, 7, 3), (5, 12, 4), (5, 12, 9), (5, 12, 11), (6, 6, 6)]:
+    for queries, keys, window in [
+        (7, 7, None),
+        (7, 7, 3),
+        (5, 12, 4),
+        (5, 12, 9),
+        (5, 12, 11),
+        (6, 6, 6),
+    ]:
         reads = [keys - queries + i + 1 for i in range(queries)]
         exact = sum(min(n, window or n) for n in reads)
         assert pairs(queries, keys, True, window) == pytest.approx(exact, abs=queries / 2 + 1)
@@ -186,7 +213,11 @@ def test_pairs_are_counted_one_by_one():
 def test_bytes_that_operations_move():
     """Written once, read once: by hand for each rule of [Note: bytes moved]."""
     make = dict(device="meta", dtype=torch.bfloat16)  # noqa: C408
-    x, row, index = torch.empty(6, 8, **make), torch.empty(8, **make), torch.empty(3, dtype=torch.long, device="meta")
+    x, row, index = (
+        torch.empty(6, 8, **make),
+        torch.empty(8, **make),
+        torch.empty(3, dtype=torch.long, device="meta"),
+    )
     wide = torch.empty(65, 65, device="meta")
     cases = {
         "in and out": (lambda: x + x, 3 * 96),
@@ -213,7 +244,8 @@ def test_bytes_that_operations_move():
 @pytest.mark.fast("True")
 @pytest.mark.parametrize("fused", [False, True])
 def test_attention_of_windows_is_counted_as_it_is(fused):
-    """One layer in two with a window of 512: neither a T^2 nor counted whole, unpatched and streamed."""
+    """One layer in two with a window of 512: neither a T^2 nor counted whole, unpatched and
+    streamed."""
     config = Gemma3TextConfig(
         hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=100,
         num_hidden_layers=2, sliding_window=512, layer_types=["sliding_attention", "full_attention"],
@@ -229,7 +261,9 @@ def test_attention_of_windows_is_counted_as_it_is(fused):
 
 def test_fused_layers_move_less_and_keep_less():
     plain, fused = (profile_of_small(CHECKPOINTING_HEAD, fused=fused) for fused in (False, True))
-    moved = [sum(part.moved for part in work(p.methods[0], 32_768, 0).values()) for p in (plain, fused)]
+    moved = [
+        sum(part.moved for part in work(p.methods[0], 32_768, 0).values()) for p in (plain, fused)
+    ]
     assert moved[1] < 0.5 * moved[0]
     peaks = [peak(p, p.methods[0], 32_768, 0, Setting(optimizer=0)).total for p in (plain, fused)]
     assert peaks[1] < peaks[0]
@@ -239,31 +273,63 @@ def test_fused_layers_move_less_and_keep_less():
 
 def test_compiled_regions_move_little_more_than_liger_and_keep_more():
     """Their backward gives new tensors, where Liger's writes over what it is given."""
-    own, liger, compiled = (profile_of_small(streamed(("attn_out",)), fused=kernels) for kernels in KERNELS[1:])
-    moved = [sum(part.moved for part in work(p.methods[0], 32_768, 8192).values()) for p in (own, liger, compiled)]
+    own, liger, compiled = (
+        profile_of_small(streamed(("attn_out",)), fused=kernels) for kernels in KERNELS[1:]
+    )
+    moved = [
+        sum(part.moved for part in work(p.methods[0], 32_768, 8192).values())
+        for p in (own, liger, compiled)
+    ]
     assert moved[1] < moved[2] < 0.65 * moved[0]
-    peaks = [peak(p, p.methods[0], 32_768, 8192, Setting(optimizer=0)).total for p in (own, liger, compiled)]
+    peaks = [
+        peak(p, p.methods[0], 32_768, 8192, Setting(optimizer=0)).total
+        for p in (own, liger, compiled)
+    ]
     assert peaks[1] <= peaks[2] <= peaks[0]
 
 
 def test_what_kernels_are_planned(monkeypatch):
     """ "auto" is what training takes here by default."""
     for installed, expected in ((True, "liger"), (False, None)):
-        monkeypatch.setattr(fused_layers, "is_installed", lambda name, installed=installed: installed)
+        monkeypatch.setattr(
+            fused_layers, "is_installed", lambda name, installed=installed: installed
+        )
         assert fused_layers.fusion("auto", "cuda") == expected
         assert fused_layers.fusion("auto", "cpu") is None
-    assert [fused_layers.fusion(kernels, "cuda") for kernels in KERNELS[1:]] == [None, "liger", "compiled"]
-    with pytest.raises(streambp.StreamBPError, match="kernels is 'triton'; it must be one of 'auto', 'own'"):
+    assert [fused_layers.fusion(kernels, "cuda") for kernels in KERNELS[1:]] == [
+        None,
+        "liger",
+        "compiled",
+    ]
+    with pytest.raises(
+        streambp.StreamBPError, match="kernels is 'triton'; it must be one of 'auto', 'own'"
+    ):
         fused_layers.fusion("triton", "cuda")
 
 
 def test_blocks_of_a_chunk():
-    """Chunks of 8,192 end at 8k, 16k, 24k and 32k: one block of 16k each for two of them, two for the others."""
-    assert features(32_768, 8192, 0.0, 16_384) == (1, 32_768, 8192, 4, 0, 4 * 32_768, 2**28, 2**30, 2, 2 * 8192)
-    assert features(65_536, 32_768, k_block=16_384).blocks == 2  # a prefix of 32k is two blocks beside the chunk's own
+    """Chunks of 8,192 end at 8k, 16k, 24k and 32k: one block of 16k each for two of them, two for
+    the others."""
+    assert features(32_768, 8192, 0.0, 16_384) == (
+        1,
+        32_768,
+        8192,
+        4,
+        0,
+        4 * 32_768,
+        2**28,
+        2**30,
+        2,
+        2 * 8192,
+    )
+    assert (
+        features(65_536, 32_768, k_block=16_384).blocks == 2
+    )  # a prefix of 32k is two blocks beside the chunk's own
     assert features(100, 0, k_block=16_384)[3:6] == (0, 0, 0)
     many = features(2**22, 1024, k_block=16_384).blocks
-    assert many == pytest.approx(sum(-(-(i + 1) * 1024 // 16_384) - 1 for i in range(4096)), rel=0.02)
+    assert many == pytest.approx(
+        sum(-(-(i + 1) * 1024 // 16_384) - 1 for i in range(4096)), rel=0.02
+    )
 
 
 def rates(**changes):
@@ -281,7 +347,9 @@ def test_seconds_by_hand():
     found = seconds(dataclasses.replace(method, work=(copies,)), 100, 10, rates())
     assert (found.total, found.waiting, found.phases) == (7, pytest.approx(1.7), {"backward": 7})
     host = dataclasses.replace(part, laws=(*part.laws[:4], Law(tokens=1), *part.laws[5:]))
-    assert seconds(dataclasses.replace(method, work=(host,)), 100, 10, rates(dispatch=0.1)).total == 10
+    assert (
+        seconds(dataclasses.replace(method, work=(host,)), 100, 10, rates(dispatch=0.1)).total == 10
+    )
 
 
 def test_a_device_is_found_by_its_name_or_file(tmp_path):
@@ -289,7 +357,10 @@ def test_a_device_is_found_by_its_name_or_file(tmp_path):
     file = tmp_path / "mine.json"
     write_rates(rates(source="here", guess=True), file)
     assert rates_of(str(file)) == read_rates(file) == rates(source="here", guess=True)
-    with pytest.raises(streambp.StreamBPError, match=r"'H20O' is not in the table.*Did you mean H200\?.*--measure-device"):
+    with pytest.raises(
+        streambp.StreamBPError,
+        match=r"'H20O' is not in the table.*Did you mean H200\?.*--measure-device",
+    ):
         rates_of("H20O")
     file.write_text('{"name": "half"}')
     with pytest.raises(streambp.StreamBPError, match=r"No rates of a device .*missing.*'products'"):
@@ -321,14 +392,19 @@ def test_this_machine_is_measured(tmp_path, capsys):
 
 @pytest.mark.full
 def test_a_copy_is_the_links_and_no_kernels():
-    """What offloading adds to a step: copies out in forward and back in backward; nothing of the device's bandwidth."""
+    """What offloading adds to a step: copies out in forward and back in backward; nothing of the
+    device's bandwidth."""
     profile = survey(
-        Skeleton(SMALL, torch.bfloat16, None, 16, "cuda"), [streamed(), streamed((), "cpu")], accumulating=False, tree=False
+        Skeleton(SMALL, torch.bfloat16, None, 16, "cuda"),
+        [streamed(), streamed((), "cpu")],
+        accumulating=False,
+        tree=False,
     )
     kept, moved = (work(method, 65_536, 8192) for method in profile.methods)
     token = 3 * 128 * 2  # x of three layers
     assert moved["forward"].out == pytest.approx(token * 65_536)
-    # Keys first, then all gradients, both from all chunks but the last, which has stayed since forward.
+    # Keys first, then all gradients, both from all chunks but the last, which has stayed since
+    # forward.
     assert moved["backward"].back == pytest.approx(token * (2 * 65_536 - 2 * 8192))
     assert kept["forward"].out == kept["backward"].back == 0
     assert moved["backward"].moved == pytest.approx(kept["backward"].moved, rel=0.01)

@@ -1,6 +1,8 @@
-"""Plans of sequences that ranks share: bytes of a rank as layers take them, exchanges by arithmetic, refusals as in a step.
+"""Plans of sequences that ranks share: bytes of a rank as layers take them, exchanges by
+arithmetic, refusals as in a step.
 
-covers: planner/exchanges.py, planner/profile.py, planner/splits.py, planner/survey.py, sharded/shards.py
+covers: planner/exchanges.py, planner/profile.py, planner/splits.py, planner/survey.py,
+sharded/shards.py
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from streambp.planner import Setting, plan
 from streambp.planner.exchanges import exchange_seconds, link_bytes
 from streambp.planner.laws import Law
 from streambp.planner.plan import Memory, plan_profile
-from streambp.planner.profile import CONTEXT_PARALLEL, ULYSSES, Heads, Method, Split, available, from_json, peak, to_json
+from streambp.planner.profile import (
+    CONTEXT_PARALLEL,
+    ULYSSES,
+    Heads,
+    Method,
+    Split,
+    available,
+    from_json,
+    peak,
+    to_json,
+)
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.splits import SplitCount
@@ -52,10 +64,13 @@ def over(ranks, by, **fields):
 
 
 def counted(config, by, at=None):
-    """A streamed step of a model, its layers split in this way; attention kernels take nothing of their own."""
+    """A streamed step of a model, its layers split in this way; attention kernels take nothing of
+    their own."""
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
     recipes = [streamed((), "none", by)]
-    return survey(skeleton, recipes, at=at, kernels=None, accumulating=False, tree=False, timed=False)
+    return survey(
+        skeleton, recipes, at=at, kernels=None, accumulating=False, tree=False, timed=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,12 +83,18 @@ def counted(config, by, at=None):
     ],
 )
 def test_a_layers_backward_takes_what_its_own_count_says(by, ranks, layers, monkeypatch):
-    """A Qwen3-8B layer alone, on stand-ins for collectives, beside the planner's lines from two ranks."""
+    """A Qwen3-8B layer alone, on stand-ins for collectives, beside the planner's lines from two
+    ranks."""
     profile = counted(Qwen3Config(**LAYER, num_hidden_layers=layers, vocab_size=64), by)
     lengths = [ranks * length for length in (8192, 16384)]
-    short, long = (peak(profile, profile.methods[0], length, 4096, over(ranks, by)).phases for length in lengths)
+    short, long = (
+        peak(profile, profile.methods[0], length, 4096, over(ranks, by)).phases
+        for length in lengths
+    )
     slope = {name: (long[name] - short[name]) / 8192 / KB for name in long}
-    predicted = {"last layer": slope[f"backward {layers - 1}"] - 8 * layers}  # without inputs of layers
+    predicted = {
+        "last layer": slope[f"backward {layers - 1}"] - 8 * layers
+    }  # without inputs of layers
     predicted |= {"first layer": slope["backward 0"] - 8} if layers > 1 else {}
     found = counted_alone(by, ranks, monkeypatch)
     print(f"{by} over {ranks}, KB a token of the shard: predicted {predicted}, counted {found}")
@@ -121,25 +142,41 @@ ROWS = [  # model, layers, heads of queries; tokens, ranks
 def shared(by, layers, queries, keys=8):
     """A method whose layers exchange what their heads of 128 say, in bf16."""
     q, kv = queries * 256 * layers, keys * 512 * layers
-    links = {"traded": 6 * q, "traded_keys": 3 * kv, "gathered": 3 * kv, "gathered_at_once": 2 * kv, "summed": 2 * kv}
-    links = {name: size for name, size in links.items() if name.startswith("traded") == (by == ULYSSES)}
+    links = {
+        "traded": 6 * q,
+        "traded_keys": 3 * kv,
+        "gathered": 3 * kv,
+        "gathered_at_once": 2 * kv,
+        "summed": 2 * kv,
+    }
+    links = {
+        name: size for name, size in links.items() if name.startswith("traded") == (by == ULYSSES)
+    }
     split = Split(by, (Heads(queries, keys, 2560),), **links)
     return Method("streambp", (), "none", False, True, (), (), Law(), (), split)
 
 
 def test_the_table_of_the_docs_is_this_arithmetic():
-    text = (Path(streambp.__file__).parent.parent / "docs" / "explanation" / "distributed.md").read_text("utf-8")
-    table = [line.split(" | ") for line in text.splitlines() if re.match(r"\| \d+B, \d+[kM], \d+ ", line)]
+    text = (
+        Path(streambp.__file__).parent.parent / "docs" / "explanation" / "distributed.md"
+    ).read_text("utf-8")
+    table = [
+        line.split(" | ") for line in text.splitlines() if re.match(r"\| \d+B, \d+[kM], \d+ ", line)
+    ]
     assert len(table) == len(ROWS)
     for cells, (name, layers, queries, tokens, ranks) in zip(table, ROWS, strict=True):
         length = f"{tokens >> 20}M" if tokens >= 2**20 else f"{tokens >> 10}k"
         assert cells[0] == f"| {name}, {length}, {ranks}"
-        attention = 3.5 * 2 * 2 * tokens**2 / 2 * queries * 128 * layers / 550e12 / ranks  # forward and backward, at least
+        attention = (
+            3.5 * 2 * 2 * tokens**2 / 2 * queries * 128 * layers / 550e12 / ranks
+        )  # forward and backward, at least
         for by, cell in zip((ULYSSES, CONTEXT_PARALLEL), cells[2:4], strict=True):
             if by == ULYSSES and queries % ranks:
                 assert cell.startswith("impossible")
                 continue
-            found = exchange_seconds(shared(by, layers, queries), tokens, over(ranks, by), H100S, attention)
+            found = exchange_seconds(
+                shared(by, layers, queries), tokens, over(ranks, by), H100S, attention
+            )
             assert float(cell.split()[0]) == pytest.approx(found, rel=0.01, abs=0.005)
 
 
@@ -150,7 +187,9 @@ def test_groups_of_heads_hide_behind_attention():
     size = 8 * 512 * 1000
     one = over(4, CONTEXT_PARALLEL)
     assert link_bytes(method, 1000, one) == 5 * size * 0.75
-    assert exchange_seconds(method, 1000, one, rates, 1.0) == pytest.approx((2 + 3 / 8) * size * 0.75 / 1e9)
+    assert exchange_seconds(method, 1000, one, rates, 1.0) == pytest.approx(
+        (2 + 3 / 8) * size * 0.75 / 1e9
+    )
     assert exchange_seconds(method, 1000, one, rates, 0.0) == pytest.approx(5 * size * 0.75 / 1e9)
     roomy = dataclasses.replace(one, room=8 * 2560 * 1000)
     assert link_bytes(method, 1000, roomy) == 4 * size * 0.75
@@ -188,18 +227,28 @@ def test_what_a_step_refuses_a_plan_refuses():
         with pytest.raises(UnsupportedModelError) as planned:
             available(profile, over(ranks, ULYSSES))
         with pytest.raises(UnsupportedModelError) as run:
-            Shards(None, ranks, 4, Spans.causal(1, 4 * ranks)).queries(torch.empty(1, 7 * ranks + 1, 4, 2, device="meta"))
-        assert str(planned.value) == str(run.value).replace(f"{7 * ranks + 1} attention", f"{heads} attention")
+            Shards(None, ranks, 4, Spans.causal(1, 4 * ranks)).queries(
+                torch.empty(1, 7 * ranks + 1, 4, 2, device="meta")
+            )
+        assert str(planned.value) == str(run.value).replace(
+            f"{7 * ranks + 1} attention", f"{heads} attention"
+        )
     assert "kv" in "".join(m.name for m in available(profile, over(6, ULYSSES)))
-    assert "kv" not in "".join(m.name for m in available(profile, over(12, ULYSSES)) if m.split)  # each kv head twice
+    assert "kv" not in "".join(
+        m.name for m in available(profile, over(12, ULYSSES)) if m.split
+    )  # each kv head twice
     with pytest.raises(streambp.StreamBPError, match=re.escape(BOTH)):
         Setting(gpus=4, ulysses=2, context_parallel=2)
     with pytest.raises(streambp.StreamBPError, match="gpus is 3"):
         Setting(gpus=3, ulysses=2)
     with pytest.raises(streambp.StreamBPError, match="ranks must divide the number of tokens"):
         plan(Qwen3Config(**TINY), 4097, gpu_memory="1GiB", setting=over(2, ULYSSES))
-    unsplit = dataclasses.replace(profile, methods=tuple(m for m in profile.methods if m.split is None))
-    with pytest.raises(streambp.StreamBPError, match="No streamed step was counted with context parallelism"):
+    unsplit = dataclasses.replace(
+        profile, methods=tuple(m for m in profile.methods if m.split is None)
+    )
+    with pytest.raises(
+        streambp.StreamBPError, match="No streamed step was counted with context parallelism"
+    ):
         available(unsplit, over(2, CONTEXT_PARALLEL))
 
 
@@ -207,5 +256,7 @@ def test_what_a_step_refuses_a_plan_refuses():
 @pytest.mark.parametrize("by", [ULYSSES, pytest.param(CONTEXT_PARALLEL, marks=pytest.mark.full)])
 def test_layers_with_states_are_refused_for_the_steps_reason(by):
     shape = {**TINY, "layer_types": ["conv", "full_attention", "conv"]}
-    with pytest.raises(streambp.StreamBPError, match=r"goes on from a state.*which another rank's shard ends with"):
+    with pytest.raises(
+        streambp.StreamBPError, match=r"goes on from a state.*which another rank's shard ends with"
+    ):
         counted(Lfm2Config(**shape), by)

@@ -1,4 +1,5 @@
-"""The law of weights on the host, of the sizes that plans are for, against the bytes of steps on tensors without data.
+"""The law of weights on the host, of the sizes that plans are for, against the bytes of steps on
+tensors without data.
 
 covers: planner/host_weights.py, offload/weights.py, offload/gradients.py
 """
@@ -34,10 +35,18 @@ LLAMA_70B = LlamaConfig(
     hidden_size=8192, intermediate_size=28672, num_hidden_layers=LAYERS, num_attention_heads=64, num_key_value_heads=8,
     vocab_size=128256,
 )  # fmt: skip
-QWEN = {"hidden_size": 5120, "num_hidden_layers": LAYERS, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+QWEN = {
+    "hidden_size": 5120,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
 QWEN_32B = Qwen3Config(**QWEN, intermediate_size=25600, num_attention_heads=64)
 QWEN_14B = Qwen3Config(**QWEN, intermediate_size=17408, num_attention_heads=40)
-GPT_OSS_120B = GptOssConfig(num_hidden_layers=LAYERS, num_local_experts=128, tie_word_embeddings=False)
+GPT_OSS_120B = GptOssConfig(
+    num_hidden_layers=LAYERS, num_local_experts=128, tie_word_embeddings=False
+)
 CASES = {
     "Llama-70B, LoRA": (LLAMA_70B, RANK), "Qwen3-32B, LoRA": (QWEN_32B, RANK), "gpt-oss-120b, LoRA": (GPT_OSS_120B, RANK),
     "Qwen3-14B, full": (QWEN_14B, None),
@@ -66,7 +75,9 @@ def counted(config, rank, monkeypatch):
     weights._given_engine = WithoutData(META)
     monkeypatch.setattr(ranges, "view_of", viewed)
     monkeypatch.setattr(host_weights, "view_of", viewed)
-    mutant(monkeypatch, ranges.HostRanges, "put", " or tensor.is_meta", "")  # which would refuse them
+    mutant(
+        monkeypatch, ranges.HostRanges, "put", " or tensor.is_meta", ""
+    )  # which would refuse them
     (layers,) = (stack.layers for stack in find_stacks(model).stacks)
 
     def loss():
@@ -94,8 +105,13 @@ def test_the_law_is_within_three_percent(name, monkeypatch):
     used = with_weights_on_host(profile, Setting(optimizer=0, weights="cpu"))
     expected = peak(profile, method, LENGTH, CHUNK, used)
     weights, found = counted(config, rank, monkeypatch)
-    taken = weights.ranges.bytes + sum(one.memory.numel() for one in weights.ranges.layers.values() if one.trains)
-    print(f"{name}: {found / 2**30:.2f} GiB counted, {expected.total / 2**30:.2f} by the law; host {taken / 2**30:.2f}")
+    taken = weights.ranges.bytes + sum(
+        one.memory.numel() for one in weights.ranges.layers.values() if one.trains
+    )
+    print(
+        f"{name}: {found / 2**30:.2f} GiB counted, {expected.total / 2**30:.2f} by the law; host "
+        f"{taken / 2**30:.2f}"
+    )
     assert expected.host == pytest.approx(taken, rel=0.01)
     assert found == pytest.approx(expected.total, rel=0.03)
     resident = peak(profile, method, LENGTH, CHUNK, dataclasses.replace(used, on_host=None))

@@ -1,4 +1,5 @@
-"""Plans with the layers' frozen weights on the host: bytes and seconds by hand, and against steps that are counted.
+"""Plans with the layers' frozen weights on the host: bytes and seconds by hand, and against steps
+that are counted.
 
 covers: planner/host_weights.py
 """
@@ -40,7 +41,8 @@ SIZES = (SIZE,) * LAYERS
 
 
 def made():
-    """Ten layers of a million bytes each, beside a million of embeddings and head; 8 bytes a token."""
+    """Ten layers of a million bytes each, beside a million of embeddings and head; 8 bytes a
+    token."""
     work = (*made_work(3, 0.5, "forward"), *made_work(9, 1.5))
     born = Phase("backward 0", Law(200_000, 8, 5), 100_000)
     method = Method("streambp", (), "none", False, True, (born,), (born,), Law(), work)
@@ -55,12 +57,18 @@ def test_as_few_layers_as_it_takes():
     assert first(SIZES, LAYERS).freed == 8 * SIZE
     assert first((5, 7, 3), 3).last == 10
     assert first((5, 7, 3), 3).largest == 7
-    assert first((5, 7, 3), 3, 4).freed == 15 - 2 * 7 - 4  # of 4 bits, with a layer's decoded weights
+    assert (
+        first((5, 7, 3), 3, 4).freed == 15 - 2 * 7 - 4
+    )  # of 4 bits, with a layer's decoded weights
     assert fewest(SIZES, SIZE, SIZE).layers == 4
 
 
 def test_copies_are_those_of_layers_on_the_host():
-    step = {"forward": Work(100.0, moved=10.0, back=4.0), "backward": Work(300.0), "head": Work(5.0)}
+    step = {
+        "forward": Work(100.0, moved=10.0, back=4.0),
+        "backward": Work(300.0),
+        "head": Work(5.0),
+    }
     found = with_copies(step, first(SIZES, 5))
     assert found["forward"] == Work(50.0, moved=5.0, back=2.0)
     assert found["forward" + MOVED] == Work(50.0, moved=5.0, back=2.0 + 5 * SIZE)
@@ -83,10 +91,17 @@ def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
         assert found.peak.weights == 11 * SIZE - first(SIZES, layers).freed
         assert found.peak.host == layers * SIZE
         assert plan_profile(profile, length, memory, Setting(weights="device")).choice is None
-        assert plan_profile(profile, length, Memory(room, layers * SIZE - 1, 0.0), Setting()).choice is None
-    everywhere = plan_profile(profile, length, Memory(14_000_000, None, 0.0), Setting(weights="cpu"))
+        assert (
+            plan_profile(profile, length, Memory(room, layers * SIZE - 1, 0.0), Setting()).choice
+            is None
+        )
+    everywhere = plan_profile(
+        profile, length, Memory(14_000_000, None, 0.0), Setting(weights="cpu")
+    )
     assert everywhere.choice.on_host.layers == LAYERS
-    assert plan_profile(profile, length, Memory(4_100_000, None, 0.0), Setting(gpus=2)).choice is None
+    assert (
+        plan_profile(profile, length, Memory(4_100_000, None, 0.0), Setting(gpus=2)).choice is None
+    )
 
 
 @pytest.mark.parametrize(("given", "advice"), [({}, False), ({"optimizer_on_host": True}, True)])
@@ -104,13 +119,17 @@ def test_seconds_are_the_longer_of_kernels_and_copies():
     method = profile.methods[0]
     slow = dataclasses.replace(RATES, link=1e6)
     resident, moved = Setting(), Setting(on_host=first(SIZES, LAYERS))
-    assert seconds(method, 1000, 100, slow, moved).total >= 18.0  # ten layers, and eight of them again
+    assert (
+        seconds(method, 1000, 100, slow, moved).total >= 18.0
+    )  # ten layers, and eight of them again
     hidden = hides_from(method, 100, RATES, moved)
     assert hidden is not None
     assert hides_from(method, 100, dataclasses.replace(RATES, link=1e-6), moved) is None
     for length, as_long in ((hidden, True), (max(1, hidden - 1), hidden == 1)):
         ours = seconds(method, length, min(100, length), RATES, moved).total
-        same = ours == pytest.approx(seconds(method, length, min(100, length), RATES, resident).total, rel=1e-9)
+        same = ours == pytest.approx(
+            seconds(method, length, min(100, length), RATES, resident).total, rel=1e-9
+        )
         assert same == as_long
 
 
@@ -120,7 +139,9 @@ def test_remedies_name_the_host():
     first_of_all = next(remedies(found, 1000, Training(16), lambda how: profile))
     assert first_of_all.options == ("--weights", "auto")
     assert "frozen weights on the host" in first_of_all.change
-    read = cli.parse(["plan", "MODEL", "--gpu-memory", "8GiB", "--lora", "16", *first_of_all.options])
+    read = cli.parse(
+        ["plan", "MODEL", "--gpu-memory", "8GiB", "--lora", "16", *first_of_all.options]
+    )
     assert read.weights == "auto"
 
 
@@ -148,16 +169,21 @@ def counted_step(model, ids):
 
 @pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
 def test_the_law_holds_on_a_model():
-    """A plan of all layers on the host, against a step on a CPU: slots, the bytes that it allocates, the host's ranges."""
+    """A plan of all layers on the host, against a step on a CPU: slots, the bytes that it
+    allocates, the host's ranges."""
     length, chunk = 512, 128
     config = build("llama", **CONFIG).config
-    profile = estimate(config, length, chunk_size=chunk, lora=4, device="cpu", dtype=torch.float32).profile
+    profile = estimate(
+        config, length, chunk_size=chunk, lora=4, device="cpu", dtype=torch.float32
+    ).profile
     method = next(method for method in profile.methods if method.name == "streambp")
     used = Setting(optimizer=0, on_host=first(profile.frozen, len(profile.frozen)))
     expected = peak(profile, method, length, chunk, used)
 
     model = with_adapters(build("llama", **CONFIG), rank=4).train()
-    model = patched(model, "cpu", chunk_size=chunk, compare_backward=False)  # a witness is much for so small a model
+    model = patched(
+        model, "cpu", chunk_size=chunk, compare_backward=False
+    )  # a witness is much for so small a model
     ids = torch.randint(0, config.vocab_size, (1, length))
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad(set_to_none=True)
@@ -165,7 +191,9 @@ def test_the_law_holds_on_a_model():
     on_host = {id(piece.tensor) for one in weights.ranges.layers.values() for piece in one.pieces}
     on_device = sum(p.nbytes for p in model.parameters() if id(p) not in on_host)
     assert weights.ranges.bytes == pytest.approx(expected.host, rel=0.01)
-    assert static(profile, used).weights == pytest.approx(on_device + weights.device_bytes, rel=0.01)
+    assert static(profile, used).weights == pytest.approx(
+        on_device + weights.device_bytes, rel=0.01
+    )
     found = on_device + weights.device_bytes + counted_step(model, ids)
     assert found == pytest.approx(expected.total, rel=0.03)
 
@@ -187,10 +215,16 @@ def test_bytes_of_layers_without_data():
 
 @pytest.mark.full
 def test_bytes_of_weights_of_few_bits():
-    """A layer's decoded weights but for the largest; weights of 8 bits are refused, so that no plan has them."""
+    """A layer's decoded weights but for the largest; weights of 8 bits are refused, so that no plan
+    has them."""
     config = build("llama", **CONFIG).config
-    profiles = [estimate(config, 64, chunk_size=32, lora=4, bits=bits, device="cpu").profile for bits in (4, 8)]
-    layer = next(m for m in build("llama", **CONFIG).modules() if type(m).__name__ == "LlamaDecoderLayer")
+    profiles = [
+        estimate(config, 64, chunk_size=32, lora=4, bits=bits, device="cpu").profile
+        for bits in (4, 8)
+    ]
+    layer = next(
+        m for m in build("llama", **CONFIG).modules() if type(m).__name__ == "LlamaDecoderLayer"
+    )
     sizes = sorted(2 * p.numel() for name, p in layer.named_parameters() if "proj" in name)
     assert profiles[0].decoded == sum(sizes[:-1])
     assert min(profiles[0].frozen) > 0
@@ -210,7 +244,17 @@ LLAMA_70B = {
 def test_the_command_plans_70b_on_24_gib(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_70B))
-    given = ["plan", str(file), "--lora", "16", "--gpu-memory", "24GiB", "--seq-len", "64k", "--no-cache"]
+    given = [
+        "plan",
+        str(file),
+        "--lora",
+        "16",
+        "--gpu-memory",
+        "24GiB",
+        "--seq-len",
+        "64k",
+        "--no-cache",
+    ]
     assert cli.main(given) == 0
     text = capsys.readouterr().out
     assert "of 80 layers on the host" in text
@@ -230,7 +274,8 @@ GPT_OSS_120B = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 LORA, FULL = ("--lora", "16"), ("--full", "--weights", "cpu", "--optimizer-on-host")
-# GiB of the device and of the host and seconds on an RTX 4090 at 65,536 tokens, and what ends a longer sequence.
+# GiB of the device and of the host and seconds on an RTX 4090 at 65,536 tokens, and what ends a
+# longer sequence.
 PLANNED = {
     "Llama-70B, LoRA": (LLAMA_70B, LORA, 21.8, 304.0, 414, "backward 79"),
     "Qwen3-32B, LoRA": (QWEN_32B, LORA, 21.9, 169.1, 269, "backward 63"),
@@ -245,7 +290,22 @@ def test_the_command_says_what_24_gib_take(name, tmp_path, capsys):
     config, how, device, host, seconds, binds = PLANNED[name]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    assert cli.main(["plan", str(file), *how, "--gpu-memory", "24GiB", "--seq-len", "64k", "--no-cache", "--json"]) == 0
+    assert (
+        cli.main(
+            [
+                "plan",
+                str(file),
+                *how,
+                "--gpu-memory",
+                "24GiB",
+                "--seq-len",
+                "64k",
+                "--no-cache",
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     peak = found["choice"]["peak"]
     assert peak["total"] / GIB == pytest.approx(device, rel=0.03)

@@ -11,10 +11,16 @@ from tests.planner.test_estimates import QWEN3_8B
 def timed(name, run):
     wall, own = time.perf_counter(), time.process_time()
     run()
-    print(f"{name}: {time.process_time() - own:.1f} s of one core, {time.perf_counter() - wall:.1f} s of wall time")
+    print(
+        f"{name}: {time.process_time() - own:.1f} s of one core, {time.perf_counter() - wall:.1f} "
+        "s of wall time"
+    )
 
 
 if __name__ == "__main__":
     timed("estimate", lambda: estimate(QWEN3_8B, 65536))
     setting = Setting(optimizer_on_host=True)
-    timed("plan", lambda: plan(QWEN3_8B, 2**18, gpu_memory="80GiB", host_memory="320GiB", setting=setting))
+    timed(
+        "plan",
+        lambda: plan(QWEN3_8B, 2**18, gpu_memory="80GiB", host_memory="320GiB", setting=setting),
+    )

@@ -65,7 +65,8 @@ def places(batch):
     """For each token of a row, what it is known by: its column, and the ids up to it."""
     for ids, mask in zip(batch["input_ids"], real(batch), strict=True):
         yield [
-            (column, tuple(ids[mask > 0][: i + 1].tolist())) for i, column in enumerate(mask.nonzero().flatten().tolist())
+            (column, tuple(ids[mask > 0][: i + 1].tolist()))
+            for i, column in enumerate(mask.nonzero().flatten().tolist())
         ]
 
 

@@ -1,4 +1,5 @@
-"""Calls whose tokens are embeddings, have positions of several axes or are marked one by one, as packed rows in float64.
+"""Calls whose tokens are embeddings, have positions of several axes or are marked one by one, as
+packed rows in float64.
 
 covers: prefixes/arguments.py, prefixes/tree.py, prefixes/admission.py
 """
@@ -30,7 +31,14 @@ from tests.seeds import seed_torch, seeded
 from tests.versions import needs_states
 
 IMAGE, IMAGE_START = VOCABULARY - 1, VOCABULARY - 2
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32, "depth": 2}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "depth": 2,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
@@ -38,13 +46,17 @@ def step(model, run):
     model.zero_grad(set_to_none=True)
     loss = run(model)
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def check(stock, run, rows="packed", **settings):
     """The patched copy's loss and gradients are the unpatched model's; returns the copy."""
     seed_torch(0)
-    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, rows=rows, **settings))
+    ours = streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5, rows=rows, **settings)
+    )
     (expected_loss, expected), (loss, found) = step(stock, run), step(ours, run)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= EXACT
@@ -68,10 +80,16 @@ def as_embeddings(batch):
 
 
 @pytest.mark.fast("qwen3-both", "gpt2-left", "lfm2-right", "gpt_oss-an empty row")
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in ("many rows", "all alike")])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "gpt2", pytest.param("lfm2", marks=needs_states)])
+@pytest.mark.parametrize(
+    "shape", [name for name in SHAPES if name not in ("many rows", "all alike")]
+)
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3", "gpt_oss", "gpt2", pytest.param("lfm2", marks=needs_states)]
+)
 def test_embeddings(family, shape):
-    ours = check(build(family), as_embeddings(make(shape)), "packed" if family == "gpt_oss" else "auto")
+    ours = check(
+        build(family), as_embeddings(make(shape)), "packed" if family == "gpt_oss" else "auto"
+    )
     assert told(ours) == (real_tokens(shape), real_tokens(shape))
 
 
@@ -83,7 +101,9 @@ def test_embeddings_are_not_compared():
 
 def of_types(shape, alike=True):
     batch = make(shape)
-    batch["token_type_ids"] = torch.randint(3, VOCABULARY, batch["input_ids"].shape, generator=seeded(5))
+    batch["token_type_ids"] = torch.randint(
+        3, VOCABULARY, batch["input_ids"].shape, generator=seeded(5)
+    )
     if alike:
         batch["token_type_ids"][:] = batch["token_type_ids"][0].clone()
     return batch
@@ -117,7 +137,12 @@ def images(padding, device="cpu"):
     for row, start in ((0, 5), (1, 10 if padding == "left" else 3)):
         ids[row, start - 1], ids[row, start : start + 4] = IMAGE_START, IMAGE
     labels = ids.masked_fill((mask == 0) | (ids == IMAGE) | (mask.cumsum(1) < 3), -100)
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels, "use_cache": False}
+    return {
+        "input_ids": ids.masked_fill(mask == 0, 0),
+        "attention_mask": mask,
+        "labels": labels,
+        "use_cache": False,
+    }
 
 
 def qwen_images(padding):
@@ -136,14 +161,27 @@ def text_of(name):
 
 
 def qwen2_5_vl():
-    vision = {**VISION, "spatial_merge_size": 1, "window_size": 8, "fullatt_block_indexes": [1], "temporal_patch_size": 2}
-    config = Qwen2_5_VLConfig(text_config=text_of("qwen2"), vision_config=vision, image_token_id=IMAGE)
+    vision = {
+        **VISION,
+        "spatial_merge_size": 1,
+        "window_size": 8,
+        "fullatt_block_indexes": [1],
+        "temporal_patch_size": 2,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text_of("qwen2"), vision_config=vision, image_token_id=IMAGE
+    )
     config.vision_start_token_id = IMAGE_START
     return Qwen2_5_VLForConditionalGeneration(config).train()
 
 
 def qwen3_vl():
-    vision = {**VISION, "spatial_merge_size": 1, "temporal_patch_size": 2, "deepstack_visual_indexes": [0, 1]}
+    vision = {
+        **VISION,
+        "spatial_merge_size": 1,
+        "temporal_patch_size": 2,
+        "deepstack_visual_indexes": [0, 1],
+    }
     config = Qwen3VLConfig(
         text_config=text_of("qwen3"),
         vision_config={**vision, "num_position_embeddings": 16},
@@ -182,13 +220,16 @@ def test_what_is_added_at_marked_tokens(at_padding):
     if at_padding:
         more["visual_pos_masks"] |= batch["attention_mask"] == 0
         more["deepstack_visual_embeds"] = [
-            torch.randn(int(more["visual_pos_masks"].sum()), 32, generator=seeded(number)) for number in (1, 2)
+            torch.randn(int(more["visual_pos_masks"].sum()), 32, generator=seeded(number))
+            for number in (1, 2)
         ]
 
     def run(model):
         text = model.model.language_model
         embedded = text.embed_tokens(batch["input_ids"])
-        hidden = text(inputs_embeds=embedded, attention_mask=batch["attention_mask"], **more, use_cache=False)[0]
+        hidden = text(
+            inputs_embeds=embedded, attention_mask=batch["attention_mask"], **more, use_cache=False
+        )[0]
         return (hidden * batch["attention_mask"][..., None]).pow(2).mean()
 
     ours = check(stock, run)
@@ -204,11 +245,17 @@ def test_llava():
         projection_dim=16,
     )  # fmt: skip
     config = LlavaConfig(
-        vision_config=vision, text_config=zoo.tiny_config("llama"), image_token_id=IMAGE, vision_feature_layer=-1
+        vision_config=vision,
+        text_config=zoo.tiny_config("llama"),
+        image_token_id=IMAGE,
+        vision_feature_layer=-1,
     )
     pixels = torch.randn(2, 3, 8, 8, generator=seeded(1))
     stock = LlavaForConditionalGeneration(config).train()
-    assert told(check(stock, lambda m: m(**images("left"), pixel_values=pixels).loss, "auto")) == (46, 46)
+    assert told(check(stock, lambda m: m(**images("left"), pixel_values=pixels).loss, "auto")) == (
+        46,
+        46,
+    )
 
 
 def three_positions(alike):
@@ -238,7 +285,10 @@ def test_rows_say_why_they_are_not_packed():
     embedded = torch.randn(*batch["input_ids"].shape, 32, generator=seeded(1))
     reasons = {
         "inputs_embeds, which are not compared": {"inputs_embeds": embedded},
-        "neither input_ids": {"inputs_embeds": embedded[0], "attention_mask": batch["attention_mask"]},
+        "neither input_ids": {
+            "inputs_embeds": embedded[0],
+            "attention_mask": batch["attention_mask"],
+        },
         "token_type_ids are not [B, T]": {**batch, "token_type_ids": batch["input_ids"][:1]},
         "position_ids are not": {**batch, "position_ids": batch["input_ids"][0]},
         "without inputs_embeds": {**batch, "deepstack_visual_embeds": [embedded]},

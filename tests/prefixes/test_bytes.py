@@ -1,4 +1,5 @@
-"""Bytes that layers keep of a padded batch, in real steps on a CPU whose storages are tracked: those of its tokens.
+"""Bytes that layers keep of a padded batch, in real steps on a CPU whose storages are tracked:
+those of its tokens.
 
 covers: prefixes/calls.py, layer/saved.py
 """
@@ -23,7 +24,9 @@ LAYERS = (2, 5)
 
 def batch_of(lengths):
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, T]
-    ids = torch.randint(3, families.VOCABULARY, mask.shape, generator=seeded(0)).masked_fill(~mask, 0)
+    ids = torch.randint(3, families.VOCABULARY, mask.shape, generator=seeded(0)).masked_fill(
+        ~mask, 0
+    )
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
@@ -47,7 +50,10 @@ def check(name):
     tokens, h = int(batch["attention_mask"].sum()), families.SIZES["hidden_size"]
     given, packed = (of_a_layer(rows, batch) for rows in ("as_given", "packed"))
     share = tokens / batch["input_ids"].numel()
-    print(f"{name}: a layer keeps {packed:,.0f} B of {given:,.0f} B, {packed / given:.4f}; share of tokens {share:.4f}")
+    print(
+        f"{name}: a layer keeps {packed:,.0f} B of {given:,.0f} B, {packed / given:.4f}; share of "
+        f"tokens {share:.4f}"
+    )
     assert given == pytest.approx(batch["input_ids"].numel() * h * 4, rel=0.01)
     assert packed / given == pytest.approx(share, rel=0.01)
 

@@ -1,6 +1,8 @@
-"""Calls whose rows share prefixes against the unpatched batch in float64, and those that compute rows instead.
+"""Calls whose rows share prefixes against the unpatched batch in float64, and those that compute
+rows instead.
 
-covers: prefixes/calls.py, prefixes/admission.py, prefixes/spread.py, attention/masks.py, head/places.py, model/wrappers.py
+covers: prefixes/calls.py, prefixes/admission.py, prefixes/spread.py, attention/masks.py,
+head/places.py, model/wrappers.py
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def float64_everywhere(float64_oracle, monkeypatch):
 
 @pytest.fixture
 def trusted(monkeypatch):
-    """What tests put inside a model counts as a library's that treats tokens alike; trials and steps find it out."""
+    """What tests put inside a model counts as a library's that treats tokens alike; trials and
+    steps find it out."""
     for name in ("HOOKS_ARE_HARMLESS", "MODULES_ARE_HARMLESS"):
         monkeypatch.setattr(insides, name, (*getattr(insides, name), "tests"))
 
@@ -76,8 +79,12 @@ def reference(family, mode):
 def told(model):
     """Tokens of rows and of their tree in the last call; or why rows were computed."""
     [note] = [note for note in streambp.describe(model).notes if note.startswith("rows: ")]
-    found = re.fullmatch(r".*rows of (\d+) tokens(?: and \d+ of padding)? were computed as (\d+)", note)
-    return tuple(map(int, found.groups())) if found else note.removeprefix("rows: computed as given: ")
+    found = re.fullmatch(
+        r".*rows of (\d+) tokens(?: and \d+ of padding)? were computed as (\d+)", note
+    )
+    return (
+        tuple(map(int, found.groups())) if found else note.removeprefix("rows: computed as given: ")
+    )
 
 
 def check(model, family, mode, **batch):
@@ -98,7 +105,9 @@ def cases():
             for number, size in enumerate((3, 7, 1000)):
                 if family == "gemma3n_text" and mode in ("padded", "two prompts"):
                     continue  # unpatched its gradients are NaN where padding is on the left
-                fast = number == (f + m) % 3 and ((f + m) % 2 == 0 or family in ("gemma3", "gpt_oss"))
+                fast = number == (f + m) % 3 and (
+                    (f + m) % 2 == 0 or family in ("gemma3", "gpt_oss")
+                )
                 yield pytest.param(family, mode, size, marks=() if fast else pytest.mark.full)
 
 
@@ -132,7 +141,9 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("family", "mode", "setting"),
     [
-        pytest.param(family, mode, setting, marks=() if (f + s) % 3 == 0 and m == s % 2 else pytest.mark.full)
+        pytest.param(
+            family, mode, setting, marks=() if (f + s) % 3 == 0 and m == s % 2 else pytest.mark.full
+        )
         for f, family in enumerate(("qwen3", "gemma3", "gpt_oss"))
         for m, mode in enumerate(("padded", "two prompts"))
         for s, setting in enumerate(SETTINGS)
@@ -145,13 +156,17 @@ def test_settings(family, mode, setting):
 def policy_loss(model, batch, **given):
     """What a program makes of logits, with a weight of its own for each row."""
     model.zero_grad(set_to_none=True)
-    logits = model(input_ids=batch["input_ids"], attention_mask=real(batch), use_cache=False, **given).logits
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=real(batch), use_cache=False, **given
+    ).logits
     log_probs = torch.log_softmax(logits[:, PROMPT - 1 : -1], -1)
     scored = log_probs.gather(-1, batch["input_ids"][:, PROMPT:, None])[..., 0]
     weights = torch.linspace(-1, 2, len(scored))[:, None] * real(batch)[:, PROMPT:]
     loss = (scored.exp() * weights).sum()
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.fast(3)
@@ -160,7 +175,9 @@ def policy_loss(model, batch, **given):
 def test_a_loss_of_logits_with_a_weight_for_each_row(mode, lazy):
     stock, batch = build("qwen3"), make_batch(mode)
     ours = sharing(stock, lazy_logits=lazy)
-    (expected_loss, expected), (loss, found) = (policy_loss(model, batch) for model in (stock, ours))
+    (expected_loss, expected), (loss, found) = (
+        policy_loss(model, batch) for model in (stock, ours)
+    )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= EXACT
     assert told(ours) == counted(batch)
@@ -180,7 +197,12 @@ def test_a_batch_without_a_label():
 def test_logits_of_the_last_tokens(lazy):
     stock, batch = build("qwen3"), make_batch("deep")
     ours, kept = sharing(stock, lazy_logits=lazy), batch["input_ids"].shape[1] - PROMPT + 1
-    given = {"input_ids": batch["input_ids"], "attention_mask": real(batch), "logits_to_keep": kept, "use_cache": False}
+    given = {
+        "input_ids": batch["input_ids"],
+        "attention_mask": real(batch),
+        "logits_to_keep": kept,
+        "use_cache": False,
+    }
     here, found = real(batch)[:, -kept:, None] > 0, []
     for model in (stock, ours):
         model.zero_grad(set_to_none=True)
@@ -198,12 +220,18 @@ def test_log_probs_of_labels():
     log_probs = ours(**batch, use_cache=False, output_log_probs=True).log_probs
     weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
     (log_probs.exp() * weights).sum().backward()
-    logits = stock(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    logits = stock(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     labels = batch["labels"][:, 1:]
-    expected = torch.log_softmax(logits[:, :-1], -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
+    expected = torch.log_softmax(logits[:, :-1], -1).gather(-1, labels.clamp(min=0)[..., None])[
+        ..., 0
+    ] * (labels >= 0)
     (expected.exp() * weights * (labels >= 0)).sum().backward()
     torch.testing.assert_close(log_probs, expected, rtol=1e-12, atol=1e-12)
-    found, wanted = ({name: p.grad for name, p in model.named_parameters()} for model in (ours, stock))
+    found, wanted = (
+        {name: p.grad for name, p in model.named_parameters()} for model in (ours, stock)
+    )
     assert worst_error(found, wanted) <= EXACT
     assert told(ours) == counted(batch)
 
@@ -215,16 +243,23 @@ def test_outputs_are_those_of_rows(grad):
     ours = sharing(stock)
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.set_grad_enabled(grad):
-        expected, found = (m(**given, output_hidden_states=True, use_cache=False) for m in (stock, ours))
+        expected, found = (
+            m(**given, output_hidden_states=True, use_cache=False) for m in (stock, ours)
+        )
     here = batch["attention_mask"] > 0
     assert len(found.hidden_states) == len(expected.hidden_states)
-    pairs = [*zip(found.hidden_states, expected.hidden_states, strict=True), (found.logits, expected.logits)]
+    pairs = [
+        *zip(found.hidden_states, expected.hidden_states, strict=True),
+        (found.logits, expected.logits),
+    ]
     for one, other in pairs:
         assert one.shape == other.shape
         torch.testing.assert_close(one[here], other[here], rtol=1e-12, atol=1e-12)
     for one, other in zip(found.router_logits, expected.router_logits, strict=True):
         assert one.shape == other.shape
-        torch.testing.assert_close(one[here.flatten()], other[here.flatten()], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            one[here.flatten()], other[here.flatten()], rtol=1e-12, atol=1e-12
+        )
     assert told(ours) == counted(batch)
 
 
@@ -246,16 +281,27 @@ def test_rows_with_other_padding_share_where_positions_say_so():
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rotary_embeddings_that_look_at_the_longest_row(rope):
-    """Padding alone has the batch's highest position, which is beyond what the model was trained for."""
+    """Padding alone has the batch's highest position, which is beyond what the model was trained
+    for."""
     batch = make_batch("plain")
     mask = torch.ones_like(batch["input_ids"])
     mask[:, -3:] = 0
-    batch = {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    batch = {
+        **batch,
+        "attention_mask": mask,
+        "labels": batch["labels"].masked_fill(mask == 0, -100),
+    }
     length = mask.shape[1]
     scaling = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0}
     if rope == "longrope":
-        scaling.update(short_factor=[1.0] * 4, long_factor=[3.0] * 4, original_max_position_embeddings=length - 1)
-    stock = families.build("llama", torch.float64, rope_parameters=scaling, max_position_embeddings=length - 1)
+        scaling.update(
+            short_factor=[1.0] * 4,
+            long_factor=[3.0] * 4,
+            original_max_position_embeddings=length - 1,
+        )
+    stock = families.build(
+        "llama", torch.float64, rope_parameters=scaling, max_position_embeddings=length - 1
+    )
     ours = sharing(stock)
     assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
     assert isinstance(told(ours), tuple)
@@ -264,7 +310,9 @@ def test_rotary_embeddings_that_look_at_the_longest_row(rope):
 def rows_instead(stock, batch, expected=None, **settings):
     """The step is exact, and why rows were computed."""
     ours = sharing(stock, **settings)
-    assert worst_error(gradients(ours, **batch)[1], expected or gradients(stock, **batch)[1]) <= EXACT
+    assert (
+        worst_error(gradients(ours, **batch)[1], expected or gradients(stock, **batch)[1]) <= EXACT
+    )
     return told(ours)
 
 
@@ -273,7 +321,9 @@ def rows_instead(stock, batch, expected=None, **settings):
     [
         ("bloom", "plain", "takes no position_ids|attends by itself"),
         ("llama4_text", "plain", "asks its cache for positions"),
-        pytest.param("deepseek_v32", "plain", "picks the keys that its queries read", marks=needs_indexers),
+        pytest.param(
+            "deepseek_v32", "plain", "picks the keys that its queries read", marks=needs_indexers
+        ),
         ("opt", "padded", "gave something else than rows"),
     ],
 )
@@ -377,10 +427,15 @@ def test_autocast_shares():
 
 
 def test_adapters_of_each_row_compute_rows():
-    """Rows of the same tokens may have other adapters: a list of names for the rows, which no packed row has."""
+    """Rows of the same tokens may have other adapters: a list of names for the rows, which no
+    packed row has."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = peft.get_peft_model(
+        build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    model.add_adapter(
+        "other", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
     ids = make_batch("plain")["input_ids"]
     names = ["default", "other", "default", "other"]
     with torch.no_grad():
@@ -395,13 +450,16 @@ def test_adapters_of_each_row_compute_rows():
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_a_layer_that_begins_to_mix_tokens_later(offload, trusted):
-    """What the trial found does not hold any more: the layer does not run in chunks, and its forward begins again."""
+    """What the trial found does not hold any more: the layer does not run in chunks, and its
+    forward begins again."""
     stock, batch = build("llama"), make_batch("plain")
     ours = sharing(stock, offload=offload)
     gradients(ours, **batch)
     assert told(ours) == counted(batch)
     for model in (stock, ours):
-        model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
+        model.model.layers[1].mlp.register_forward_pre_hook(
+            lambda _, args: (args[0] + args[0].roll(1, 1),)
+        )
     expected = gradients(stock, **batch)[1]
     for _ in range(3):
         assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
@@ -411,7 +469,9 @@ def test_a_layer_that_begins_to_mix_tokens_later(offload, trusted):
 def test_one_rank_among_several_does_not_begin_again(monkeypatch, trusted):
     ours, batch = sharing(build("llama")), make_batch("plain")
     gradients(ours, **batch)
-    ours.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
+    ours.model.layers[1].mlp.register_forward_pre_hook(
+        lambda _, args: (args[0] + args[0].roll(1, 1),)
+    )
     monkeypatch.setattr(calls, "must_agree", lambda module: True)
     monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
     with pytest.raises(StreamBPError, match="other ranks wait"):
@@ -421,8 +481,8 @@ def test_one_rank_among_several_does_not_begin_again(monkeypatch, trusted):
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("rope")])
 def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
-    """To the end of both forwards, in which other ranks wait; memory that is missing for one rank alone is no verdict, and
-    its rows are computed."""
+    """To the end of both forwards, in which other ranks wait; memory that is missing for one rank
+    alone is no verdict, and its rows are computed."""
     stock, batch, entered = build("llama"), make_batch("plain"), []
     left = itertools.count(1)  # a list would be put back after the trial
     ours, call = sharing(stock), wrappers.LayerForward._call
@@ -439,7 +499,9 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
     monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
     monkeypatch.setattr(insides, "HOOKS_ARE_HARMLESS", (*insides.HOOKS_ARE_HARMLESS, "tests"))
     for layer in ours.model.layers:
-        layer.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else next(left) and None)
+        layer.register_forward_hook(
+            lambda *_: None if torch.is_grad_enabled() else next(left) and None
+        )
     assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
     assert told(ours).startswith(f"a trial on a few random tokens failed ({type(error).__name__}: ")
     assert next(left) - 1 == 2 * len(ours.model.layers)  # of each
@@ -449,7 +511,8 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
 
 
 def test_a_rank_without_memory_around_layers_ends_its_forward(monkeypatch):
-    """As it would unpatched: rows would begin a forward while other ranks are in the middle of another."""
+    """As it would unpatched: rows would begin a forward while other ranks are in the middle of
+    another."""
     ours, batch = sharing(build("llama")), make_batch("plain")
     monkeypatch.setattr(calls, "must_agree", lambda module: True)
     monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
@@ -466,37 +529,51 @@ def test_a_rank_without_memory_around_layers_ends_its_forward(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_with_one_row_makes_the_trials_of_the_others(ranks, monkeypatch):
-    """Under ZeRO-3 a trial gathers weights, which takes all ranks; the others may have more rows."""
-    ours, batch = sharing(build("llama")), {name: value[:1] for name, value in make_batch("plain").items()}
+    """Under ZeRO-3 a trial gathers weights, which takes all ranks; the others may have more
+    rows."""
+    ours, batch = (
+        sharing(build("llama")),
+        {name: value[:1] for name, value in make_batch("plain").items()},
+    )
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     tried = []
     real_try = admission.Trials._try
     monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
     monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
-    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]])
+    monkeypatch.setattr(
+        calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]]
+    )
     for _ in range(2):
         ours(**batch)
         assert "saves too little" in told(ours)
-    assert len(tried) == (4 if ranks > 1 else 0)  # without padding and with it, as often as another rank wants to
+    assert len(tried) == (
+        4 if ranks > 1 else 0
+    )  # without padding and with it, as often as another rank wants to
 
 
 @pytest.mark.parametrize("other", ["alike", "of another kind", "does not share"])
 def test_ranks_try_a_kind_of_call_together_or_not_at_all(other, monkeypatch):
-    """Under ZeRO-3 and FSDP2 a trial's forwards gather weights, which takes all ranks. [Note: what a rank decides alone]"""
+    """Under ZeRO-3 and FSDP2 a trial's forwards gather weights, which takes all ranks. [Note: what
+    a rank decides alone]"""
     ours, batch, tried = sharing(build("llama")), make_batch("plain"), []
     real_try = admission.Trials._try
     monkeypatch.setattr(admission.Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
     monkeypatch.setattr(calls, "must_agree", lambda module: True)
 
     def everyones_numbers(module, mine, device):
-        return [mine, {"alike": mine, "of another kind": [mine[0] + 1, 1], "does not share": [0, 0]}[other]]
+        return [
+            mine,
+            {"alike": mine, "of another kind": [mine[0] + 1, 1], "does not share": [0, 0]}[other],
+        ]
 
     monkeypatch.setattr(calls, "everyones_numbers", everyones_numbers)
     for _ in range(2):
         ours(**batch)
         assert len(tried) == (1 if other == "alike" else 0)
         assert (told(ours) == counted(batch)) == (other == "alike")
-    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]])
+    monkeypatch.setattr(
+        calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]]
+    )
     ours(**batch)  # what all know but one is tried again by all
     assert len(tried) == (2 if other == "alike" else 1)
     assert told(ours) == counted(batch)
@@ -517,7 +594,9 @@ def test_with_nothing_shared_the_step_is_that_of_rows(family):
 
 def test_gradients_at_padding_are_refused():
     ours, batch = sharing(build("llama")), make_batch("padded")
-    logits = ours(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    logits = ours(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     with pytest.raises(BackwardError, match="arrives at padding"):
         logits.square().sum().backward()
 
@@ -525,7 +604,9 @@ def test_gradients_at_padding_are_refused():
 def test_overflow_is_left_to_the_program():
     """A scaler skips the step by the infinite gradients that it finds."""
     ours, batch = sharing(build("llama")), make_batch("padded")
-    logits = ours(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    logits = ours(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     (logits * torch.nan).sum().backward()
     assert not ours.model.layers[0].mlp.up_proj.weight.grad.isfinite().all()
 
@@ -557,7 +638,9 @@ def test_flops_of_linears_are_those_of_the_tree():
     tokens, tree = counted(batch)
     found = []
     for rows in ("packed", "as_given"):
-        ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=200, rows=rows))
+        ours = streambp.patch(
+            copy.deepcopy(stock), streambp.StreamConfig(chunk_size=200, rows=rows)
+        )
         gradients(ours, **batch)
         linear_flops(ours, batch["input_ids"])  # trials of the call without labels
         found.append(linear_flops(ours, batch["input_ids"]))
@@ -613,7 +696,8 @@ def lazy(model, batch):
 
 @pytest.mark.parametrize("loss_of", [labelled, lazy])
 def test_hidden_states_are_never_those_of_all_rows(loss_of):
-    """The head reads them in the packed row: one where rows part once for each label, and one that stands for padding."""
+    """The head reads them in the packed row: one where rows part once for each label, and one that
+    stands for padding."""
     most, tree, rows = most_rows(loss_of)
     assert VOCABULARY < most <= tree + 12 < rows / 2
 
@@ -658,14 +742,20 @@ def packed_positions(monkeypatch):
 
 def no_shift(monkeypatch):
     real_pieces = Tree._pieces_within
-    monkeypatch.setattr(Tree, "_pieces_within", lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_pieces(self, w)))
+    monkeypatch.setattr(
+        Tree,
+        "_pieces_within",
+        lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_pieces(self, w)),
+    )
     check(sharing(build("mistral")), "mistral", "deep")
 
 
 def a_sibling(monkeypatch):
     real_pieces = Tree._whole_pieces
     monkeypatch.setattr(
-        Tree, "_whole_pieces", lambda self: (Run(r.q0, r.q1, r.k0, min(r.k1 + 1, r.q0)) for r in real_pieces(self))
+        Tree,
+        "_whole_pieces",
+        lambda self: (Run(r.q0, r.q1, r.k0, min(r.k1 + 1, r.q0)) for r in real_pieces(self)),
     )
     check(sharing(build("llama")), "llama", "deep")
 
@@ -680,7 +770,9 @@ def any_prefix_shares(monkeypatch):
     test_with_nothing_shared_the_step_is_that_of_rows("llama")
 
 
-@pytest.mark.parametrize("mutant", [packed_positions, no_shift, a_sibling, sums_in_half_precision, any_prefix_shares])
+@pytest.mark.parametrize(
+    "mutant", [packed_positions, no_shift, a_sibling, sums_in_half_precision, any_prefix_shares]
+)
 def test_mutants_are_found(mutant, monkeypatch):
     with pytest.raises(AssertionError):
         mutant(monkeypatch)
@@ -688,7 +780,8 @@ def test_mutants_are_found(mutant, monkeypatch):
 
 @pytest.mark.parametrize("module", [Reassigned, Running, Calibrated, Noisy])
 def test_a_trial_leaves_no_trace(module, trusted):
-    """Of modules that count, set and draw in eval mode, too; a layer with one runs whole, over rows."""
+    """Of modules that count, set and draw in eval mode, too; a layer with one runs whole, over
+    rows."""
     stock, ours = build("llama"), build("llama")
     for model in (stock, ours):
         model.model.layers[0].mlp = module(model.model.layers[0].mlp)

@@ -25,10 +25,23 @@ from tests.prefixes.test_states import tree_of
 from tests.versions import needs_states
 
 WITH_STATES = ("lfm2", "qwen3_5_text", "mamba2", "falcon_h1")
-FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "gemma3n_text", *WITH_STATES)
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "qwen3_moe",
+    "gemma3n_text",
+    *WITH_STATES,
+)
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv", "*proj"))
 SETTINGS = tuple(itertools.product((3, 7, 1000), SAVES, ("none", "cpu"), (False, True)))
-NAN = [("gemma3n_text", "padded"), ("gemma3n_text", "two prompts")]  # unpatched, where padding is on the left
+NAN = [
+    ("gemma3n_text", "padded"),
+    ("gemma3n_text", "two prompts"),
+]  # unpatched, where padding is on the left
 STEP = 7  # through the settings: it has no factor in common with their number
 
 
@@ -51,7 +64,10 @@ def reference(family, mode, lazy):
 @pytest.mark.parametrize(("family", "mode", "chunk_size", "saves", "offload", "lazy"), cases())
 def test_gradients_are_exact(family, mode, chunk_size, saves, offload, lazy):
     expected_loss, expected = reference(family, mode, lazy)
-    model, batch = sharing(build(family), chunk_size, saves=saves, offload=offload, lazy_logits=lazy), make_batch(mode)
+    model, batch = (
+        sharing(build(family), chunk_size, saves=saves, offload=offload, lazy_logits=lazy),
+        make_batch(mode),
+    )
     loss, found = policy_loss(model, batch) if lazy else gradients(model, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= EXACT

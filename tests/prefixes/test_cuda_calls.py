@@ -1,4 +1,5 @@
-"""Calls of CUDA's kernels over the packed row of a group of completions, or of rows without padding, on meta tensors.
+"""Calls of CUDA's kernels over the packed row of a group of completions, or of rows without
+padding, on meta tensors.
 
 covers: attention/spans.py, prefixes/tree.py
 """
@@ -38,7 +39,8 @@ def group(branches):
 
 
 def calls(monkeypatch, branches):
-    """Of each operator, how many; each is checked for what cuDNN takes, and for how its blocks are cut."""
+    """Of each operator, how many; each is checked for what cuDNN takes, and for how its blocks are
+    cut."""
     recorder, counted = run(monkeypatch, group(branches).spans(), CHUNK)
     assert counted.syncs == 0
     assert all(len(layouts) == 1 for layouts in recorder.graphs.values())
@@ -54,7 +56,9 @@ def check_counts(monkeypatch):
     few = calls(monkeypatch, 16)
     assert few == calls(monkeypatch, 64)
     chunks = -(-(PROMPT + TOKENS) // CHUNK)
-    assert few["varlen"] == few["varlen backward"] == chunks - PROMPT // CHUNK  # one in each chunk that has branches
+    assert (
+        few["varlen"] == few["varlen backward"] == chunks - PROMPT // CHUNK
+    )  # one in each chunk that has branches
 
 
 def test_branches_of_a_chunk_are_one_call(monkeypatch):
@@ -89,12 +93,13 @@ def launches(monkeypatch, layout, chunk_size):
 
 
 def check_launches(monkeypatch, chunk_size, window):
-    """64 rows of 500 tokens beside one of 32,000: one call for all rows in a chunk, forward and backward."""
+    """64 rows of 500 tokens beside one of 32,000: one call for all rows in a chunk, forward and
+    backward."""
     many = launches(monkeypatch, padded(64, 500).spans(window), chunk_size)
     one = launches(monkeypatch, Spans.causal(1, 32_000, window), chunk_size)
     print(
-        f"chunks of {chunk_size}, window {window}: attention {many[0]} and {one[0]} calls, with merges, copies and views "
-        f"{many[1]} and {one[1]}"
+        f"chunks of {chunk_size}, window {window}: attention {many[0]} and {one[0]} calls, with "
+        f"merges, copies and views {many[1]} and {one[1]}"
     )
     assert many[0] == 2 * -(-32_000 // chunk_size)
     assert many[0] <= 1.1 * one[0]
@@ -107,7 +112,12 @@ def test_many_short_rows_launch_no_more_than_a_long_one(monkeypatch, chunk_size,
 
 
 MUTANTS = {
-    "a call for each row": (FLASH, "tiling", dataclasses.replace(FLASH.tiling, native_varlen=False), 128),
+    "a call for each row": (
+        FLASH,
+        "tiling",
+        dataclasses.replace(FLASH.tiling, native_varlen=False),
+        128,
+    ),
     "one for the row before the chunk": (spans, "JOINED", 0, None),
 }
 
@@ -122,7 +132,9 @@ def test_more_calls_are_found(mutant, monkeypatch):
 
 def test_a_long_document_before_the_chunk_goes_to_the_faster_kernel(monkeypatch):
     """Its keys are many: cuDNN reads them in half of the time."""
-    packed = Spans(20_000, ((Run(0, 15_000, 0), Run(15_000, 17_000, 15_000), Run(17_000, 20_000, 17_000)),))
+    packed = Spans(
+        20_000, ((Run(0, 15_000, 0), Run(15_000, 17_000, 15_000), Run(17_000, 20_000, 17_000)),)
+    )
     recorder, _ = run(monkeypatch, packed, 8192)
     found = Counter(operator for operator, *_ in recorder.calls)
     assert found["varlen"] == 2  # of the second chunk and the third

@@ -1,6 +1,7 @@
 """What the look at a batch raises ends no step: its rows are computed, and `describe` says why.
 
-covers: prefixes/calls.py, prefixes/tree.py, prefixes/arguments.py, prefixes/admission.py, model/padding.py
+covers: prefixes/calls.py, prefixes/tree.py, prefixes/arguments.py, prefixes/admission.py,
+model/padding.py
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def test_whatever_a_look_raises_is_a_reason(step, error, monkeypatch):
         raise error
 
     real = vars(STEPS[step][0])[STEPS[step][1]]
-    monkeypatch.setattr(*STEPS[step], staticmethod(raising) if isinstance(real, staticmethod) else raising)
+    monkeypatch.setattr(
+        *STEPS[step], staticmethod(raising) if isinstance(real, staticmethod) else raising
+    )
     for _ in range(2):
         loss, found = gradients(ours, **batch)
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
@@ -101,7 +104,9 @@ def counted(batch, dtype):
 
 def halves(batch, dtype):
     """Of two rows that begin alike, at positions half a step apart."""
-    positions = torch.arange(batch["input_ids"].shape[1], dtype=dtype).repeat(len(batch["input_ids"]), 1)
+    positions = torch.arange(batch["input_ids"].shape[1], dtype=dtype).repeat(
+        len(batch["input_ids"]), 1
+    )
     positions[::2] += 0.5
     return positions
 
@@ -120,7 +125,9 @@ def unknown(batch, dtype):
 
 def left_out(batch, dtype):
     """Some libraries mark padding so."""
-    return (batch["attention_mask"].to(dtype).cumsum(-1) - 1).masked_fill(batch["attention_mask"] == 0, 1.0)
+    return (batch["attention_mask"].to(dtype).cumsum(-1) - 1).masked_fill(
+        batch["attention_mask"] == 0, 1.0
+    )
 
 
 POSITIONS = {
@@ -134,7 +141,12 @@ POSITIONS = {
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32)
 
 
-@pytest.mark.fast("both-counted-dtype0", "all alike-halves-dtype1", "right-stretched-dtype1", "left-counted-dtype3")
+@pytest.mark.fast(
+    "both-counted-dtype0",
+    "all alike-halves-dtype1",
+    "right-stretched-dtype1",
+    "left-counted-dtype3",
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", POSITIONS)
 @pytest.mark.parametrize("shape", ["both", "left", "right", "all alike"])
@@ -153,7 +165,8 @@ def test_positions_of_any_dtype(shape, kind, dtype):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25])
 def test_positions_of_several_axes_in_floats(fraction):
-    """As Qwen3-Omni's own code makes them; tokens that differ in a fraction alone are not shared."""
+    """As Qwen3-Omni's own code makes them; tokens that differ in a fraction alone are not
+    shared."""
     batch = three_positions(alike=True)
     batch.pop("labels")
     batch["position_ids"] = batch["position_ids"].double()

@@ -25,7 +25,8 @@ DROPPED = {
 
 
 def check_dropout(family):
-    """With one seed the loss of packed rows is a fixed function; its slope along a direction is the gradient's."""
+    """With one seed the loss of packed rows is a fixed function; its slope along a direction is the
+    gradient's."""
     ours, batch = packed(zoo.build(family, **DROPPED[family])), make("both")
 
     def loss():
@@ -59,13 +60,17 @@ def test_dropout(family):
 @pytest.mark.full
 def test_noise_that_backward_draws_anew_is_found(monkeypatch):
     monkeypatch.setattr(recompute.RandomState, "replayed", lambda _: contextlib.nullcontext())
-    with pytest.raises(BackwardError, match="something else"):  # what backward compares; the slope alone would show it, too
+    with pytest.raises(
+        BackwardError, match="something else"
+    ):  # what backward compares; the slope alone would show it, too
         check_dropout("gpt2")
 
 
 def test_equal_rows_draw_noise_of_their_own():
     """At other positions they share nothing, though rotary embeddings give them the same logits."""
-    batch = {name: value[:2].clone() for name, value in make("all alike").items() if name != "labels"}
+    batch = {
+        name: value[:2].clone() for name, value in make("all alike").items() if name != "labels"
+    }
     columns = torch.arange(WIDTH)
     batch["position_ids"] = torch.stack([columns, columns + 1])
     ours = packed(zoo.build("qwen3", attention_dropout=0.5), lazy_logits=True)
@@ -86,7 +91,8 @@ def test_neftune_computes_rows():
 
 
 def check_noise_of_each_row(family):
-    """By default rows that begin alike draw noise of their own where they are trained, and share where it is off."""
+    """By default rows that begin alike draw noise of their own where they are trained, and share
+    where it is off."""
     batch = make("all alike")
     whole = {"input_ids": batch["input_ids"]}
     ours = packed(zoo.build(family, **DROPPED[family]), rows="auto")

@@ -1,6 +1,8 @@
-"""Padded batches that are computed as one packed row, in float64 against the unpatched [B, T] batch.
+"""Padded batches that are computed as one packed row, in float64 against the unpatched [B, T]
+batch.
 
-covers: prefixes/calls.py, prefixes/tree.py, prefixes/spread.py, prefixes/admission.py, model/causal_lm.py, model/padding.py
+covers: prefixes/calls.py, prefixes/tree.py, prefixes/spread.py, prefixes/admission.py,
+model/causal_lm.py, model/padding.py
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ def build(family):
 
 
 def packed(stock, rows="packed", chunk_size=7, **settings):
-    return streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size, rows=rows, **settings))
+    return streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=chunk_size, rows=rows, **settings)
+    )
 
 
 def lazily(model, **batch):
@@ -100,7 +104,9 @@ def lazily(model, **batch):
     weights = torch.linspace(-1, 2, len(scored))[:, None] * (labels >= 0)
     loss = (scored * weights).sum()
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 HOW = {"labels": gradients, "lazy": lazily}
@@ -132,14 +138,17 @@ SETTINGS = {  # as many as shapes
 
 
 def setting_of(family, shape, how):
-    """A covering part of the product: each family meets each setting with labels and with lazy logits, and so does each
-    shape; a family and a shape meet two settings."""
+    """A covering part of the product: each family meets each setting with labels and with lazy
+    logits, and so does each shape; a family and a shape meet two settings."""
     return (family + shape + 3 * how) % len(SETTINGS)
 
 
 def cases():
-    """Fast: of each family one shape with labels and another with lazy logits, and of one all shapes."""
-    for (f, family), (s, shape), (h, how) in itertools.product(*map(enumerate, (FAMILIES, SHAPES, HOW))):
+    """Fast: of each family one shape with labels and another with lazy logits, and of one all
+    shapes."""
+    for (f, family), (s, shape), (h, how) in itertools.product(
+        *map(enumerate, (FAMILIES, SHAPES, HOW))
+    ):
         fast = s == (f + 4 * h) % 8 or (family == "qwen3" and h == s % 2)
         fast = fast and (shape != "many rows" or (family == "qwen3" and how == "lazy"))
         marks = [] if fast else [pytest.mark.full]
@@ -149,10 +158,17 @@ def cases():
 
 def test_cases_cover_the_product():
     found = [case.values for case in cases()]
-    for triple, number in {(0, 2, 3): 12 * 2 * 8, (1, 2, 3): 8 * 2 * 8, (0, 1, 2): 12 * 8 * 2}.items():
+    for triple, number in {
+        (0, 2, 3): 12 * 2 * 8,
+        (1, 2, 3): 8 * 2 * 8,
+        (0, 1, 2): 12 * 8 * 2,
+    }.items():
         assert len({tuple(case[place] for place in triple) for case in found}) == number
     whole = len(FAMILIES) * len(SHAPES) * len(HOW) * len(SETTINGS)
-    print(f"{len(found)} of {whole:,} combinations, {sum(not case.marks for case in cases())} in the fast tier")
+    print(
+        f"{len(found)} of {whole:,} combinations, {sum(not case.marks for case in cases())} in the "
+        "fast tier"
+    )
 
 
 @pytest.mark.parametrize(("family", "shape", "how", "setting"), cases())
@@ -164,10 +180,17 @@ def test_gradients_are_exact(family, shape, how, setting):
 
 
 @pytest.mark.fast("dtype0", "dtype3")
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16]
+)
 def test_masks_of_any_dtype(dtype):
     batch = make("both")
-    check(packed(build("qwen3")), "qwen3", "both", **{**batch, "attention_mask": batch["attention_mask"].to(dtype)})
+    check(
+        packed(build("qwen3")),
+        "qwen3",
+        "both",
+        **{**batch, "attention_mask": batch["attention_mask"].to(dtype)},
+    )
 
 
 @pytest.mark.fast("gpt2-left", "llama-both")
@@ -181,17 +204,29 @@ def test_positions_that_count_tokens(family, shape):
     check(packed(stock), family, shape, expected=gradients(stock, **batch), **batch)
 
 
-HYBRIDS = (*WITH_STATES, "falcon_h1", "bamba", "granitemoehybrid", "jamba", "olmo_hybrid", "nemotron_h")
+HYBRIDS = (
+    *WITH_STATES,
+    "falcon_h1",
+    "bamba",
+    "granitemoehybrid",
+    "jamba",
+    "olmo_hybrid",
+    "nemotron_h",
+)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=needs_states if name in HYBRIDS else ()) for name in {**FAMILIES, **dict.fromkeys(HYBRIDS)}],
+    [
+        pytest.param(name, marks=needs_states if name in HYBRIDS else ())
+        for name in {**FAMILIES, **dict.fromkeys(HYBRIDS)}
+    ],
 )
 def test_random_lengths(family, number):
-    """Rows of 0 to 23 tokens, wherever they stand, in chunks of any size; at times they begin alike."""
+    """Rows of 0 to 23 tokens, wherever they stand, in chunks of any size; at times they begin
+    alike."""
     generator = seeded(100 * number + len(family))
 
     def draw(low, high):
@@ -207,7 +242,9 @@ def test_random_lengths(family, number):
         if begin_alike and row % 2 and length:
             common = min(length, WIDTH - places[row - 1][0], draw(1, 20))
             first = places[row - 1][0]
-            batch["input_ids"][row, start : start + common] = batch["input_ids"][row - 1, first : first + common]
+            batch["input_ids"][row, start : start + common] = batch["input_ids"][
+                row - 1, first : first + common
+            ]
     scored = (mask * (mask.cumsum(1) > 2)).bool()
     batch |= {"labels": batch["input_ids"].masked_fill(~scored, -100), "attention_mask": mask}
     stock = build(family)
@@ -237,7 +274,8 @@ def test_a_batch_of_padding_alone():
 
 
 class Repacked(torch.nn.Module):
-    """A Linear of frozen bytes that is for evaluation alone once it was run in eval mode, as bitsandbytes' are on a CPU."""
+    """A Linear of frozen bytes that is for evaluation alone once it was run in eval mode, as
+    bitsandbytes' are on a CPU."""
 
     def __init__(self, inner):
         super().__init__()
@@ -253,7 +291,9 @@ class Repacked(torch.nn.Module):
 
 def test_a_trial_leaves_quantised_weights_as_they_are(monkeypatch):
     """It is run in eval mode, without gradients."""
-    monkeypatch.setattr(calls, "why_rows", lambda module: None)  # bitsandbytes' modules are not foreign
+    monkeypatch.setattr(
+        calls, "why_rows", lambda module: None
+    )  # bitsandbytes' modules are not foreign
     stock = families.build("llama", torch.float64)
     for layer in stock.model.layers:
         layer.mlp.up_proj = Repacked(layer.mlp.up_proj)
@@ -289,7 +329,9 @@ def test_layers_compute_no_padding(attended_chunks):
     gradients(ours, **make("right"))
     attended_chunks.clear()
     ours(**make("right"), use_cache=False)
-    assert sum(attended_chunks) == len(ours.model.layers) * sum(length for _, length in SHAPES["right"])
+    assert sum(attended_chunks) == len(ours.model.layers) * sum(
+        length for _, length in SHAPES["right"]
+    )
 
 
 def with_labels(model, batch):
@@ -297,24 +339,52 @@ def with_labels(model, batch):
 
 
 def without_labels(model, batch):
-    return model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
+    return model(
+        **{name: value for name, value in batch.items() if name != "labels"}, use_cache=False
+    )
 
 
 CALLERS = {  # of the model, settings, whether it trains, whether padding is shown
     "labels": (with_labels, {}, True, False),
     "labels, evaluated": (with_labels, {}, False, False),
     "labels, evaluated with logits": (with_labels, {"eval_logits": True}, False, True),
-    "labels and hidden states": (lambda m, b: m(**b, use_cache=False, output_hidden_states=True), {}, True, True),
-    "labels and router logits": (lambda m, b: m(**b, use_cache=False, output_router_logits=True), {}, True, True),
-    "per-token values": (lambda m, b: m(**b, use_cache=False, output_log_probs=True), {}, True, False),
+    "labels and hidden states": (
+        lambda m, b: m(**b, use_cache=False, output_hidden_states=True),
+        {},
+        True,
+        True,
+    ),
+    "labels and router logits": (
+        lambda m, b: m(**b, use_cache=False, output_router_logits=True),
+        {},
+        True,
+        True,
+    ),
+    "per-token values": (
+        lambda m, b: m(**b, use_cache=False, output_log_probs=True),
+        {},
+        True,
+        False,
+    ),
     "labels, the model's head": (with_labels, {"head": False}, True, True),
     "logits": (without_labels, {}, True, True),
     "lazy logits": (without_labels, {"lazy_logits": True}, True, False),
-    "hidden states": (lambda m, b: m.model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]), {}, True, True),
+    "hidden states": (
+        lambda m, b: m.model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]),
+        {},
+        True,
+        True,
+    ),
 }
 
 
-@pytest.mark.fast("labels", "labels, evaluated", "labels, evaluated with logits", "labels and router logits", "lazy logits")
+@pytest.mark.fast(
+    "labels",
+    "labels, evaluated",
+    "labels, evaluated with logits",
+    "labels and router logits",
+    "lazy logits",
+)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_auto_packs_where_nobody_sees_padding(caller):
     """Where somebody does, all values at padding are the unpatched model's."""
@@ -339,7 +409,9 @@ def test_auto_shares_prefixes_where_there_is_no_padding():
     ours = packed(build("llama"), rows="auto")
     logits = ours(**batch, use_cache=False).logits
     assert told(ours) == (4 * WIDTH, WIDTH)
-    torch.testing.assert_close(logits, build("llama")(**batch, use_cache=False).logits, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        logits, build("llama")(**batch, use_cache=False).logits, rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes the default")
@@ -370,12 +442,19 @@ def test_labels_that_padding_predicts_compute_rows(shape):
 
 
 def router_losses():
-    """transformers' own, from every modeling file that has one; those that are made of another's are the same function."""
+    """transformers' own, from every modeling file that has one; those that are made of another's
+    are the same function."""
     root = pathlib.Path(transformers.__file__).parent / "models"
     for file in sorted(root.glob("*/modeling_*.py")):
-        # Others' scores have another form: Doge's layers do not share, Switch Transformers are encoders and decoders.
-        if "def load_balancing_loss_func(" in file.read_text() and file.parent.name not in ("doge", "switch_transformers"):
-            yield pytest.param(f"transformers.models.{file.parent.name}.{file.stem}", id=file.parent.name)
+        # Others' scores have another form: Doge's layers do not share, Switch Transformers are
+        # encoders and decoders.
+        if "def load_balancing_loss_func(" in file.read_text() and file.parent.name not in (
+            "doge",
+            "switch_transformers",
+        ):
+            yield pytest.param(
+                f"transformers.models.{file.parent.name}.{file.stem}", id=file.parent.name
+            )
 
 
 @pytest.mark.fast("mixtral", "gpt_oss")
@@ -384,7 +463,10 @@ def test_router_losses_that_leave_padding_out(home):
     loss = importlib.import_module(home).load_balancing_loss_func
     mask, generator = make("both")["attention_mask"], seeded(3)
     logits = [torch.randn(mask.numel(), 4, generator=generator) for _ in range(2)]
-    other = [x.where(mask.flatten()[:, None] > 0, torch.randn(x.shape, generator=generator)) for x in logits]
+    other = [
+        x.where(mask.flatten()[:, None] > 0, torch.randn(x.shape, generator=generator))
+        for x in logits
+    ]
     assert "attention_mask" in inspect.signature(loss).parameters
     found, expected = (loss(tuple(x), 4, 2, attention_mask=mask) for x in (other, logits))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
@@ -404,7 +486,10 @@ def first_tokens_that_read_the_row_before(monkeypatch):
 
     def mutant(self, window=None):
         spans = real(self, window)
-        runs = [run if run.k1 is not None or not run.q0 else type(run)(run.q0, run.q1, run.q0 - 1) for run in spans.rows[0]]
+        runs = [
+            run if run.k1 is not None or not run.q0 else type(run)(run.q0, run.q1, run.q0 - 1)
+            for run in spans.rows[0]
+        ]
         return Spans(spans.length, (tuple(runs),), window)
 
     monkeypatch.setattr(Tree, "spans", mutant)

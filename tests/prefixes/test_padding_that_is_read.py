@@ -1,6 +1,8 @@
-"""Statistics over lazy logits of padded batches, padding included, in float64 against the unpatched model.
+"""Statistics over lazy logits of padded batches, padding included, in float64 against the unpatched
+model.
 
-covers: prefixes/late.py, prefixes/calls.py, head/places.py, lazy/head.py, lazy/tensor.py, model/padding.py
+covers: prefixes/late.py, prefixes/calls.py, head/places.py, lazy/head.py, lazy/tensor.py,
+model/padding.py
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ def launched(model=None, **settings):
 
 
 def value_of(model, batch, read):
-    """A statistic and, if it has a gradient, those of all parameters, the loss's among them if there are labels."""
+    """A statistic and, if it has a gradient, those of all parameters, the loss's among them if
+    there are labels."""
     model.zero_grad(set_to_none=True)
     output = model(**batch, use_cache=False)
     value = read(output.logits, batch)
@@ -155,7 +158,9 @@ def batch_of(labelled, shape="both"):
 
 
 def check(ours, plain, batch, read):
-    (value, found), (expected, gradients) = (value_of(model, batch, read) for model in (ours, plain))
+    (value, found), (expected, gradients) = (
+        value_of(model, batch, read) for model in (ours, plain)
+    )
     torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-12)
     assert found.keys() == gradients.keys()
     assert not gradients or worst_error(found, gradients) <= EXACT
@@ -165,7 +170,8 @@ def check(ours, plain, batch, read):
 @pytest.mark.parametrize("labelled", [True, False], ids=["labels", "no labels"])
 @pytest.mark.parametrize("name", statistics())
 def test_statistics_are_the_unpatched_models(name, labelled, trains):
-    """In the first call, which is a packed row until something reads padding, and in the next, which is none."""
+    """In the first call, which is a packed row until something reads padding, and in the next,
+    which is none."""
     read = {**STATISTICS, **WITHOUT_GRADIENT}[name]
     ours, plain = launched().train(trains), copy.deepcopy(stock()).train(trains)
     batch = batch_of(labelled)
@@ -218,7 +224,9 @@ def masked_loss(logits, batch):
     first = batch["attention_mask"][:, :-1] == 0
     labels = labels.masked_fill(first, -100)
     logits = logits[:, :-1].float()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     return loss + logits[labels != -100].logsumexp(-1).sum()
 
 

@@ -1,4 +1,5 @@
-"""RoPE whose frequencies depend on the longest sequence so far: no trial, and no packed row, makes it another one.
+"""RoPE whose frequencies depend on the longest sequence so far: no trial, and no packed row, makes
+it another one.
 
 covers: prefixes/admission.py, admission/generators.py, admission/snapshot.py
 """
@@ -29,9 +30,17 @@ SIZES = {
     "head_dim": 8,
 }
 MORE = {
-    "longrope": {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64},
+    "longrope": {
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 64,
+    },
     "yarn": {"original_max_position_embeddings": 64},
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
 }
 # Rows shorter than the original length in a batch that is longer, and batches on both sides of it.
 BATCHES = {
@@ -45,7 +54,10 @@ def build(kind, rope):
     parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0, **MORE.get(rope, {})}
     if kind == "one":
         return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=parameters)).to(torch.float64)
-    ropes = {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    ropes = {
+        "full_attention": parameters,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
     types = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=types, rope_parameters=ropes)
     return Gemma3ForCausalLM(config).to(torch.float64)
@@ -70,19 +82,30 @@ def results(model, generates, batches):
         steps = gradients(model, **padded(length, pads, number))[1]
         found |= {f"{number} {name}": grad for name, grad in steps.items()}
     (rotary,) = (module for name, module in model.named_modules() if name.endswith("rotary_emb"))
-    values = {name: float(value) for name, value in vars(rotary).items() if "max_seq_len_cached" in name}
+    values = {
+        name: float(value) for name, value in vars(rotary).items() if "max_seq_len_cached" in name
+    }
     return found, values, {name: buffer.clone() for name, buffer in rotary.named_buffers()}
 
 
 @pytest.mark.parametrize(
     ("rope", "kind", "generates", "batches"),
     thinned(
-        itertools.product(sorted(ROPE_INIT_FUNCTIONS), ["one", "per kind of layer"], [True, False], BATCHES),
-        lambda rope, kind, generates, batches: rope in ("dynamic", "longrope") and generates and batches == "around",
+        itertools.product(
+            sorted(ROPE_INIT_FUNCTIONS), ["one", "per kind of layer"], [True, False], BATCHES
+        ),
+        lambda rope, kind, generates, batches: (
+            rope in ("dynamic", "longrope") and generates and batches == "around"
+        ),
     ),
 )
-def test_frequencies_are_those_of_the_unpatched_model(rope, kind, generates, batches, float64_oracle):
-    stock, ours = build(kind, rope), streambp.patch(build(kind, rope), streambp.StreamConfig(chunk_size=16, saves=()))
+def test_frequencies_are_those_of_the_unpatched_model(
+    rope, kind, generates, batches, float64_oracle
+):
+    stock, ours = (
+        build(kind, rope),
+        streambp.patch(build(kind, rope), streambp.StreamConfig(chunk_size=16, saves=())),
+    )
     expected, kept, buffers = results(stock, generates, BATCHES[batches])
     found, now, ours_buffers = results(ours, generates, BATCHES[batches])
     assert worst_error(found, expected) <= EXACT

@@ -1,4 +1,5 @@
-"""Trees of rows in layers that keep states, in float64 against the unpatched batch: a branch goes on from its parent.
+"""Trees of rows in layers that keep states, in float64 against the unpatched batch: a branch goes
+on from its parent.
 
 covers: chunks.py, layer/carried.py, layer/saved.py, prefixes/tree.py, prefixes/admission.py
 """
@@ -61,7 +62,9 @@ def cases():
     for f, family in enumerate(FAMILIES):
         for m, mode in enumerate(MODES):
             for s, size in enumerate((3, 7, 1000)):
-                fast = s == (f + m) % 3 and (family == "lfm2" or (m == f % 4 and family not in ("qwen3_next", "bamba")))
+                fast = s == (f + m) % 3 and (
+                    family == "lfm2" or (m == f % 4 and family not in ("qwen3_next", "bamba"))
+                )
                 yield pytest.param(family, mode, size, marks=() if fast else pytest.mark.full)
 
 
@@ -74,7 +77,12 @@ def test_gradients_are_exact(family, mode, chunk_size):
 @pytest.mark.parametrize(
     ("family", "mode", "setting"),
     [
-        pytest.param(family, mode, setting, marks=() if (f, m) == (0, s % 2) and s in (2, 3) else pytest.mark.full)
+        pytest.param(
+            family,
+            mode,
+            setting,
+            marks=() if (f, m) == (0, s % 2) and s in (2, 3) else pytest.mark.full,
+        )
         for f, family in enumerate(("qwen3_5_text", "lfm2", "mamba2", "falcon_h1"))
         for m, mode in enumerate(("deep", "two prompts"))
         for s, setting in enumerate(SETTINGS)
@@ -88,7 +96,9 @@ def test_settings(family, mode, setting):
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        pytest.param(family, mode, marks=() if (family, mode) == ("lfm2", "deep") else pytest.mark.full)
+        pytest.param(
+            family, mode, marks=() if (family, mode) == ("lfm2", "deep") else pytest.mark.full
+        )
         for family in ("lfm2", "qwen3_5_text", "mamba2", "falcon_h1")
         for mode in ("plain", "padded", "deep")
     ],
@@ -96,19 +106,27 @@ def test_settings(family, mode, setting):
 def test_a_loss_of_lazy_logits(family, mode):
     batch = make_batch(mode)
     ours = sharing(build(family), lazy_logits=True)
-    (expected_loss, expected), (loss, found) = (policy_loss(model, batch) for model in (build(family), ours))
+    (expected_loss, expected), (loss, found) = (
+        policy_loss(model, batch) for model in (build(family), ours)
+    )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(found, expected) <= EXACT
     assert told(ours)[1] == tree_of(batch).tokens
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "mamba" else pytest.mark.full) for f in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == "mamba" else pytest.mark.full) for f in FAMILIES]
+)
 def test_a_token_that_no_row_has(family):
     """It stands for padding's position at the end of the packed row, and starts from nothing."""
     batch = make_batch("plain")
     mask = torch.ones_like(batch["input_ids"])
     mask[:, -2:] = 0
-    batch = {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    batch = {
+        **batch,
+        "attention_mask": mask,
+        "labels": batch["labels"].masked_fill(mask == 0, -100),
+    }
     assert tree_of(batch).forks[-1] == (tree_of(batch).tokens, 0)
     ours = sharing(build(family))
     assert worst_error(gradients(ours, **batch)[1], gradients(build(family), **batch)[1]) <= EXACT
@@ -155,7 +173,9 @@ def test_states_of_branches_are_kept_once_each(offload, monkeypatch):
 
     def seal(self, size, real=Kept.seal):
         order = itertools.chain.from_iterable(self.order())
-        announced.append([(name, chunk) for name, chunk in order if name == "x" or name.startswith("state.")])
+        announced.append(
+            [(name, chunk) for name, chunk in order if name == "x" or name.startswith("state.")]
+        )
         real(self, size)
 
     monkeypatch.setattr(Kept, "seal", seal)
@@ -178,10 +198,13 @@ def noted(real, seen):
 
 
 def check_rows_of_a_chunk_each(monkeypatch):
-    """Each row of a layer with states is a chunk of its own; short ones cost more so than their padding."""
+    """Each row of a layer with states is a chunk of its own; short ones cost more so than their
+    padding."""
     monkeypatch.setattr(calls, "A_CHUNK", A_CHUNK)
     stock, batch = build("lfm2"), padding.make("left")
-    assert "the last call's 92 tokens would be 47, in 4 chunks at least" in rows_instead(stock, batch)
+    assert "the last call's 92 tokens would be 47, in 4 chunks at least" in rows_instead(
+        stock, batch
+    )
     ours = sharing(build("qwen3"))  # whose chunks hold several rows
     gradients(ours, **batch)
     assert told(ours) == (47, 47)

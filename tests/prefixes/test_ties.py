@@ -1,6 +1,7 @@
 """A router that ties to rounding keeps no rows from sharing; other scores do. [Note: choices]
 
-The last expert that a token goes to and the next one are liked as much, and the trial's packed row prefers the other one.
+The last expert that a token goes to and the next one are liked as much, and the trial's packed row
+prefers the other one.
 
 covers: prefixes/admission.py, layer/choices.py, admission/agreement.py
 """
@@ -31,7 +32,10 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
         change: of scores [..., n] in the trial's packed row; None: the tie falls otherwise.
     """
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, least=8))
-    model, batch = mixture(family, "weights" if precision == "weights" else "autocast"), make_batch(mode)
+    model, batch = (
+        mixture(family, "weights" if precision == "weights" else "autocast"),
+        make_batch(mode),
+    )
     model.set_attn_implementation("eager" if family == "gpt_oss" else "sdpa")
     streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=(), rows="packed"))
     one_row = {name: value[:1] for name, value in batch.items() if name != "attention_mask"}
@@ -52,7 +56,9 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
     monkeypatch.setattr(torch, "topk", topk)
     monkeypatch.setattr(admission, "packed", lambda *given: now.append(True) or packed(*given))
     trial_of = admission.trial_of
-    monkeypatch.setattr(admission, "trial_of", lambda *given, **named: now.clear() or trial_of(*given, **named))
+    monkeypatch.setattr(
+        admission, "trial_of", lambda *given, **named: now.clear() or trial_of(*given, **named)
+    )
     over = admission.Trials._try
     monkeypatch.setattr(admission.Trials, "_try", lambda *given: (over(*given), now.clear())[0])
     step(model, precision, **batch)
@@ -64,7 +70,11 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tie_keeps_no_rows_apart(family, precision, monkeypatch):
     differing, note = [], Choices._note
-    monkeypatch.setattr(Choices, "_note", lambda self, *given: (note(self, *given), differing.append(self.differing)))
+    monkeypatch.setattr(
+        Choices,
+        "_note",
+        lambda self, *given: (note(self, *given), differing.append(self.differing)),
+    )
     found, expected = first_step(family, precision, monkeypatch)
     assert max(differing) >= 20  # of 36 tokens of a packed row
     assert found == expected
@@ -78,7 +88,10 @@ def test_mutant_a_tie_decides(precision, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("change", [lambda x: x.roll(1, -1), lambda x: x.roll(1, 0), lambda x: 1.2 * x + x.roll(1, -1) / 4])
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.roll(1, -1), lambda x: x.roll(1, 0), lambda x: 1.2 * x + x.roll(1, -1) / 4],
+)
 def test_other_scores_are_found(change, precision, monkeypatch):
     """The choices of the rows hide what the packed row would have chosen."""
     found, _ = first_step("mixtral", precision, monkeypatch, change=change)

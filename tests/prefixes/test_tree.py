@@ -1,4 +1,5 @@
-"""The tree of a batch's rows against brute force: which tokens are computed, whose they are, and what they read.
+"""The tree of a batch's rows against brute force: which tokens are computed, whose they are, and
+what they read.
 
 covers: prefixes/tree.py, attention/spans.py
 """
@@ -72,7 +73,9 @@ def check_with_and_without_window(tree, rows):
 
 def nodes(rows, by_column=True):
     """How many different tokens there are: by what stands up to them, and by their position."""
-    return len({(left * by_column, tokens[: i + 1]) for left, tokens in rows for i in range(len(tokens))})
+    return len(
+        {(left * by_column, tokens[: i + 1]) for left, tokens in rows for i in range(len(tokens))}
+    )
 
 
 def all_rows(width):
@@ -102,7 +105,9 @@ def test_all_pairs_of_short_rows_with_any_padding():
 
 def test_all_batches_of_three_short_rows():
     whole = [(0, tokens) for tokens in itertools.product((0, 1), repeat=3)]
-    ending = [(0, tokens) for length in (0, 1, 2) for tokens in itertools.product((0, 1), repeat=length)]
+    ending = [
+        (0, tokens) for length in (0, 1, 2) for tokens in itertools.product((0, 1), repeat=length)
+    ]
     assert check_all(itertools.product(whole, whole, [*whole, *ending]), 3) > 500
 
 
@@ -136,7 +141,10 @@ def test_random_trees(seed):
 def test_blocks_of_trees_count_each_pair_once(seed, varlen):
     """Of any chunk; where kernels take packed documents, all branches of a chunk are one block."""
     draw = random.Random(seed_of(seed))
-    rows = [(0, (1, 2, 3, 4, 5, *(draw.randrange(9) for _ in range(draw.randrange(1, 9))))) for _ in range(5)]
+    rows = [
+        (0, (1, 2, 3, 4, 5, *(draw.randrange(9) for _ in range(draw.randrange(1, 9)))))
+        for _ in range(5)
+    ]
     tree = tree_of(rows, 26, 2)
     tiling = Tiling(q_block=4, k_block=3, native_varlen=varlen, bottom_right=varlen)
     for window in (None, 3, 6):
@@ -160,7 +168,9 @@ def test_what_makes_a_branch():
     tree = tree_of(rows, LEAST + 1, LEAST)
     assert tree.tokens == 2 * LEAST + 2  # the third shares one token too few
     assert tree_of(rows[1:], LEAST + 1, LEAST).tokens == 2 * LEAST + 1
-    assert isinstance(find_tree(torch.tensor([[1, 2, 3], [1, 2, 4]])), str)  # with the usual threshold
+    assert isinstance(
+        find_tree(torch.tensor([[1, 2, 3], [1, 2, 4]])), str
+    )  # with the usual threshold
     long = torch.arange(20 * LEAST).repeat(2, 1)
     long[1, 2 * LEAST :] += 1
     assert "saves too little" in find_tree(long)  # a 20th of the tokens
@@ -202,21 +212,31 @@ def test_what_cannot_share(given, why):
     assert why in find_tree(ids, **given, least=1)
 
 
-@pytest.mark.parametrize("mutant", ["a sibling is read", "windows count packed tokens", "rows share what differs"])
+@pytest.mark.parametrize(
+    "mutant", ["a sibling is read", "windows count packed tokens", "rows share what differs"]
+)
 def test_mutants_are_found(mutant, monkeypatch):
     rows = [(0, (1, 2, 3, 4)), (0, (1, 2, 5, 6)), (0, (1, 2, 5, 7))]
     if mutant == "a sibling is read":
         real = Tree._whole_pieces
-        monkeypatch.setattr(Tree, "_whole_pieces", lambda self: (Run(r.q0, r.q1, r.k0, r.k1 + 1) for r in real(self)))
+        monkeypatch.setattr(
+            Tree,
+            "_whole_pieces",
+            lambda self: (Run(r.q0, r.q1, r.k0, r.k1 + 1) for r in real(self)),
+        )
     elif mutant == "windows count packed tokens":
         real_within = Tree._pieces_within
         monkeypatch.setattr(
-            Tree, "_pieces_within", lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_within(self, w))
+            Tree,
+            "_pieces_within",
+            lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_within(self, w)),
         )
     else:
         real_common = tree_module._common
         monkeypatch.setattr(
-            tree_module, "_common", lambda *args: {row: at + 1 for row, at in real_common(*args).items() if at < 4}
+            tree_module,
+            "_common",
+            lambda *args: {row: at + 1 for row, at in real_common(*args).items() if at < 4},
         )
     tree = tree_of(rows, 4)
     with pytest.raises(AssertionError):

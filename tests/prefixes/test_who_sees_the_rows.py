@@ -1,7 +1,8 @@
-"""Hooks, forwards and modules that others put inside a backbone see the batch's rows, not a packed row of their prefixes.
+"""Hooks, forwards and modules that others put inside a backbone see the batch's rows, not a packed
+row of their prefixes.
 
-Each program acts at positions that the short trial of sharing does not reach, or keeps for its loss what the trial cannot
-see. Loss and gradients are compared with the unpatched model's in float64.
+Each program acts at positions that the short trial of sharing does not reach, or keeps for its loss
+what the trial cannot see. Loss and gradients are compared with the unpatched model's in float64.
 
 covers: admission/insides.py, prefixes/calls.py
 """
@@ -85,7 +86,9 @@ PROGRAMS = {
     "attention": lambda m: m.model.layers[0].self_attn.register_forward_hook(after),
     "a projection": lambda m: m.model.layers[0].self_attn.o_proj.register_forward_pre_hook(before),
     "an MLP": lambda m: m.model.layers[0].mlp.register_forward_hook(after),
-    "an MLP's gradient": lambda m: m.model.layers[0].mlp.register_full_backward_hook(backward_after),
+    "an MLP's gradient": lambda m: m.model.layers[0].mlp.register_full_backward_hook(
+        backward_after
+    ),
     "the final norm": lambda m: m.model.norm.register_forward_hook(after),
     "all modules": everywhere,
     "a forward": lambda m: replace_forward(m.model.layers[0].mlp),
@@ -107,12 +110,16 @@ def step(model, batch, kept=()):
     loss.backward()
     if kept:
         kept.clear()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def pair(chunk_size=1000):
     config = streambp.StreamConfig(chunk_size=chunk_size, rows="packed")
-    return families.build("llama", torch.float64), streambp.patch(families.build("llama", torch.float64), config)
+    return families.build("llama", torch.float64), streambp.patch(
+        families.build("llama", torch.float64), config
+    )
 
 
 def batches():
@@ -120,8 +127,9 @@ def batches():
 
 
 def check(program, first, chunk_size=1000):
-    """Steps with a program on it; one before it is set, if it is not the first thing. A layer that is cut runs whole where
-    its inner hooks look at positions, so that one chunk shows what sharing alone does."""
+    """Steps with a program on it; one before it is set, if it is not the first thing. A layer that
+    is cut runs whole where its inner hooks look at positions, so that one chunk shows what sharing
+    alone does."""
     (stock, ours), handles = pair(chunk_size), []
     if not first:
         step(ours, batches()[0])
@@ -146,7 +154,13 @@ def check(program, first, chunk_size=1000):
     return told(ours)
 
 
-@pytest.mark.fast("embeddings-True", "a projection-True", "the final norm-False", "a forward-False", "a module-True")
+@pytest.mark.fast(
+    "embeddings-True",
+    "a projection-True",
+    "the final norm-False",
+    "a forward-False",
+    "a module-True",
+)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_at_positions(program, first):
@@ -213,7 +227,9 @@ class Mixing(nn.Linear):
 
 class WithLossOfStates(LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        hidden = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, **kwargs
+        ).last_hidden_state
         logits = self.lm_head(hidden)
         loss = self.loss_function(logits, labels, self.config.vocab_size)
         return CausalLMOutputWithPast(loss=loss + hidden.pow(2).mean(), logits=logits)
@@ -222,7 +238,11 @@ class WithLossOfStates(LlamaForCausalLM):
 def mixed(module, _, output):
     states = getattr(output, "last_hidden_state", output)
     states = states + states.mean(1, keepdim=True)
-    return BaseModelOutputWithPast(last_hidden_state=states) if hasattr(output, "last_hidden_state") else states
+    return (
+        BaseModelOutputWithPast(last_hidden_state=states)
+        if hasattr(output, "last_hidden_state")
+        else states
+    )
 
 
 def own_loss(logits, labels, vocab_size, **_):
@@ -231,7 +251,9 @@ def own_loss(logits, labels, vocab_size, **_):
 
 
 def scaled_by_all(real):
-    return lambda logits, *args, **kwargs: real(logits, *args, **kwargs) * logits.detach().logsumexp(-1).mean()
+    return lambda logits, *args, **kwargs: (
+        real(logits, *args, **kwargs) * logits.detach().logsumexp(-1).mean()
+    )
 
 
 READERS = {  # of padding's values, between the backbone and the loss
@@ -248,7 +270,9 @@ READERS = {  # of padding's values, between the backbone and the loss
 def test_who_reads_padding_behind_the_backbone_gets_rows(reader, monkeypatch):
     """With the default. With rows="packed", as asked for, padding's values are another token's."""
     if reader == "cross_entropy":
-        monkeypatch.setattr(nn.functional, "cross_entropy", scaled_by_all(nn.functional.cross_entropy))
+        monkeypatch.setattr(
+            nn.functional, "cross_entropy", scaled_by_all(nn.functional.cross_entropy)
+        )
     batch = make_batch("padded", prompt=40)
     stock, ours = (families.build("llama", torch.float64) for _ in range(2))
     for model in (stock, ours):
@@ -273,9 +297,12 @@ def test_who_stands_around_the_model_sees_no_padding():
 
 @pytest.mark.parametrize("mode", ["plain", "padded"])
 def test_who_reads_padding_is_asked_where_there_is_some(mode, monkeypatch):
-    """It takes a walk through all modules beside the backbone, of which a model of images has hundreds."""
+    """It takes a walk through all modules beside the backbone, of which a model of images has
+    hundreds."""
     asked, reads = [], padding.others_read_rows
-    monkeypatch.setattr(padding, "others_read_rows", lambda *given: asked.append(given) or reads(*given))
+    monkeypatch.setattr(
+        padding, "others_read_rows", lambda *given: asked.append(given) or reads(*given)
+    )
     ours = families.build("llama", torch.float64)
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
     step(ours, make_batch(mode, prompt=40))
@@ -296,16 +323,21 @@ def engines_hook(module, args):
     return None
 
 
-ENGINES_HOOK = types.FunctionType(engines_hook.__code__, {"__name__": "deepspeed.runtime.engine"}, "engines_hook")
+ENGINES_HOOK = types.FunctionType(
+    engines_hook.__code__, {"__name__": "deepspeed.runtime.engine"}, "engines_hook"
+)
 
 
 def test_known_hooks_share():
-    """transformers' for inputs that want a gradient, and engines'; hooks on the backbone itself see the rows' output."""
+    """transformers' for inputs that want a gradient, and engines'; hooks on the backbone itself see
+    the rows' output."""
     (_, ours), batch = pair(), batches()[0]
     ours.enable_input_require_grads()
     ours.model.layers[0].register_forward_pre_hook(ENGINES_HOOK)
     seen = []
-    ours.model.register_forward_hook(lambda _, __, output: seen.append(output.last_hidden_state.shape))
+    ours.model.register_forward_hook(
+        lambda _, __, output: seen.append(output.last_hidden_state.shape)
+    )
     ours.lm_head.register_forward_hook(lambda _, __, ___: None)
     step(ours, batch)
     assert told(ours) == counted(batch)
@@ -315,7 +347,9 @@ def test_known_hooks_share():
 def test_no_hook_sees_a_trial_of_sharing(monkeypatch):
     (_, ours), shapes, tried = pair(), [], []
     monkeypatch.setattr(Trials, "_try", lambda *_: tried.append(1))
-    ours.model.embed_tokens.register_forward_hook(lambda _, __, output: shapes.append(tuple(output.shape[:2])))
+    ours.model.embed_tokens.register_forward_hook(
+        lambda _, __, output: shapes.append(tuple(output.shape[:2]))
+    )
     batch = batches()[0]
     step(ours, batch)
     assert shapes == [tuple(batch["input_ids"].shape)]
@@ -323,12 +357,15 @@ def test_no_hook_sees_a_trial_of_sharing(monkeypatch):
 
 
 def test_other_ranks_learn_that_hooks_keep_the_rows(monkeypatch):
-    """A trial gathers the weights of all ranks: one whose hooks want the rows says so before any, and tries nothing."""
+    """A trial gathers the weights of all ranks: one whose hooks want the rows says so before any,
+    and tries nothing."""
     (_, ours), batch, tried, said = pair(), batches()[0], [], []
     real_try = Trials._try
     monkeypatch.setattr(Trials, "_try", lambda *args: tried.append(1) or real_try(*args))
     monkeypatch.setattr(calls, "must_agree", lambda _: True)
-    monkeypatch.setattr(calls, "everyones_numbers", lambda _, mine, device: said.append(mine) or [mine, [1, True]])
+    monkeypatch.setattr(
+        calls, "everyones_numbers", lambda _, mine, device: said.append(mine) or [mine, [1, True]]
+    )
     ours.model.embed_tokens.register_forward_hook(after)
     step(ours, batch)
     assert not tried

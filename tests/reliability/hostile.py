@@ -1,7 +1,9 @@
-"""Hostile input, drawn from a seed: values that no field takes, mutated configurations, command lines, files.
+"""Hostile input, drawn from a seed: values that no field takes, mutated configurations, command
+lines, files.
 
-Each generator yields cases without end; tests and the table take as many as their budget allows. `judge` says what became
-of one: "accepted", "refused" (one line that names the field), or what was wrong with it.
+Each generator yields cases without end; tests and the table take as many as their budget allows.
+`judge` says what became of one: "accepted", "refused" (one line that names the field), or what was
+wrong with it.
 """
 
 from __future__ import annotations
@@ -35,14 +37,45 @@ SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
     "vocab_size": 128,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+}
 BASES = {
     "Llama": {}, "Qwen3": {"head_dim": 16}, "Qwen3Moe": {"head_dim": 16, **EXPERTS}, "Gemma3Text": {"head_dim": 16},
     "Mixtral": EXPERTS, "Gemma2": {"head_dim": 16},
 }  # fmt: skip
 DIGITS = "9" * 5000
-NUMBERS = (0, -1, 1.5, float("nan"), float("inf"), -float("inf"), 10**18, 10**400, 100_000, 10**9, True, False)
-OTHERS = (None, "x", "", "\0", "a\nb", DIGITS, [], {}, ["a", 1], [[[]]], {"a": {"b": 1}}, "😀" * 300)
+NUMBERS = (
+    0,
+    -1,
+    1.5,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    10**18,
+    10**400,
+    100_000,
+    10**9,
+    True,
+    False,
+)
+OTHERS = (
+    None,
+    "x",
+    "",
+    "\0",
+    "a\nb",
+    DIGITS,
+    [],
+    {},
+    ["a", 1],
+    [[[]]],
+    {"a": {"b": 1}},
+    "😀" * 300,
+)
 JSON = (*NUMBERS, *OTHERS)
 SECONDS = 240  # for a case that should end at once, on a machine 30 times slower
 
@@ -89,11 +122,14 @@ def judge(run: Callable[[], Any], field: str) -> str:
         return f"{type(error).__name__}: {str(error)[:300]}"
     else:
         outcome = "accepted"
-    return outcome if time.monotonic() - start < SECONDS else f"took {time.monotonic() - start:.0f} s"
+    return (
+        outcome if time.monotonic() - start < SECONDS else f"took {time.monotonic() - start:.0f} s"
+    )
 
 
 def mutated_configs(folder: Path) -> Iterator[tuple[str, str]]:
-    """A field of a config.json with another value, or left out: what it was, and what became of it, read and built."""
+    """A field of a config.json with another value, or left out: what it was, and what became of it,
+    read and built."""
     choose, file = drawn(1), folder / "config.json"
     bases = {}
     for name, more in BASES.items():
@@ -111,10 +147,15 @@ def mutated_configs(folder: Path) -> Iterator[tuple[str, str]]:
         else:
             fields[field] = value
         file.write_text(json.dumps(fields))
-        yield f"{family}.{field} = {_told(value)}", judge(lambda: Skeleton(file, torch.bfloat16, None, 16, "cuda"), field)
+        yield (
+            f"{family}.{field} = {_told(value)}",
+            judge(lambda: Skeleton(file, torch.bfloat16, None, 16, "cuda"), field),
+        )
 
 
-def _endless(choose: random.Random, bases: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+def _endless(
+    choose: random.Random, bases: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, str, Any]]:
     while True:
         family = choose.choice(sorted(bases))
         yield family, choose.choice(sorted(bases[family])), choose.choice((*JSON, dict))
@@ -147,9 +188,17 @@ def settings() -> Iterator[tuple[str, str]]:
 
 
 def _sensible(field: str, value: Any) -> bool:
-    """Whether a field may have that value: a second opinion, from what docs/reference/settings.md says of it."""
+    """Whether a field may have that value: a second opinion, from what docs/reference/settings.md
+    says of it."""
     names = isinstance(value, tuple | list) and all(isinstance(name, str) for name in value)
-    booleans = ("head", "eval_logits", "lazy_logits", "share_prefixes", "unpatched_runs", "compare_backward")
+    booleans = (
+        "head",
+        "eval_logits",
+        "lazy_logits",
+        "share_prefixes",
+        "unpatched_runs",
+        "compare_backward",
+    )
     if field == "share_prefixes" and value is None:
         return True
     if field in booleans:
@@ -159,14 +208,22 @@ def _sensible(field: str, value: Any) -> bool:
             isinstance(value, str) and value == "auto"
         )  # none of PYTHON's is "8k"
     if field == "saves":
-        return (isinstance(value, str) and value == "auto") or (names and DIGITS not in "".join(value))
+        return (isinstance(value, str) and value == "auto") or (
+            names and DIGITS not in "".join(value)
+        )
     if field in ("host_memory", "gpu_memory"):
         return (
             value is None
             or (type(value) in (int, float) and 1 <= value < 2**63)
             or (isinstance(value, str) and value != DIGITS)
         )
-    choices = {"attention": ("auto",), "offload": ("cpu", "auto"), "rows": ("auto",), "weights": ("cpu", "auto"), "at": ()}
+    choices = {
+        "attention": ("auto",),
+        "offload": ("cpu", "auto"),
+        "rows": ("auto",),
+        "weights": ("cpu", "auto"),
+        "at": (),
+    }
     return isinstance(value, str) and value in choices.get(field, ())
 
 
@@ -198,21 +255,39 @@ MODELS = ("missing", "a\0b", "x" * 5000, "/", "")
 def command_lines(model: Path) -> Iterator[tuple[str, str]]:
     """All of them, in an order that is drawn; `model` is a checkpoint's folder."""
     cases = [
-        (command, option, value) for command, options in OPTIONS.items() for option in options for value in options[option]
+        (command, option, value)
+        for command, options in OPTIONS.items()
+        for option in options
+        for value in options[option]
     ]
-    cases += [(command, "MODEL", value) for command in ("plan", "verify", "profile") for value in MODELS]
+    cases += [
+        (command, "MODEL", value) for command in ("plan", "verify", "profile") for value in MODELS
+    ]
     drawn(3).shuffle(cases)
     for command, option, value in cases:
-        words = [command, str(model) if option != "MODEL" else value] if command != "launch" else [command]
-        words += ["--gpu-memory", "8GiB", "--no-cache"] if command == "plan" and option != "--gpu-memory" else []
-        words += ["--seq-len", "64"] if option != "--seq-len" and command in ("verify", "profile") else []
+        words = (
+            [command, str(model) if option != "MODEL" else value]
+            if command != "launch"
+            else [command]
+        )
+        words += (
+            ["--gpu-memory", "8GiB", "--no-cache"]
+            if command == "plan" and option != "--gpu-memory"
+            else []
+        )
+        words += (
+            ["--seq-len", "64"]
+            if option != "--seq-len" and command in ("verify", "profile")
+            else []
+        )
         words += [f"{option}={value}"] if option != "MODEL" else []
         words += ["--", "true"] if command == "launch" else []
         yield f"{command} {option} {_told(value)}", run_line(words, option)
 
 
 def run_line(words: list[str], option: str) -> str:
-    """What became of a command line: code 2 and an error that names the option, or the field it sets."""
+    """What became of a command line: code 2 and an error that names the option, or the field it
+    sets."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -227,8 +302,17 @@ def run_line(words: list[str], option: str) -> str:
         return f"accepted silently: {code}"
     if "Traceback" in text:
         return f"a traceback: {text[-300:]}"
-    names = (option, field, field.removesuffix("_bytes"), *(["model", "MODEL"] if option == "MODEL" else []))
-    return "refused" if any(name in text for name in names) else f"{option} is not named: {text[-300:]}"
+    names = (
+        option,
+        field,
+        field.removesuffix("_bytes"),
+        *(["model", "MODEL"] if option == "MODEL" else []),
+    )
+    return (
+        "refused"
+        if any(name in text for name in names)
+        else f"{option} is not named: {text[-300:]}"
+    )
 
 
 def rates_files(folder: Path) -> Iterator[tuple[str, str]]:
@@ -240,25 +324,35 @@ def rates_files(folder: Path) -> Iterator[tuple[str, str]]:
     required = ("name", "products", "forward", "backward", "bandwidth", "link")
     while True:
         field, value = choose.choice(sorted(good)), choose.choice((*JSON, dict, ...))
-        fields = {name: other for name, other in good.items() if name != field} if value is dict else {**good, field: value}
+        fields = (
+            {name: other for name, other in good.items() if name != field}
+            if value is dict
+            else {**good, field: value}
+        )
         if value is ...:
             file.write_text(whole[: choose.randrange(len(whole) - 3)])
             outcome = judge(lambda: read_rates(file), "rates of a device")
         else:
             file.write_text(json.dumps(fields))
             outcome = judge(lambda: read_rates(file), field)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**62
-            text, boolean = isinstance(value, str), isinstance(value, bool)
-            kind = {"name": text, "source": text, "guess": boolean, "node": number and isinstance(value, int)}.get(
-                field, number
+            number = (
+                isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**62
             )
+            text, boolean = isinstance(value, str), isinstance(value, bool)
+            kind = {
+                "name": text,
+                "source": text,
+                "guess": boolean,
+                "node": number and isinstance(value, int),
+            }.get(field, number)
             if outcome == "accepted" and not (kind if value is not dict else field not in required):
                 outcome = "accepted silently"
         yield f"rates: {field} = {_told(value)}", outcome
 
 
 def report_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """An account of `streambp launch` with another value, or cut off: it is told, or told to be lost, and never raises."""
+    """An account of `streambp launch` with another value, or cut off: it is told, or told to be
+    lost, and never raises."""
     choose, file = drawn(5), folder / "11.json"
     models = [{"kind": "A", "description": "streams", "left": None}]
     good = {"process": 11, "rank": "0", "program": "train.py", "models": models, "peak": 2**30}
@@ -271,9 +365,14 @@ def report_files(folder: Path) -> Iterator[tuple[str, str]]:
         except Exception as error:
             yield f"report: {field} = {_told(value)}", f"{type(error).__name__}: {str(error)[:200]}"
             continue
-        told = len(accounts) + len(lost) == 1 and all(isinstance(account, Account) for account in accounts)
+        told = len(accounts) + len(lost) == 1 and all(
+            isinstance(account, Account) for account in accounts
+        )
         told = told and all(len(line.splitlines()) == 1 for line in lost)
-        yield f"report: {field} = {_told(value)}", ("refused" if lost else "accepted") if told else f"{accounts}, {lost}"
+        yield (
+            f"report: {field} = {_told(value)}",
+            ("refused" if lost else "accepted") if told else f"{accounts}, {lost}",
+        )
 
 
 def _told(value: Any) -> str:

@@ -2,8 +2,8 @@
 
 python -m tests.reliability.killed_worker RANK PORT '{"folder": ..., "ranks": 2, "until": 4, "kill": [1, 2, "backward"]}'
 
-Rank r of n trains on rows r, r + n, .. of each step's four, in float64 under DDP, so that one rank and two see the same
-gradient. kill: rank, step and phase at which that rank ends by signal 9.
+Rank r of n trains on rows r, r + n, .. of each step's four, in float64 under DDP, so that one rank
+and two see the same gradient. kill: rank, step and phase at which that rank ends by signal 9.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ def main():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         if rank == 0:
-            parts = {"model": inner.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            parts = {
+                "model": inner.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step + 1,
+            }
             torch.save(parts, checkpoint(case["folder"]).with_suffix(".new"))
             checkpoint(case["folder"]).with_suffix(".new").replace(checkpoint(case["folder"]))
         dist.barrier()

@@ -1,7 +1,8 @@
-"""Prints what the tests of reliability tried, a line for each kind of trouble: `python -m tests.reliability.table`.
+"""Prints what the tests of reliability tried, a line for each kind of trouble: `python -m
+tests.reliability.table`.
 
-Every line runs tests of the whole matrices, with the number of cases that they tried; arguments choose lines by a part of
-their name. `--fast` runs the cases of the fast tier.
+Every line runs tests of the whole matrices, with the number of cases that they tried; arguments
+choose lines by a part of their name. `--fast` runs the cases of the fast tier.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ ROWS = {
 
 
 class Counted:
-    """What became of a line's tests: cases of those that passed, tests that failed, and were skipped."""
+    """What became of a line's tests: cases of those that passed, tests that failed, and were
+    skipped."""
 
     def __init__(self) -> None:
         self.cases, self.failed, self.skipped = 0, list[str](), 0
@@ -56,21 +58,39 @@ class Counted:
 
 def main() -> int:
     """Run the lines; 1 if a test failed."""
-    fast, words = "--fast" in sys.argv[1:], [word for word in sys.argv[1:] if not word.startswith("-")]
+    fast, words = (
+        "--fast" in sys.argv[1:],
+        [word for word in sys.argv[1:] if not word.startswith("-")],
+    )
     code = 0
-    logging.raiseExceptions = False  # libraries log to streams that an earlier line's tests have closed
-    print("| | cases as they should be | tests that failed | skipped | seconds |\n|---|---|---|---|---|", flush=True)
+    logging.raiseExceptions = (
+        False  # libraries log to streams that an earlier line's tests have closed
+    )
+    print(
+        "| | cases as they should be | tests that failed | skipped | seconds "
+        "|\n|---|---|---|---|---|",
+        flush=True,
+    )
     for name, (tests, *chosen) in ROWS.items():
         if words and not any(word in name for word in words):
             continue
         counted, start = Counted(), time.monotonic()
-        flags = ["-q", "-m", "not full and not gpu" if fast else "not gpu", *(["-k", chosen[0]] if chosen else [])]
+        flags = [
+            "-q",
+            "-m",
+            "not full and not gpu" if fast else "not gpu",
+            *(["-k", chosen[0]] if chosen else []),
+        ]
         with contextlib.redirect_stdout(io.StringIO()) as said:
             pytest.main([*flags, tests], plugins=[counted])
         if counted.failed or not counted.cases:
             print(said.getvalue(), file=sys.stderr)
         failed = ", ".join(counted.failed) or "0"
-        print(f"| {name} | {counted.cases} | {failed} | {counted.skipped} | {time.monotonic() - start:.0f} |", flush=True)
+        print(
+            f"| {name} | {counted.cases} | {failed} | {counted.skipped} | "
+            f"{time.monotonic() - start:.0f} |",
+            flush=True,
+        )
         code |= bool(counted.failed) or not counted.cases
     return code
 

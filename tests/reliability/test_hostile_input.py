@@ -1,6 +1,7 @@
 """Whatever is typed or read ends in one line that names the field, and a code that is no verdict.
 
-covers: cli/runs.py, config.py, fields.py, launch/report.py, launch/settings.py, planner/configuration.py, rates.py
+covers: cli/runs.py, config.py, fields.py, launch/report.py, launch/settings.py,
+planner/configuration.py, rates.py
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ BUDGETS["many"] = {"configs": 240, "settings": 4000, "rates": 600, "reports": 60
 
 @pytest.mark.parametrize("budget", thinned(BUDGETS, lambda budget: budget == "few"))
 @pytest.mark.parametrize("kind", sorted(BUDGETS["few"]))
-def test_hostile_input_is_refused_in_one_line_that_names_the_field(kind, budget, tmp_path, record_property):
+def test_hostile_input_is_refused_in_one_line_that_names_the_field(
+    kind, budget, tmp_path, record_property
+):
     cases = {
         "configs": lambda: hostile.mutated_configs(tmp_path), "settings": hostile.settings,
         "rates": lambda: hostile.rates_files(tmp_path), "reports": lambda: hostile.report_files(tmp_path),
@@ -53,8 +56,12 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", thinned([5, 160], lambda number: number == 5))
-def test_command_lines_end_with_a_code_that_is_no_verdict(number, checkpoint, record_property, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # names of no model are asked for nowhere
+def test_command_lines_end_with_a_code_that_is_no_verdict(
+    number, checkpoint, record_property, monkeypatch
+):
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # names of no model are asked for nowhere
     found = list(itertools.islice(hostile.command_lines(checkpoint), number))
     assert len(found) == number
     assert [case for case in found if case[1] != "refused"] == []
@@ -87,7 +94,8 @@ def test_the_fields_of_an_error_are_found_by_leaving_fields_out(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("rope"), ValueError("a\nb"), RecursionError(), MemoryError(), OSError(28, "full")]
+    "error",
+    [KeyError("rope"), ValueError("a\nb"), RecursionError(), MemoryError(), OSError(28, "full")],
 )
 @pytest.mark.parametrize("command", ["plan", "verify", "profile", "launch"])
 def test_no_uncaught_error_is_a_verdict(error, command, monkeypatch, capsys):
@@ -99,7 +107,12 @@ def test_no_uncaught_error_is_a_verdict(error, command, monkeypatch, capsys):
     for name in ("plan", "_load", "rates_of"):
         monkeypatch.setattr(f"streambp.cli.runs.{name}", fails)
     monkeypatch.setattr("streambp.launch.command.environment", fails)
-    words = {"plan": ["m", "--gpu-memory", "1GiB"], "verify": ["m"], "profile": ["m"], "launch": ["--", "true"]}[command]
+    words = {
+        "plan": ["m", "--gpu-memory", "1GiB"],
+        "verify": ["m"],
+        "profile": ["m"],
+        "launch": ["--", "true"],
+    }[command]
     assert main([command, *words]) == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1

@@ -1,4 +1,5 @@
-"""A step that ends early, at any operation and at any bytecode: nothing stays switched, and the next step is exact.
+"""A step that ends early, at any operation and at any bytecode: nothing stays switched, and the
+next step is exact.
 
 covers: layer/function.py, layer/shadows.py, layer/owner.py, model/wrappers.py, model/causal_lm.py
 """
@@ -61,7 +62,14 @@ def switches(model):
         for name, module in model.named_modules()
     ]  # fmt: skip
     state = model._streambp.running if hasattr(model, "_streambp") else None
-    ours = state and [state.bypass, state.shards, state.packed_rows, state.tree, state.defer_norm, state.deferring]
+    ours = state and [
+        state.bypass,
+        state.shards,
+        state.packed_rows,
+        state.tree,
+        state.defer_norm,
+        state.deferring,
+    ]
     return (
         modules, ours, model.config._attn_implementation, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
         torch._C._autograd._top_saved_tensors_default_hooks(True), torch._C._len_torch_dispatch_stack(),
@@ -87,11 +95,15 @@ def interrupted(at):
 
 
 def without_memory(at):
-    """At the first operation from there on that allocates: what has begun to add up in place is not done again."""
+    """At the first operation from there on that allocates: what has begun to add up in place is not
+    done again."""
     return Device(fails_at=at)
 
 
-ERRORS = {"out of memory": (torch.OutOfMemoryError, without_memory), "interrupt": (KeyboardInterrupt, interrupted)}
+ERRORS = {
+    "out of memory": (torch.OutOfMemoryError, without_memory),
+    "interrupt": (KeyboardInterrupt, interrupted),
+}
 
 
 @pytest.mark.parametrize("places", thinned([3, 40], lambda places: places == 3))
@@ -168,7 +180,9 @@ PLACES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", thinned(["plain", "auto", "offload"], lambda setting: setting == "auto"))
+@pytest.mark.parametrize(
+    "setting", thinned(["plain", "auto", "offload"], lambda setting: setting == "auto")
+)
 def test_a_users_hook_raises(setting, record_property):
     subject = Subject(setting)
     never = []
@@ -200,7 +214,9 @@ def unpatched_between(model):
 
 
 def unpatched_in_forward(model):
-    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: streambp.unpatch(model) and None)
+    hook = model.model.layers[1].register_forward_pre_hook(
+        lambda *_: streambp.unpatch(model) and None
+    )
     try:
         loss_of(model).backward()
     finally:
@@ -209,7 +225,9 @@ def unpatched_in_forward(model):
 
 def unpatched_in_backward(model):
     loss = loss_of(model)
-    hook = model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: streambp.unpatch(model) and None)
+    hook = model.model.layers[1].mlp.up_proj.weight.register_hook(
+        lambda gradient: streambp.unpatch(model) and None
+    )
     try:
         loss.backward()
     finally:

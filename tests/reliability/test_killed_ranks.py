@@ -1,4 +1,5 @@
-"""A rank that is killed, and the run that goes on from the last checkpoint, on as many ranks or on one.
+"""A rank that is killed, and the run that goes on from the last checkpoint, on as many ranks or on
+one.
 
 covers: layer/function.py, model/patching.py
 """
@@ -20,7 +21,9 @@ STEPS, KILLED_AT = 4, 2
 
 def trained(folder, ranks, kill=None):
     case = {"folder": str(folder), "ranks": ranks, "until": STEPS, "kill": kill}
-    return launch("tests.reliability.killed_worker", json.dumps(case), ranks=ranks, seconds=SECONDS + 300)
+    return launch(
+        "tests.reliability.killed_worker", json.dumps(case), ranks=ranks, seconds=SECONDS + 300
+    )
 
 
 def weights(folder):
@@ -42,11 +45,17 @@ CASES = list(itertools.product(("forward", "backward", "optimizer"), (2, 1)))
 
 @pytest.mark.full
 @pytest.mark.parametrize(("phase", "ranks"), CASES)
-def test_a_killed_rank_ends_the_other_and_the_run_goes_on(phase, ranks, unbroken, tmp_path, record_property):
+def test_a_killed_rank_ends_the_other_and_the_run_goes_on(
+    phase, ranks, unbroken, tmp_path, record_property
+):
     outputs, codes = trained(tmp_path, 2, [1, KILLED_AT, phase])
     assert codes[1] == -signal.SIGKILL, outputs
-    assert codes[0] not in (0, -signal.SIGKILL), outputs  # it ends by itself, with an error, and nobody waits for ever
-    done = KILLED_AT + (phase == "optimizer")  # gradients were exchanged: the other rank ends its step
+    assert codes[0] not in (0, -signal.SIGKILL), (
+        outputs
+    )  # it ends by itself, with an error, and nobody waits for ever
+    done = KILLED_AT + (
+        phase == "optimizer"
+    )  # gradients were exchanged: the other rank ends its step
     assert torch.load(checkpoint(tmp_path), weights_only=True)["step"] == done
     outputs, codes = trained(tmp_path, ranks)
     assert codes == [0] * ranks, outputs

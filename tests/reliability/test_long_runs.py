@@ -1,4 +1,5 @@
-"""Many steps, then nothing: threads, files and tensors are as before, and memory does not grow from step to step.
+"""Many steps, then nothing: threads, files and tensors are as before, and memory does not grow from
+step to step.
 
 covers: offload/arena.py, offload/manager.py, model/patching.py
 """
@@ -34,7 +35,9 @@ def handles():
 @pytest.mark.parametrize("steps", [200])
 @pytest.mark.parametrize("setting", ["plain", "auto", "offload", "tiles"])
 def test_many_steps_leave_nothing_behind(setting, steps, record_property):
-    step(streambp.unpatch(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))))  # what a process loads once
+    step(
+        streambp.unpatch(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5)))
+    )  # what a process loads once
     before = tensors(), threading.active_count(), handles()
     config = streambp.StreamConfig(**{"chunk_size": 5, **SETTINGS[setting]})
     model = streambp.patch(build("qwen3"), config)

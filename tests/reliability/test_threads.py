@@ -1,4 +1,5 @@
-"""Two threads and one model: who comes between is refused, who waits for a turn is not. [Note: owner of a step]
+"""Two threads and one model: who comes between is refused, who waits for a turn is not. [Note:
+owner of a step]
 
 covers: layer/owner.py
 """
@@ -57,7 +58,8 @@ def evaluate(model):
 
 
 def in_the_middle(model, when, action):
-    """Call `action` once in the first layer's MLP, in forward or in its recomputation in backward."""
+    """Call `action` once in the first layer's MLP, in forward or in its recomputation in
+    backward."""
     done = queue.SimpleQueue()  # a list would be put back after a trial
 
     def act(module, args):
@@ -143,7 +145,9 @@ def test_copies_and_what_an_exception_left_behind_belong_to_nobody(other):
         clone, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         assert other(lambda: evaluate(clone)).isfinite()
         assert other(lambda: evaluate(loaded)).isfinite()
-    sites = {id(wrapper.site.owner) for wrapper in clone._streambp.wrappers if hasattr(wrapper, "site")}
+    sites = {
+        id(wrapper.site.owner) for wrapper in clone._streambp.wrappers if hasattr(wrapper, "site")
+    }
     assert sites == {id(clone._streambp.owner)}
     use = model._streambp.owner.enter()  # an interrupt came before `with`
     with pytest.raises(streambp.StreamBPError, match=REFUSED):
@@ -172,7 +176,8 @@ def test_without_an_owner_another_thread_is_let_in(other, monkeypatch):
 
 
 def test_a_cache_of_parametrized_weights_is_its_own_threads(monkeypatch):
-    """Where nobody caches as a layer begins, its end says nothing of a cache that another thread has begun meanwhile."""
+    """Where nobody caches as a layer begins, its end says nothing of a cache that another thread
+    has begun meanwhile."""
     monkeypatch.setattr(parametrize, "_cache_enabled", 0)
     checkpointed = torch.nn.Identity()
     checkpointed.gradient_checkpointing = True
@@ -187,7 +192,8 @@ def test_a_cache_of_parametrized_weights_is_its_own_threads(monkeypatch):
 
 
 def test_threads_that_watch_one_hook_leave_it_as_it_was():
-    """Of two models that share a module: the watches overlap, and the first to begin is the first to end."""
+    """Of two models that share a module: the watches overlap, and the first to begin is the first
+    to end."""
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
     layer[0].register_forward_hook(hook := lambda module, given, output: 2 * output)
     body = Body(layer, set())

@@ -17,6 +17,7 @@ class StreamDPOConfig(StreamArguments, DPOConfig):  # type: ignore[misc]  # TRL 
 
 
 class StreamDPOTrainer(StreamedTrainer, DPOTrainer):  # type: ignore[misc]  # TRL is not typed
-    """TRL's `DPOTrainer` on streamed models: the same arguments, with `args` a `StreamDPOConfig`."""
+    """TRL's `DPOTrainer` on streamed models: the same arguments, with `args` a
+    `StreamDPOConfig`."""
 
     trl_module = trl.trainer.dpo_trainer

@@ -17,6 +17,7 @@ class StreamGRPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TR
 
 
 class StreamGRPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
-    """TRL's `GRPOTrainer` on streamed models: the same arguments, with `args` a `StreamGRPOConfig`."""
+    """TRL's `GRPOTrainer` on streamed models: the same arguments, with `args` a
+    `StreamGRPOConfig`."""
 
     trl_module = trl.trainer.grpo_trainer

@@ -55,16 +55,30 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
             penalty.
     """
 
-    num_generations: int | None = dataclasses.field(default=2, metadata={"help": "Completions per prompt."})
-    num_iterations: int = dataclasses.field(default=4, metadata={"help": "Epochs over each batch of rollouts."})
+    num_generations: int | None = dataclasses.field(
+        default=2, metadata={"help": "Completions per prompt."}
+    )
+    num_iterations: int = dataclasses.field(
+        default=4, metadata={"help": "Epochs over each batch of rollouts."}
+    )
     kl_coef: float = dataclasses.field(default=0.05, metadata={"help": "KL penalty a token."})
-    kl_target: float | None = dataclasses.field(default=None, metadata={"help": "KL a completion to steer kl_coef to."})
-    kl_horizon: int = dataclasses.field(default=10000, metadata={"help": "Completions over which kl_coef is steered."})
+    kl_target: float | None = dataclasses.field(
+        default=None, metadata={"help": "KL a completion to steer kl_coef to."}
+    )
+    kl_horizon: int = dataclasses.field(
+        default=10000, metadata={"help": "Completions over which kl_coef is steered."}
+    )
     gamma: float = dataclasses.field(default=1.0, metadata={"help": "Discount."})
     lam: float = dataclasses.field(default=0.95, metadata={"help": "GAE's lambda."})
-    value_coef: float = dataclasses.field(default=0.1, metadata={"help": "Weight of the value loss."})
-    value_clip_range: float | None = dataclasses.field(default=0.2, metadata={"help": "Clip range of the values."})
-    whiten_advantages: bool = dataclasses.field(default=True, metadata={"help": "Advantages to mean 0, variance 1."})
+    value_coef: float = dataclasses.field(
+        default=0.1, metadata={"help": "Weight of the value loss."}
+    )
+    value_clip_range: float | None = dataclasses.field(
+        default=0.2, metadata={"help": "Clip range of the values."}
+    )
+    whiten_advantages: bool = dataclasses.field(
+        default=True, metadata={"help": "Advantages to mean 0, variance 1."}
+    )
     whiten_rewards: bool = dataclasses.field(
         default=False, metadata={"help": "Rewards to variance 1, before the KL penalty."}
     )
@@ -74,10 +88,12 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
         ignored = [name for name in GRPOS_OWN if getattr(self, name) != defaults[name]]
         if ignored or self.beta not in (defaults["beta"], self.kl_coef):
             raise ConfigError(
-                f"{', '.join(ignored) or 'beta'} is set, which shapes GRPO's loss and not PPO's. Leave it out; the clip "
-                "range is epsilon, the KL penalty kl_coef."
+                f"{', '.join(ignored) or 'beta'} is set, which shapes GRPO's loss and not PPO's. "
+                "Leave it out; the clip range is epsilon, the KL penalty kl_coef."
             )
-        self.beta: float = self.kl_coef  # TRL loads a reference model and scores rollouts with it if this is not 0
+        self.beta: float = (
+            self.kl_coef
+        )  # TRL loads a reference model and scores rollouts with it if this is not 0
         super().__post_init__()
 
 
@@ -95,19 +111,29 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
     head_class = PolicyAndValueHead
 
     def __init__(self, *args: Any, value_model: nn.Module | None = None, **kwargs: Any) -> None:
-        settings = kwargs.get("args") or next((a for a in args if isinstance(a, StreamPPOConfig)), None)
+        settings = kwargs.get("args") or next(
+            (a for a in args if isinstance(a, StreamPPOConfig)), None
+        )
         if not isinstance(settings, StreamPPOConfig):
-            raise StreamBPError(f"args is {type(settings).__name__}; StreamPPOTrainer needs a StreamPPOConfig.")
+            raise StreamBPError(
+                f"args is {type(settings).__name__}; StreamPPOTrainer needs a StreamPPOConfig."
+            )
         model = kwargs.get("model", args[0] if args else None)
-        in_memory = isinstance(model, nn.Module) and not is_peft_model(model) and kwargs.get("peft_config") is None
-        settings.beta = 0.0 if in_memory else settings.kl_coef  # TRL would load the reference by path
+        in_memory = (
+            isinstance(model, nn.Module)
+            and not is_peft_model(model)
+            and kwargs.get("peft_config") is None
+        )
+        settings.beta = (
+            0.0 if in_memory else settings.kl_coef
+        )  # TRL would load the reference by path
         super().__init__(*args, **kwargs)
         self.kl_coef = self.beta = settings.beta = settings.kl_coef
         if in_memory and settings.kl_coef != 0.0:
             if self.is_deepspeed_enabled or self.is_fsdp_enabled:
                 raise StreamBPError(
-                    "Under DeepSpeed or FSDP the reference model is loaded by path or id; pass one as `model`, or "
-                    "kl_coef=0."
+                    "Under DeepSpeed or FSDP the reference model is loaded by path or id; pass one "
+                    "as `model`, or kl_coef=0."
                 )
             reference = copy.deepcopy(self.model).eval().requires_grad_(False)
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
@@ -118,7 +144,9 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
             weight = policy.get_output_embeddings().weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             size = full_shape(weight)[1]
-            head = nn.Linear(size, 1, device=weight.device, dtype=dtype)  # [..., h] -> one value each [..., 1]
+            head = nn.Linear(
+                size, 1, device=weight.device, dtype=dtype
+            )  # [..., h] -> one value each [..., 1]
             nn.init.normal_(head.weight, std=1.0 / (size + 1))  # start near zero
             nn.init.zeros_(head.bias)
             policy.add_module(VALUE_HEAD, head)
@@ -127,24 +155,33 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # [processes * B, functions]
+        self._rewards: Tensor = super()._calculate_rewards(
+            *args, **kwargs
+        )  # [processes * B, functions]
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if "pixel_values" in output:
-            raise StreamBPError("StreamPPOTrainer trains on text only; these prompts have images. Use StreamGRPOTrainer.")
+            raise StreamBPError(
+                "StreamPPOTrainer trains on text only; these prompts have images. Use "
+                "StreamGRPOTrainer."
+            )
         mask = self._mask(output)
         with torch.no_grad():
             old = self._score(self.model, output)
         log_probs = output.setdefault("old_per_token_logps", old.log_probs)
         rewards = self._token_rewards(output, log_probs, mask)
-        advantages, returns = gae(rewards, old.state_values, mask, gamma=self.args.gamma, lam=self.args.lam)
+        advantages, returns = gae(
+            rewards, old.state_values, mask, gamma=self.args.gamma, lam=self.args.lam
+        )
         mode = "train" if self.model.training else "eval"
         spread = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
         error = returns - old.state_values
         missed = masked_mean((error - masked_mean(error, mask)).square(), mask)
-        self._metrics[mode]["explained_variance"].append((1.0 - missed / spread.clamp(min=1e-8)).item())
+        self._metrics[mode]["explained_variance"].append(
+            (1.0 - missed / spread.clamp(min=1e-8)).item()
+        )
         self._metrics[mode]["value"].append(masked_mean(old.state_values, mask).item())
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask)
@@ -185,14 +222,20 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return log_probs, entropy and state_values of the completion tokens, [B, T]."""
-        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)  # [B, prompt + completion]
+        input_ids = torch.cat(
+            [inputs["prompt_ids"], inputs["completion_ids"]], 1
+        )  # [B, prompt + completion]
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         kept = inputs["completion_ids"].shape[1]
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         labels[:, :-kept] = -100
         with self.accelerator.autocast():
             output = model(
-                input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, values=True
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                fused_lm_head=True,
+                values=True,
             )
         for name in ("log_probs", "entropy", "state_values"):
             output[name] = output[name][:, -kept:]
@@ -212,13 +255,23 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
             self._metrics[mode][f"ppo/{field.name}"].append(value)
         return found.loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
         """Save values to a separate file, so that the policy's file loads as any model's."""
         folder = Path(output_dir or self.args.output_dir)
         state = self.model.state_dict() if state_dict is None else state_dict
-        values = {name: tensor for name, tensor in state.items() if {VALUE_HEAD, VALUE_MODEL} & set(name.split("."))}
-        super()._save(str(folder), {name: tensor for name, tensor in state.items() if name not in values})
-        short = {name[name.index("value_") :]: tensor.contiguous() for name, tensor in values.items()}
+        values = {
+            name: tensor
+            for name, tensor in state.items()
+            if {VALUE_HEAD, VALUE_MODEL} & set(name.split("."))
+        }
+        super()._save(
+            str(folder), {name: tensor for name, tensor in state.items() if name not in values}
+        )
+        short = {
+            name[name.index("value_") :]: tensor.contiguous() for name, tensor in values.items()
+        }
         save_file(short, str(folder / VALUE_FILE), metadata={"kl_coef": repr(self.kl_coef)})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -229,6 +282,7 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         missing = self._policy().load_state_dict(state, strict=False)
         if missing.unexpected_keys:
             raise StreamBPError(
-                f"{VALUE_FILE} of {resume_from_checkpoint} holds {missing.unexpected_keys[:3]}, which this trainer does "
-                "not have; resume with the same value head or value_model that it was saved with."
+                f"{VALUE_FILE} of {resume_from_checkpoint} holds {missing.unexpected_keys[:3]}, "
+                "which this trainer does not have; resume with the same value head or value_model "
+                "that it was saved with."
             )

@@ -32,11 +32,15 @@ class StreamArguments:
     )
     stream_saves: list[str] = dataclasses.field(
         default_factory=lambda: ["auto"],
-        metadata={"help": 'Tensors that backward need not recompute ("attn_out", "kv"); "auto": those that fit.'},
+        metadata={
+            "help": 'Tensors that backward need not recompute ("attn_out", "kv"); "auto": those that fit.'
+        },
     )
     stream_offload: str = dataclasses.field(
         default="none",
-        metadata={"help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also chooses the saves.'},
+        metadata={
+            "help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also chooses the saves.'
+        },
     )
     stream_host_memory: str | None = dataclasses.field(
         default=None, metadata={"help": 'Host memory that may be used, such as "96GiB".'}
@@ -44,15 +48,21 @@ class StreamArguments:
 
     stream_gpu_memory: str | None = dataclasses.field(
         default=None,
-        metadata={"help": 'With offloading, device memory for tensors that live longer than a chunk, such as "8GiB".'},
+        metadata={
+            "help": 'With offloading, device memory for tensors that live longer than a chunk, such as "8GiB".'
+        },
     )
     stream_rows: str = dataclasses.field(
         default="auto",
-        metadata={"help": '"packed": without padding, and common beginnings of rows once; "auto"; "as_given".'},
+        metadata={
+            "help": '"packed": without padding, and common beginnings of rows once; "auto"; "as_given".'
+        },
     )
     stream_weights: str = dataclasses.field(
         default="device",
-        metadata={"help": 'Where the layers\' frozen weights live: "device", "cpu" (host memory), or "auto".'},
+        metadata={
+            "help": 'Where the layers\' frozen weights live: "device", "cpu" (host memory), or "auto".'
+        },
     )
     stream_share_prefixes: bool | None = dataclasses.field(
         default=None, metadata={"help": 'The former name of stream_rows="packed"; it will go.'}

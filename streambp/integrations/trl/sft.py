@@ -27,12 +27,16 @@ class StreamSFTConfig(StreamArguments, SFTConfig):  # type: ignore[misc]  # TRL 
     """
 
     stream_batch_tokens: int | None = dataclasses.field(
-        default=None, metadata={"help": "Tokens of a micro-batch at most, in place of per_device_train_batch_size rows."}
+        default=None,
+        metadata={
+            "help": "Tokens of a micro-batch at most, in place of per_device_train_batch_size rows."
+        },
     )
 
 
 class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TRL is not typed
-    """TRL's `SFTTrainer` on streamed models: the same arguments, with `args` a `StreamSFTConfig`."""
+    """TRL's `SFTTrainer` on streamed models: the same arguments, with `args` a
+    `StreamSFTConfig`."""
 
     trl_module = trl.trainer.sft_trainer
     splits_sequences = True
@@ -78,13 +82,15 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
         if patched is not None and patched[1].config.rows == "as_given":
             raise ConfigError(
                 'stream_batch_tokens counts tokens, and this model has rows="as_given", which computes padding as well: a '
-                "batch of one long row and many short ones would cost many times its tokens. Leave stream_rows out, or set "
+                "batch of one long row and many short ones would cost many times its tokens. Leave "
+                "stream_rows out, or set "
                 'it to "packed"; of a model that you patch yourself leave rows out of StreamConfig.'
             )
         columns = getattr(dataset, "column_names", None) or ()
         if isinstance(dataset, torch.utils.data.IterableDataset) or "input_ids" not in columns:
             raise ConfigError(
-                f"stream_batch_tokens needs the length of every row before training, and {type(dataset).__name__} has no "
-                "column input_ids to tell it. Tokenize the data set before, or leave stream_batch_tokens out."
+                "stream_batch_tokens needs the length of every row before training, and "
+                f"{type(dataset).__name__} has no column input_ids to tell it. Tokenize the data "
+                "set before, or leave stream_batch_tokens out."
             )
         return [len(ids) for ids in dataset["input_ids"]]

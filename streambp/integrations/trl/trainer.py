@@ -38,8 +38,8 @@ def add_streamed_head(
         causal = streamed_head(patch(model, config))
     if causal is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no language-model head of its own, so TRL's losses have nothing to score. "
-            "Pass a causal language model."
+            f"{type(model).__name__} has no language-model head of its own, so TRL's losses have "
+            "nothing to score. Pass a causal language model."
         )
     add_head(causal, *args, **{**kwargs, "head_class": head_class})
 
@@ -69,7 +69,9 @@ class StreamedTrainer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = kwargs.get("args")
         if not isinstance(settings, StreamArguments):
-            settings = next((value for value in args if isinstance(value, StreamArguments)), StreamArguments())
+            settings = next(
+                (value for value in args if isinstance(value, StreamArguments)), StreamArguments()
+            )
         self._refuse_split(getattr(settings, "parallelism_config", None))
         add = functools.partial(add_streamed_head, settings.stream_config(), self.head_class)
         with replaced([self.trl_module], "add_fused_lm_head", [add]):
@@ -87,8 +89,9 @@ class StreamedTrainer:
         if not self.splits_sequences and max(sizes.values()) > 1:
             asked = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
             raise StreamBPError(
-                f"The parallelism_config of {type(self).__name__} has {asked}, which splits each sequence over ranks. "
-                "TRL's trainer builds its loss from completion masks of whole rows, which are not split; only "
-                f"StreamSFTTrainer trains on split sequences. Set {' and '.join(SPLITS)} to 1, and shard parameters over "
-                "the ranks instead (FSDP2 or ZeRO-3)."
+                f"The parallelism_config of {type(self).__name__} has {asked}, which splits each "
+                "sequence over ranks. TRL's trainer builds its loss from completion masks of whole "
+                "rows, which are not split; only StreamSFTTrainer trains on split sequences. Set "
+                f"{' and '.join(SPLITS)} to 1, and shard parameters over the ranks instead (FSDP2 "
+                "or ZeRO-3)."
             )

@@ -35,7 +35,10 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
         return result.to(torch.promote_types(result.dtype, torch.float32))
 
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    parts = [checkpoint(values, flat[block], use_reentrant=False) for block in token_blocks(flat.shape[0])]
+    parts = [
+        checkpoint(values, flat[block], use_reentrant=False)
+        for block in token_blocks(flat.shape[0])
+    ]
     return torch.cat(parts).view(hidden_states.shape[:-1])
 
 
@@ -54,7 +57,9 @@ class PolicyAndValueHead(FusedHead):
         self.with_values = values
         return super().call(*args, **kwargs)
 
-    def output(self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest) -> Any:
+    def output(
+        self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest
+    ) -> Any:
         """Return `FusedHead.output`, with `state_values` for a call with values=True.
 
         `state_values` have the shape of log_probs and a dtype of float32 or wider.
@@ -65,9 +70,15 @@ class PolicyAndValueHead(FusedHead):
             if value_model is None:
                 head = getattr(self.module, VALUE_HEAD)
                 assert request.hidden_states is not None
-                result["state_values"] = blockwise_values(request.hidden_states(), request.norm, head)
+                result["state_values"] = blockwise_values(
+                    request.hidden_states(), request.norm, head
+                )
             else:
-                inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
+                inputs = {
+                    name: kwargs[name]
+                    for name in ("input_ids", "attention_mask", "position_ids")
+                    if name in kwargs
+                }
                 of_states = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
                 wide = of_states.to(torch.promote_types(of_states.dtype, torch.float32))
                 result["state_values"] = wide[:, : values.log_probs.shape[1]]
