@@ -60,9 +60,8 @@ def main() -> None:
         rows=rows,
     )
     model, tokenizer = model_and_tokenizer(args)
-    model = (
-        AutoModel.from_pretrained(args.model, dtype="auto") if args.model else model.model
-    )  # without its head
+    # without its head
+    model = AutoModel.from_pretrained(args.model, dtype="auto") if args.model else model.model
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = streambp.patch(
         model.to(device).train(), streambp.StreamConfig(chunk_size=args.chunk_size)

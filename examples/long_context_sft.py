@@ -376,9 +376,8 @@ def compare_activation_peaks(
         "measuring the activation peak of one step: plain gradient checkpointing, then streambp ..."
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # transformers 5.23 renames the method that everybody calls
+        # transformers 5.23 renames the method that everybody calls
+        warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         plain = measure_activation_peak(model, input_ids)
         model.gradient_checkpointing_disable()

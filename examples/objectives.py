@@ -205,9 +205,8 @@ def _alpha_divergence(ratio: Tensor, alpha: float) -> Tensor:
     power = alpha - 1.0
     if abs(power) < 1e-6:
         return ratio
-    return (
-        torch.expm1((power * ratio).clamp(max=80.0)) / power
-    )  # exp(80) is the largest that float32 can square
+    # exp(80) is the largest that float32 can square
+    return torch.expm1((power * ratio).clamp(max=80.0)) / power
 
 
 F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {

@@ -69,9 +69,8 @@ def main() -> None:
 
 
 def measure(seed: int, args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    model = (
-        build("qwen3", seed=seed, **SIZES).to(args.device).bfloat16().float()
-    )  # the same weights in every dtype
+    # the same weights in every dtype
+    model = build("qwen3", seed=seed, **SIZES).to(args.device).bfloat16().float()
     batch = {
         name: x.to(args.device)
         for name, x in make_batch("plain", length=args.tokens, seed=seed).items()

@@ -4,7 +4,7 @@
 
 Each line runs in a process of its own, after one that compiled the modules, beside a Python that
 does nothing and one that imports typer: their ratio is this machine's speed. Prints the median of
-`--runs`. `tests/test_command_line.py` asserts the cause of a short time, that no such line imports
+`--runs`. `tests/cli/test_command_line.py` asserts the cause of a short time, that no such line imports
 torch or transformers.
 """
 

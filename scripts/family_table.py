@@ -16,8 +16,8 @@ import transformers
 import streambp
 from tests import zoo
 from tests.families import LENGTH, MODES
+from tests.model.test_families import CHUNK_SIZES, EXACT, REFUSED, UNDEFINED, errors
 from tests.oracle import lift_float32_casts
-from tests.test_families import CHUNK_SIZES, EXACT, REFUSED, UNDEFINED, errors
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
 HEADER = f"""# Model families
@@ -27,8 +27,8 @@ in float64: all parameters' gradients and the loss, {len(MODES)} kinds of batche
 {" and ".join(map(str, CHUNK_SIZES))} of {LENGTH} tokens. The error is the worst over all of these and over all
 parameters, relative to each parameter's gradient (one that is zero but for rounding counts as 1e-4 of the whole
 or less: `worst_error` in tests/oracle.py). Made by `python -m scripts.family_table` with transformers
-{transformers.__version__} and torch {torch.__version__.split("+")[0]}; `pytest -m "" tests/test_families.py` asserts it
-(gradients <= 1e-10, loss <= 1e-12).
+{transformers.__version__} and torch {torch.__version__.split("+")[0]};
+`pytest -m "" tests/model/test_families.py` asserts it (gradients <= 1e-10, loss <= 1e-12).
 
 Left-padded batches leave out one label, that of the first token after the padding: what predicts it is padding, which
 reads nothing, and there eager attention gives what no causal computation can

@@ -42,14 +42,10 @@ import streambp
 HERE = Path(__file__).resolve().parent.parent
 UNCOMPARED = "uncompared "
 STREAMED = ("plain", "8 chunks", "lora", "auto", "auto 8 chunks")
-WARM = (
-    "checkpointing",
-    *STREAMED,
-    *(UNCOMPARED + case for case in STREAMED if case != "auto"),
-)  # which is not streamed
-COMPARES = (
-    "compare_backward" in streambp.StreamConfig.__dataclass_fields__
-)  # the other tree may be older
+# which is not streamed
+WARM = ("checkpointing", *STREAMED, *(UNCOMPARED + case for case in STREAMED if case != "auto"))
+# the other tree may be older
+COMPARES = "compare_backward" in streambp.StreamConfig.__dataclass_fields__
 WITHOUT_SAVES = {"auto": "plain", "auto 8 chunks": "8 chunks"}
 CASES = (*WARM, "first plain", "first lora")
 

@@ -29,9 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "streambp"
 TINY = 3
-NOTE = re.compile(
-    r"^\s*(?:#\s*|\"\"\")?\[Note: [^\]]+\] [A-Z`]", re.MULTILINE
-)  # a citation ends its sentence
+# a citation ends its sentence
+NOTE = re.compile(r"^\s*(?:#\s*|\"\"\")?\[Note: [^\]]+\] [A-Z`]", re.MULTILINE)
 COLUMNS = (
     "lines",
     "code",

@@ -88,9 +88,8 @@ def counted(step: Callable[[], None]) -> int:
         nonlocal calls
         calls += event == "call"
 
-    with torch.autograd.set_multithreading_enabled(
-        False
-    ):  # the profiler sees the thread that it was set in
+    # the profiler sees the thread that it was set in
+    with torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(see)
         try:
             step()

@@ -50,5 +50,5 @@ if [ -n "${PYTEST:-}" ]; then
   exec "$python" -m pytest "${tests[@]}"
 fi
 "$python" -m pytest -n 2
-"$python" -m pytest -n 2 -m "" tests/test_families.py
+"$python" -m pytest -n 2 -m "" tests/model/test_families.py
 "$python" -m scripts.family_table "$folder/families.md"

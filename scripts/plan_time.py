@@ -28,12 +28,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent.parent
 BYTES = 0.05  # by which lines of the same bytes may differ: they are solved for in float64
 LAW = ("one", "tokens", "chunk", "chunks")  # of the features of a law, the first
-BARS = {
-    "Qwen3-8B": 6,
-    "Qwen3-30B-A3B": 9,
-    "gemma3-27b": 12,
-    "Qwen3.5-9B": 20,
-}  # seconds of a first plan; 1 of a second
+# seconds of a first plan; 1 of a second
+BARS = {"Qwen3-8B": 6, "Qwen3-30B-A3B": 9, "gemma3-27b": 12, "Qwen3.5-9B": 20}
 MODELS = tuple(BARS)
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32}
 

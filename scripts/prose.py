@@ -20,7 +20,7 @@ expression or one count:
 
 Beside them: function docstrings whose first word is no verb, lines beyond 100 columns, and for
 1,000 lines of code conditional expressions, comprehensions, and assignments of a tuple to several
-targets. Limits are shares and densities in tests/prose_limits.json; `tests/test_prose_limits.py`
+targets. Limits are shares and densities in tests/prose_limits.json; `tests/repository/test_prose_limits.py`
 holds each folder to its row.
 """
 

@@ -79,9 +79,8 @@ def main() -> None:
     step()
     step()
     path = StepPath(Path(streambp.__file__).parent)
-    with torch.autograd.set_multithreading_enabled(
-        False
-    ):  # the profiler sees the thread that it was set in
+    # the profiler sees the thread that it was set in
+    with torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(path.see)
         try:
             step()

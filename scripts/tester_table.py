@@ -291,9 +291,8 @@ def build(test: type, model_class: type) -> tuple[Any, dict[str, Any]]:
     config = copy.deepcopy(config)
     make_deterministic(config)
     texts = (config, getattr(config, "text_config", None))
-    if any(
-        getattr(text, "attn_logit_softcapping", None) is not None for text in texts
-    ):  # their sdpa leaves it out
+    # their sdpa leaves it out
+    if any(getattr(text, "attn_logit_softcapping", None) is not None for text in texts):
         config._attn_implementation = "eager"
     model = model_class(config).double().train()
     for module in model.modules():

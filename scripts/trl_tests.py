@@ -155,9 +155,8 @@ def pytest_configure() -> None:
             for node in ast.parse(file.read_text("utf-8")).body
             if isinstance(node, ast.ImportFrom)
         ):
-            if (wanted.module or "").startswith(
-                "trl.trainer."
-            ):  # names that the installed release no longer has
+            # names that the installed release no longer has
+            if (wanted.module or "").startswith("trl.trainer."):
                 module = importlib.import_module(str(wanted.module))
                 for name in (
                     alias.name for alias in wanted.names if not hasattr(module, alias.name)
@@ -266,10 +265,8 @@ def main() -> None:
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for folder in (
-            "tests",
-            "scripts",
-        ):  # without the checkout's own trl, which would stand before the installed one
+        # without the checkout's own trl, which would stand before the installed one
+        for folder in ("tests", "scripts"):
             shutil.copytree(args.tests.resolve().parent / folder, scratch / "checkout" / folder)
         tests = scratch / "checkout" / "tests"
         paths = [tests / name for name in args.files]

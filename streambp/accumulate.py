@@ -48,9 +48,8 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         with torch.no_grad():
             return add_product(total, left, right)
-    wide = (
-        torch.float32 if left.dtype in HALF else left.dtype
-    )  # torch.promote_types costs a dispatch
+    # torch.promote_types costs a dispatch
+    wide = torch.float32 if left.dtype in HALF else left.dtype
     if wide != left.dtype and left.device.type == "cpu":
         left, right = left.to(wide), right.to(wide)
     if total is None:

@@ -3,7 +3,7 @@
 Most of these names belong to no documented interface: arguments of decoder layers, attributes that
 engines set on modules, parameters by which functions are identified. A library that renames one
 changes what is streamed. Each name therefore has one line with its use, and
-`tests/test_known_names.py` lists the names that installed versions still have. Documented arguments
+`tests/repository/test_known_names.py` lists the names that installed versions still have. Documented arguments
 and attributes that every program uses are left out (`input_ids`, `attention_mask`, `position_ids`,
 `labels`, `use_cache`), and so are torch's public operations.
 
@@ -334,11 +334,8 @@ LIGER = "liger_kernel"
 # module in liger_kernel.transformers whose functions apply its kernels
 LIGERS_PATCHES = "monkey_patch"
 LIGERS_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"  # the functions by a config's model_type
-LIGERS_NORM = (
-    "variance_epsilon",
-    "offset",
-    "casting_mode",
-)  # of a norm: eps, what is added to its weight, its rounding
+# of a norm: eps, what is added to its weight, its rounding
+LIGERS_NORM = ("variance_epsilon", "offset", "casting_mode")
 LIGERS_ROUNDINGS = ("llama", "gemma")  # rounding before the product with the weight; after it
 # arguments for parts that streambp replaces elsewhere
 NOT_OF_LAYERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")

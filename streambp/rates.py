@@ -111,6 +111,7 @@ TABLE = (
 )  # fmt: skip
 DEVICES: Mapping[str, Rates] = {rates.name: rates for rates in TABLE}
 DEFAULT = "H200"
+# GB
 USUAL = {
     "RTX4090": 24,
     "RTX5090": 32,
@@ -119,7 +120,7 @@ USUAL = {
     "H100": 80,
     "H200": 141,
     "B200": 192,
-}  # GB
+}
 
 
 def device_of(memory: int) -> str | None:

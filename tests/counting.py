@@ -26,9 +26,8 @@ class LinearFlops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in (aten.mm, aten.addmm, aten.addmm_):
-            a, b = [x for x in args if isinstance(x, Tensor)][
-                -2:
-            ]  # a sum comes first, a dtype last
+            # a sum comes first, a dtype last
+            a, b = [x for x in args if isinstance(x, Tensor)][-2:]
             self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
         return result
 

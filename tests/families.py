@@ -118,7 +118,7 @@ def make_batch(
             if mode == "left-padded":
                 labels[
                     row, pads
-                ] = -100  # predicted by padding, which reads nothing: tests/test_padding.py
+                ] = -100  # predicted by padding, which reads nothing: tests/model/test_padding.py
         ids[kept == 0] = 0
         labels[kept == 0] = -100
         batch["attention_mask"] = kept

@@ -103,9 +103,8 @@ def stand_in(monkeypatch):
                 eps = getattr(module, "variance_epsilon", None) or module.eps
                 in_place = not (gemma or hybrid)
                 bind(module, norm.forward, variance_epsilon=eps, in_place=in_place, **casting)
-            if swiglu and isinstance(
-                getattr(module, "experts", None), nn.Module
-            ):  # a wrapper's, where peft has put one
+            # a wrapper's, where peft has put one
+            if swiglu and isinstance(getattr(module, "experts", None), nn.Module):
                 bind(module.experts, experts.forward)
             if swiglu and type(module).__name__.endswith("MLP"):
                 bind(module, (package.geglu if gemma else package.swiglu).forward)

@@ -324,9 +324,8 @@ def test_ulysses_whose_process_group_cannot_be_found(monkeypatch):
         raise AssertionError("never called")
 
     uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", uattn_wrapper
-    )  # undone without a trace
+    # undone without a trace
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", uattn_wrapper)
     with pytest.raises(streambp.StreamBPError, match="Ulysses"):
         streamed()(**make_batch("plain"), use_cache=False)
 

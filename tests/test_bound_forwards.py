@@ -20,8 +20,8 @@ from accelerate.state import AcceleratorState
 import streambp
 from streambp import instance_forward
 from tests.families import build, make_batch
+from tests.model.test_contract import CONFIG
 from tests.oracle import gradients, relative_l2, worst_error
-from tests.test_contract import CONFIG
 
 BATCH = make_batch("left-padded")
 IDS = BATCH["input_ids"]

@@ -17,8 +17,8 @@ import streambp
 from streambp import foreign
 from tests import zoo
 from tests.families import build, make_batch
+from tests.model.test_contract import CONFIG
 from tests.oracle import gradients, worst_error
-from tests.test_contract import CONFIG
 from tests.versions import HYBRID_PATHS
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
@@ -139,7 +139,6 @@ def test_a_compiled_forward_stays_eager():
     ours = streambp.patch(model, CONFIG)
     assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
     around = wrapped(streambp.unpatch(ours).model.layers[1])
-    assert hasattr(
-        around, "_torchdynamo_orig_callable"
-    )  # copied by functools.wraps: it is the forward inside
+    # copied by functools.wraps: it is the forward inside
+    assert hasattr(around, "_torchdynamo_orig_callable")
     assert foreign.eager(around) is around

@@ -42,24 +42,19 @@ from streambp.planner import count, delta_rules, laws, profile
 from streambp.sharded import call as sharded_call
 from streambp.sharded import layer as sharded
 from streambp.sharded import shards
-from tests import (
-    test_contract,
-    test_families,
-    test_foreign_forwards,
-    test_oracle,
-    test_padding,
-    test_training,
-    test_uneven_chunks,
-)
-from tests.attention import test_graph_cache, test_merge
+from tests import test_foreign_forwards, test_oracle
+from tests.attention import test_graph_cache, test_merge, test_uneven_chunks
 from tests.distributed import one_rank, test_host, test_shards
 from tests.families import build, make_batch
-from tests.head import test_expected_scale, test_log_probs, test_stand_ins
-from tests.layer import test_inner_leaves, test_sharded
+from tests.head import test_expected_scale, test_log_probs
+from tests.layer import test_inner_leaves
+from tests.lazy import test_stand_ins
+from tests.model import test_contract, test_families, test_padding, test_training
 from tests.offload import runs
 from tests.oracle import gradients, lift_float32_casts
 from tests.planner import test_estimates, test_mixers, test_plans
 from tests.planner.test_plans import planning
+from tests.sharded import test_sharded
 from tests.versions import needs_sharing_without_cache
 
 
@@ -238,9 +233,8 @@ def hidden_states_alone(self, chunk, gradients, real=layer_gradients.BackwardPas
 
 
 def streamed_prefix():
-    expected = runs.step(
-        runs.model_with((), build("qwen3", torch.float64)), "packed"
-    )  # documents start inside tiles
+    # documents start inside tiles
+    expected = runs.step(runs.model_with((), build("qwen3", torch.float64)), "packed")
     runs.assert_same(
         runs.step(runs.offloaded((), build("qwen3", torch.float64), gpu_memory=1), "packed"),
         expected,
@@ -544,13 +538,11 @@ def test_mutant_turns_a_test_red(name, monkeypatch):
         lift_float32_casts(monkeypatch)
     green(check)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            entry, "can_stream", lambda call: Verdict(True)
-        )  # it would catch some of them first
+        # it would catch some of them first
+        patch.setattr(entry, "can_stream", lambda call: Verdict(True))
         patch.setattr(owner, attribute, mutant)
-        with pytest.raises(
-            (AssertionError, BackwardError)
-        ):  # the latter: the witness sees it first
+        # the latter: the witness sees it first
+        with pytest.raises((AssertionError, BackwardError)):
             check()
 
 

@@ -81,9 +81,8 @@ def bf16_errors(attention="auto", length=256, chunk_size=29, layers=3):
     for seed in itertools.count():
         model = build("qwen3", torch.float32, seed=seed, num_hidden_layers=layers, hidden_size=64)
         batch = make_batch("plain", length=length, seed=seed)
-        _, truth = gradients(
-            model.bfloat16().float(), **batch
-        )  # of the same weights: rounding them is nobody's error
+        # of the same weights: rounding them is nobody's error
+        _, truth = gradients(model.bfloat16().float(), **batch)
         model.bfloat16()
         with skipped_where_unpatched_fails():
             _, stock = gradients(model, **batch)

@@ -68,9 +68,8 @@ def test_what_does_not_fit_is_refused_by_name(function, name):
     arguments = FUNCTIONS[function]()
     function(**arguments)
     for what, value in wrong(name, arguments[name]):
-        fitting = (
-            name == "hidden_states" and what == "dimensions"
-        )  # "..." fits by itself; then labels do not
+        # "..." fits by itself; then labels do not
+        fitting = name == "hidden_states" and what == "dimensions"
         with pytest.raises(streambp.StreamBPError) as error:
             function(**{**arguments, name: value})
         text = str(error.value)

@@ -35,18 +35,16 @@ needs_diffllamas_calls = pytest.mark.skipif(
     version.parse("5.15") > NOW,
     reason="before transformers 5.15 DiffLlama attends by itself, not through the interface",
 )
-NOT_IN_FLOAT64 = (
-    ("phimoe",) if version.parse("5.23") > NOW else ()
-)  # its rotary embedding gives float32, unpatched as well
+# its rotary embedding gives float32, unpatched as well
+NOT_IN_FLOAT64 = ("phimoe",) if version.parse("5.23") > NOW else ()
 # Its experts asked the host how many tokens each of them got.
 ROUTING_LOOKED_AT = (
     ("aria_text",) if "tokens_per_expert.cpu()" in inspect.getsource(modeling_aria) else ()
 )
 # With or without: what the layers of a hybrid are said to do.
 HYBRID_PATHS = {"streams"} if STATES_IN_CHUNKS else {"streams", "checkpoints"}
-LFM2_PASSES_ON = "seq_idx" not in inspect.getsource(
-    modeling_lfm2
-)  # what its mixer is called with, to its kernel
+# what its mixer is called with, to its kernel
+LFM2_PASSES_ON = "seq_idx" not in inspect.getsource(modeling_lfm2)
 MIXERS_ARE_FUNCTIONS = hasattr(modeling_bamba, "mamba2_chunk_scan")
 needs_mixer_functions = pytest.mark.skipif(
     not MIXERS_ARE_FUNCTIONS,

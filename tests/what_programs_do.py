@@ -5,7 +5,7 @@ Every program runs twice, on an unpatched model and on one that it patches itsel
 `exact` (all gradients within 1e-10, all layers stream), `exact, whole` (the same, but a layer runs
 under a checkpoint), `raises NAME`, or `WRONG`, which a crash counts as. The table in
 docs/explanation/exactness.md lists them: `python scripts/exactness_table.py` writes it,
-`tests/test_what_programs_do.py` compares.
+`tests/model/test_what_programs_do.py` compares.
 """
 
 from __future__ import annotations
@@ -1061,10 +1061,11 @@ def by_hand(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Of an attention, as research code writes it: its own scores, the model's mask."""
+    # [B, H or H_kv, T, D]
     q, k, v = (
         project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         for project in (self.q_proj, self.k_proj, self.v_proj)
-    )  # [B, H or H_kv, T, D]
+    )
     q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
     k, v = (modeling_llama.repeat_kv(x, self.num_key_value_groups) for x in (k, v))
     scores = q @ k.mT * self.scaling - 0.1 * (q - k).square().mean(-1, keepdim=True)

@@ -191,9 +191,8 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
     if isinstance(default.get("intermediate_size"), list):
         small["intermediate_size"] = 40
     chosen = {**small, **OVERRIDES.get(name, {}), **changes}
-    if 0 in chosen.get(
-        "layer_types", ()
-    ):  # by number: their names are not the same in all versions
+    # by number: their names are not the same in all versions
+    if 0 in chosen.get("layer_types", ()):
         kinds = list(dict.fromkeys(default["layer_types"]))
         chosen["layer_types"] = [kinds[number] for number in chosen["layer_types"]]
     config: PreTrainedConfig = config_class(**chosen)

@@ -47,9 +47,8 @@ def parse_args() -> argparse.Namespace:
 def build_model(name: str | None) -> PreTrainedModel:
     torch.manual_seed(0)
     if name:
-        return AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.bfloat16
-        )  # on the host; a rank moves its stage
+        # on the host; a rank moves its stage
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,

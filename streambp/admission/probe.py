@@ -462,9 +462,8 @@ def _run(
         plan = ChunkPlan(length, chunk_size)
         plan = plan.avoiding(call.packing.barriers) if call.packing.barriers else plan
         outputs = rehearsed(call, x, plan.with_least(LEAST_TOKENS), stage, prefix)
-    whole = torch.cat(
-        [output.hidden_states for _, output in outputs if output is not None], -2
-    )  # [..., B, TOKENS, h]
+    # [..., B, TOKENS, h]
+    whole = torch.cat([output.hidden_states for _, output in outputs if output is not None], -2)
     if not whole.requires_grad:
         return [whole.detach()]
     # Autograd also differentiates one graph over all chunks from last to first: newest nodes run

@@ -81,9 +81,8 @@ def random_like(hidden_states: Tensor) -> Tensor:
     some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
     usual = some.float().abs().median()
     usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
-    x = (
-        torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual
-    )  # [..., B, TOKENS, h]
+    # [..., B, TOKENS, h]
+    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * usual
     return x.to(hidden_states.dtype)
 
 
@@ -96,9 +95,8 @@ def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
     found = {name: _unmasked(mask, length) for name, mask in named.items() if name.endswith("mask")}
     if isinstance(named.get(PICKED), Tensor):
         queries = torch.arange(length, device=named[PICKED].device)
-        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(
-            len(named[PICKED]), -1, -1
-        )  # [B, T, 2]
+        # [B, T, 2]
+        found[PICKED] = torch.stack((queries, queries // 2), -1).expand(len(named[PICKED]), -1, -1)
     return found
 
 

@@ -155,9 +155,8 @@ class PrefixRead(torch.autograd.Function):
         ):
             if grad is not None:
                 ctx.site.add_once(total[:, : ctx.chunk.stop], grad.transpose(1, 2))
-            parts.append(
-                total[:, own].transpose(1, 2).to(like.dtype)
-            )  # complete: [Note: prefix accumulation order]
+            # complete: [Note: prefix accumulation order]
+            parts.append(total[:, own].transpose(1, 2).to(like.dtype))
         return *parts, None, None
 
 
@@ -201,10 +200,8 @@ class PrefixAttention(torch.autograd.Function):
         accumulation order]
         """
         q, o, lse, sink = ctx.saved_tensors
-        q, do = (
-            q.transpose(1, 2).contiguous(),
-            grad.contiguous(),
-        )  # [B, C, H, D]. [Note: one layout]
+        # [B, C, H, D]. [Note: one layout]
+        q, do = (q.transpose(1, 2).contiguous(), grad.contiguous())
         site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
         plan: BlockPlan = params.backend.plan(
             layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD

@@ -313,9 +313,8 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
         if square or (here.device == "cpu" and call.size == call.value_size):
             return Backend((kernel, MATH))
         if call.value_size < call.size and (call.size == call.padded or here.device == "cpu"):
-            return Backend(
-                (kernel, MATH), width=call.size
-            )  # V is padded in its buffer. [Note: padded values]
+            # V is padded in its buffer. [Note: padded values]
+            return Backend((kernel, MATH), width=call.size)
         return Backend((PADDED[kernel], MATH))
     if wanted == "auto":
         switched_off = None if here.flash_on else "FlashAttention is switched off"

@@ -91,9 +91,8 @@ class NoAttention:
         """What each query of hidden_states x [..., B, T, h] may read: read off the mask, whichever
         it is."""
         mask, (batch_size, length) = attention_mask_of(named), x.shape[-3:-1]
-        if not self.reads_a_mask and not isinstance(
-            mask, LazyMask
-        ):  # nobody reads it, or the layer itself does
+        # nobody reads it, or the layer itself does
+        if not self.reads_a_mask and not isinstance(mask, LazyMask):
             return Layout(
                 Spans.causal(batch_size, length), mask.barriers if isinstance(mask, OwnMask) else ()
             )
@@ -204,9 +203,8 @@ class Replaced(NoAttention):
         )
 
 
-PLAIN = frozenset(
-    {Tensor, tuple, list, bool, type(None)}
-)  # arguments that neither are masks of ours nor hold some
+# arguments that neither are masks of ours nor hold some
+PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
 @dataclasses.dataclass(frozen=True)

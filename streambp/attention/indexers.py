@@ -67,9 +67,8 @@ def _pick(
     named.pop(next(iter(named)))
     x: Tensor = next(value for value in named.values() if isinstance(value, Tensor))  # [B, C, h]
     if point.stage is Stage.REFILL:
-        return x.new_empty(
-            *x.shape[:2], 0, dtype=torch.int32
-        )  # the layer stops before it reads them
+        # the layer stops before it reads them
+        return x.new_empty(*x.shape[:2], 0, dtype=torch.int32)
     if point.picks is not None:
         picks = point.picks[number]
     else:
@@ -97,12 +96,10 @@ def _few_queries_at_a_time(
         found = []
         for start in range(chunk.start, chunk.stop, step):
             stop = min(start + step, chunk.stop)
-            found.append(
-                forward(**_part(named, caches, number, point, row, rows, start, stop))
-            )  # [1, queries, k]
-        most = found[-1].shape[
-            -1
-        ]  # the first queries may have fewer keys, pick all, and the first once more
+            # [1, queries, k]
+            found.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))
+        # the first queries may have fewer keys, pick all, and the first once more
+        most = found[-1].shape[-1]
         picks.append(
             torch.cat(
                 [torch.nn.functional.pad(part, (0, most - part.shape[-1])) for part in found], 1
@@ -137,9 +134,8 @@ def _part(
         """k [1, 1, queries, D] -> all up to the last of them, [1, 1, stop, D]."""
         keys = prefix.index_keys.get(number)
         if keys is None:
-            keys = prefix.index_keys[number] = k.new_empty(
-                rows, prefix.length, k.shape[-1]
-            )  # [B, T, D]
+            # [B, T, D]
+            keys = prefix.index_keys[number] = k.new_empty(rows, prefix.length, k.shape[-1])
         keys[row, start:stop] = k[0, 0]
         return keys[row, :stop][None, None], nothing
 

@@ -66,9 +66,8 @@ def stream_attention(
         eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
         function = None if own is None else AttentionInterface().get(own, eager)
         if function is not None:
-            if (
-                kwargs.get(PICKS) is not None
-            ):  # the module left it to us to mask what was not picked
+            # the module left it to us to mask what was not picked
+            if kwargs.get(PICKS) is not None:
                 attention_mask = _only_picked(attention_mask, kwargs[PICKS], key.shape[2])
             given = kwargs if softcap is None else {**kwargs, "softcap": softcap}
             found: tuple[Tensor, None] = function(
@@ -105,16 +104,14 @@ def stream_attention(
     if not isinstance(attention_mask, AttentionPoint):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     dtype = autocast_dtype(query.device.type)
-    if (
-        dtype is not None
-    ):  # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
+    # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
+    if dtype is not None:
         query, key, value = (
             t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    with (
-        NOTHING_CAST if dtype is None else without_autocast(query.device.type)
-    ):  # [Note: scores under autocast]
+    # [Note: scores under autocast]
+    with NOTHING_CAST if dtype is None else without_autocast(query.device.type):
         return attention_mask.attend(
             AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)
         ), None
@@ -209,9 +206,8 @@ COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
 )
 
 
-_plain = (
-    object.__getattribute__
-)  # a config's own asks more, and is asked in each layer of each pass
+# a config's own asks more, and is asked in each layer of each pass
+_plain = object.__getattribute__
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:

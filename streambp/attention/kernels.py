@@ -136,10 +136,8 @@ class MathKernel(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v] and lse [B, H, Tq], both in promote_types(dtype, float32)."""
-        scores, v = (
-            self._masked(self._scores(q, k, task), q, k, task),
-            _wide(v),
-        )  # [B, H_kv, G, Tq, Tk]
+        # [B, H_kv, G, Tq, Tk]
+        scores, v = (self._masked(self._scores(q, k, task), q, k, task), _wide(v))
         lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
         weights = _weights(scores, lse)  # [B, H_kv, G, Tq, Tk]
         keep = _dropout_mask(weights, task)
@@ -253,9 +251,8 @@ class FlashKernel(Kernel):
         o, lse, *_ = aten._flash_attention_forward(
             q, k, v, *lengths, 0.0, True, False, scale=task.scale, **window
         )
-        return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[
-            None
-        ]  # varlen gives [H, T]
+        # varlen gives [H, T]
+        return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[None]
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task

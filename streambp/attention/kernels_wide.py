@@ -68,9 +68,8 @@ class EfficientKernel(Kernel):
 
     name = "efficient"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
-    tiling = Tiling(
-        k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2
-    )  # keys and values are repeated for the heads of a group
+    # keys and values are repeated for the heads of a group
+    tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of one with more queries."""

@@ -39,9 +39,8 @@ from streambp.offload.manager import HostTensors
 WORKING = (
     4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
 )
-Visit = Iterable[
-    tuple[Block, Tensor, Tensor]
-]  # a block; K [b, H_kv, k, D] and V of its rows and keys
+# a block; K [b, H_kv, k, D] and V of its rows and keys
+Visit = Iterable[tuple[Block, Tensor, Tensor]]
 
 
 @dataclasses.dataclass
@@ -239,14 +238,12 @@ class KVTiles:
             part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v)
         )
         tile = KVBuffer(k, v)
-        if (
-            self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1
-        ):  # nobody else reads the last
+        # nobody else reads the last
+        if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:
             for name, part in ((self._k, tile.k), (self._v, tile.v)):
                 self._keys.put(name, chunk.index, part)
-                if not self._keys.has(
-                    name, chunk.index
-                ):  # to be computed again in backward; this pass needs it
+                # to be computed again in backward; this pass needs it
+                if not self._keys.has(name, chunk.index):
                     self._scratch.put(name, chunk.index, part)
         self._here[chunk.index] = tile
 
@@ -353,9 +350,8 @@ class KVTiles:
         return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), whole)[0]
 
 
-Site = (
-    KVBuffer | KVTiles
-)  # keys and values of one attention call, and the accumulators of their gradients
+# keys and values of one attention call, and the accumulators of their gradients
+Site = KVBuffer | KVTiles
 
 
 @dataclasses.dataclass

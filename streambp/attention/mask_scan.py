@@ -24,9 +24,8 @@ from streambp.errors import UnsupportedMaskError
 
 SCAN = 1024
 
-ReadTile = Callable[
-    [int, int, int, int], Tensor
-]  # q0, q1, k0, k1 -> [B or 1, H or 1, q, k], True where it is read
+# q0, q1, k0, k1 -> [B or 1, H or 1, q, k], True where it is read
+ReadTile = Callable[[int, int, int, int], Tensor]
 
 
 def reads(tile: Tensor) -> Tensor:
@@ -52,9 +51,8 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
             read = tile(q0, q1, k0, k1).flatten(0, -3).any(0)  # [q, k]
             last = torch.where(read, position[k0:k1], 0).amax(1)
             furthest[q0:q1] = torch.maximum(furthest[q0:q1], last)
-    blocked = (
-        furthest.cummax(0).values[:-1] >= position[1:]
-    )  # [T - 1]: a chunk cannot end at 1, 2, ..., T - 1
+    # [T - 1]: a chunk cannot end at 1, 2, ..., T - 1
+    blocked = furthest.cummax(0).values[:-1] >= position[1:]
     edges = torch.diff(torch.nn.functional.pad(blocked.to(torch.int8), (1, 1))).cpu()
     first, behind = ((edges == sign).nonzero().flatten() + 1 for sign in (1, -1))
     return tuple(Barrier(a, b - 1) for a, b in zip(first.tolist(), behind.tolist(), strict=True))

@@ -74,9 +74,8 @@ class DenseMask:
     length: int
     source: LazyMask | Tensor
     barriers: tuple[Barrier, ...] = ()
-    derived: dict[Any, Any] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )  # by others
+    # by others
+    derived: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """MASK blocks of queries [start, stop), over keys up to a block's last query if causal, up
@@ -211,10 +210,8 @@ def _from_description(
     plain = known["mask_function"] is causal_mask_function and padding is None
     if mask.ends is not None and padding is None:
         spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
-        alike = (
-            spans,
-            Spans.causal(batch_size, length, window),
-        )  # it tells of documents, or of none
+        # it tells of documents, or of none
+        alike = (spans, Spans.causal(batch_size, length, window))
         if plain or any(agrees(found, known, None, device) for found in alike):
             mask.told = "position_ids", sum(map(len, spans.rows))
             return spans

@@ -136,9 +136,8 @@ def merge_in_torch(
         all_read: no logsumexp is -inf: the same bits in half the time.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
-    safe = (
-        merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)
-    )  # [Note: empty rows]
+    # [Note: empty rows]
+    safe = merged if all_read else merged.clamp(min=torch.finfo(merged.dtype).min)
     weight = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)  # [b, t, H, 1]
     part_weight = (part_lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
     kept = o * weight  # [b, t, H, D]

@@ -333,9 +333,8 @@ class ChunkMask(AttentionPoint):
         q, k, v, scale, dropout, softcap, sink, picks = given
         self.call += 1
         backend = prefix.backends.get(index)
-        if (
-            backend is None
-        ):  # backward attends as forward did, whatever is switched on or off between them
+        # backward attends as forward did, whatever is switched on or off between them
+        if backend is None:
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
             prefix.sdpa = prefix.sdpa.with_call(q, k, v, dropout, softcap is None and sink is None)
@@ -386,9 +385,8 @@ class ChunkMask(AttentionPoint):
         site = self._site(self.call - 1, k, v)
         if self.stage is Stage.REFILL and self.call == self.prefix.calls:
             raise RefillDone
-        assert isinstance(
-            site, KVBuffer
-        )  # `LayerCall.limit_prefix` leaves these layers' prefixes whole
+        # `LayerCall.limit_prefix` leaves these layers' prefixes whole
+        assert isinstance(site, KVBuffer)
         if self.stage is not Stage.RECOMPUTE:
             return site.read(self.chunk)
         both: tuple[Tensor, Tensor] = PrefixRead.apply(k, v, site, self.chunk)

@@ -160,9 +160,8 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
             f"FA4 takes head sizes to {NATIVE} and {WIDE[0]} on compute capability 10.x, not "
             f"{call.padded}; {restore}"
         )
-    newer = (
-        len(here.flash_4) == 3 or here.flash_4 > LAST_FLASH_4
-    )  # a release is later than its betas
+    # a release is later than its betas
+    newer = len(here.flash_4) == 3 or here.flash_4 > LAST_FLASH_4
     if name == "FA4" and here.torch < (2, 14) and newer:
         found = ".".join(map(str, here.flash_4[:3])) + "".join(
             f"b{beta}" for beta in here.flash_4[3:]

@@ -163,9 +163,10 @@ class Spans:
     length: int
     rows: tuple[tuple[Run, ...], ...]
     window: int | None = None
+    # by others
     derived: dict[Any, Any] = dataclasses.field(
         init=False, default_factory=dict, compare=False, repr=False
-    )  # by others
+    )
 
     @classmethod
     def causal(cls, batch_size: int, length: int, window: int | None = None) -> Spans:

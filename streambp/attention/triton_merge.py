@@ -81,9 +81,8 @@ def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, ou
         return
     strides = (x.stride()[:3] for x in (o, lse, part_o, part_lse, out))
     grid = (triton.cdiv(length, TOKENS), heads, rows)
-    with (
-        torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext()
-    ):  # Triton launches on the current device
+    # Triton launches on the current device
+    with torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext():
         _kernel[grid](
             o, lse, part_o, part_lse, out, *(stride for three in strides for stride in three), length,
             size=size, width=triton.next_power_of_2(size), tokens=TOKENS, num_warps=WARPS,

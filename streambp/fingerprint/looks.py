@@ -64,10 +64,8 @@ OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)
 NAMED_AT_MOST = 3
 WANTS_GRADIENT = operator.attrgetter("requires_grad")
 VERSION = Tensor._version.__get__  # type: ignore[attr-defined]  # of a tensor: how often it was written to
-ALL_OF, VALUES = (
-    itertools.chain.from_iterable,
-    operator.methodcaller("values"),
-)  # of all modules in one go
+# of all modules in one go
+ALL_OF, VALUES = (itertools.chain.from_iterable, operator.methodcaller("values"))
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 CLASSES = "~"  # replaces a module's name in keys that concern the modules' classes
 

@@ -261,9 +261,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
             products = Products(weight, bias)
             tokens, entries = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], tokens):
-                normed = inputs.normed(
-                    hidden[block] if rows is None else hidden[rows[block]]
-                )  # [n, h]
+                # [n, h]
+                normed = inputs.normed(hidden[block] if rows is None else hidden[rows[block]])
                 folded = fold_vocabulary(
                     normed, products, inputs.projection, labels[block], entries
                 )
@@ -373,9 +372,8 @@ class HeadGradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.d_hidden = torch.zeros_like(hidden) if needs[0] else None  # [N, h]
         self.d_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None  # [V, h]
-        self.d_bias = (
-            torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-        )  # [V]
+        # [V]
+        self.d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
         blocks = max(2, hidden.shape[0])
         self.d_norm = GradientSum(len(inputs.norm_parameters.current()), blocks)
         self.d_normed: Tensor | None = None
@@ -403,9 +401,8 @@ class HeadGradients:
         if self.d_weight is not None:
             add_product(self.d_weight[columns], grad.mT, normed.detach())
         if self.needs_input:
-            self.d_normed = add_product(
-                self.d_normed, grad, products.weight(grad.dtype)[columns]
-            )  # [n, h]
+            # [n, h]
+            self.d_normed = add_product(self.d_normed, grad, products.weight(grad.dtype)[columns])
 
     def finish_tokens(
         self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice
@@ -507,9 +504,8 @@ def _finished(
     if total is None or factor is None:
         return None if total is None else total.to(like.dtype)
     out = _place(total, like) if place is None else place
-    parts, places = (
-        torch.atleast_1d(x).split(ROWS) for x in (total, out)
-    )  # a CPU casts through a copy
+    # a CPU casts through a copy
+    parts, places = (torch.atleast_1d(x).split(ROWS) for x in (total, out))
     factors: Sequence[Tensor]
     if factor.dim() == 2:
         factors = factor.split(ROWS)

@@ -141,9 +141,8 @@ class Recipe:
             value = nn_own.linear(value, self.weight, self.bias)
         softcap = self.projection.softcap
         scale = self.projection.logit_scale if softcap is None else self.projection.slope
-        value = (
-            torch_own.mul(value, scale) if scale != 1.0 else value
-        )  # in the model's dtype, as its own code does
+        # in the model's dtype, as its own code does
+        value = torch_own.mul(value, scale) if scale != 1.0 else value
         return value if softcap is None else torch_own.mul(torch_own.tanh(value), softcap)
 
     def seen(self, source: Tensor) -> Seen:

@@ -53,7 +53,8 @@ def _entries(tensor: Tensor) -> Tensor:
     """Return at most SAMPLE entries [SAMPLE], spread over the tensor."""
     with torch.no_grad():
         count = min(SAMPLE, tensor.numel())
+        # [count]
         places = (
             torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)
-        )  # [count]
+        )
         return tensor.detach()[torch.unravel_index(places, tensor.shape)]

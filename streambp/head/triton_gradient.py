@@ -35,9 +35,8 @@ if AVAILABLE:
             small = tl.exp(-2.0 * tl.abs(z) / softcap)
             tanh = (1.0 - small) / (1.0 + small)
             z = softcap * tl.where(z < 0.0, -tanh, tanh)
-            slope = slope * (
-                4.0 * small / ((1.0 + small) * (1.0 + small))
-            )  # 1 - tanh^2, where that would cancel
+            # 1 - tanh^2, where that would cancel
+            slope = slope * (4.0 * small / ((1.0 + small) * (1.0 + small)))
         log_p = z / temperature - tl.load(lse + row)
         p = tl.exp(log_p)
         if has_log_probs:

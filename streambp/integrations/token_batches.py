@@ -94,9 +94,8 @@ class TokenBatchSampler(Sampler[list[int]]):
             )
         order = range(len(self.lengths))
         most = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
-        self._count = (
-            -(-most // num_replicas) * num_replicas
-        )  # number for all ranks, the same in every epoch
+        # number for all ranks, the same in every epoch
+        self._count = -(-most // num_replicas) * num_replicas
 
     @property
     def sampler(self) -> TokenBatchSampler:
@@ -132,10 +131,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         while len(found) < self._count:
             which = max(range(len(found)), key=lambda batch: len(found[batch]))
             rows = found[which]
-            found[which : which + 1] = [
-                rows[::2],
-                rows[1::2] or [order[len(found) % len(order)]],
-            ]  # or repeat a row
+            # or repeat a row
+            found[which : which + 1] = [rows[::2], rows[1::2] or [order[len(found) % len(order)]]]
         groups = [
             found[start : start + self.num_replicas]
             for start in range(0, self._count, self.num_replicas)
@@ -143,9 +140,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         random.Random(f"{self.seed} {epoch} groups").shuffle(groups)
         longest = [max(self.lengths[row] for batch in group for row in batch) for group in groups]
         groups.insert(0, groups.pop(longest.index(max(longest))))
-        dealt = [
-            batch for group in groups for batch in group
-        ]  # in the order of distribution to ranks
+        # in the order of distribution to ranks
+        dealt = [batch for group in groups for batch in group]
         yield from dealt[first::step][skipped:]
 
     def _shuffled(self, epoch: int) -> list[int]:

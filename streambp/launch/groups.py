@@ -81,9 +81,8 @@ def grouped(batches: list[Batch]) -> list[Batch]:
         for name in of_rows
     ):
         return batches
-    prompts = torch.cat(
-        [torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches]
-    )  # [rows, 2 P]
+    # [rows, 2 P]
+    prompts = torch.cat([torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches])
     found: dict[int, int] = {}  # prompt -> its first row
     which = prompts.unique(dim=0, return_inverse=True)[1].tolist()
     order = sorted(range(len(which)), key=lambda row: found.setdefault(which[row], row))

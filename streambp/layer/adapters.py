@@ -57,11 +57,8 @@ from streambp.layer.products import (
 from streambp.offload.decoded import FORWARD, DecodedLinear, decoded_weight, is_packed
 
 PARAMETERS = MODULE_TABLES[0]
-DTYPES = (
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)  # float16 has no room for low parts. [Note: two parts]
+# float16 has no room for low parts. [Note: two parts]
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class Adapter(NamedTuple):

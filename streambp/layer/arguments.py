@@ -82,9 +82,8 @@ class Arguments:
         self.forks: Forks = ()  # for a tree of rows in a layer with states
         self.tells = False
         self.named = _bind(forward, layer, args, kwargs)
-        first = (
-            "hidden_states" if "hidden_states" in self.named else next(iter(self.named))
-        )  # recurrent_gemma: activations
+        # recurrent_gemma: activations
+        first = "hidden_states" if "hidden_states" in self.named else next(iter(self.named))
         given: Tensor = self.named.pop(first)
         if not isinstance(given, Tensor):
             raise UnsupportedModelError(

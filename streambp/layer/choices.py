@@ -137,10 +137,8 @@ class Choices(TorchFunctionMode):
         self, then: Tensor, now: Tensor, chosen_then: Tensor, chosen_now: Tensor, in_any_order: bool
     ) -> None:
         """Store how scores [B, C, ..., n] and choices [B, C, ...] differ from the first run's."""
-        finite, eps = (
-            then.isfinite() & now.isfinite(),
-            torch.finfo(now.dtype).eps,
-        )  # a mask's -inf may be among them
+        # a mask's -inf may be among them
+        finite, eps = (then.isfinite() & now.isfinite(), torch.finfo(now.dtype).eps)
         then, now = (torch.where(finite, x, 0.0).double().flatten(2) for x in (then, now))
         spread = (then - then.mean(-1, keepdim=True)).square().sum(-1).mean()
         rounding = (16 * eps) ** 2 * then.square().sum(-1).mean()  # scores may be nearly all alike

@@ -172,9 +172,8 @@ def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iter
         yield
         return
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
-    frozen = [
-        weight for weight in call.layer.parameters() if not weight.requires_grad
-    ]  # without shadows
+    # without shadows
+    frozen = [weight for weight in call.layer.parameters() if not weight.requires_grad]
     there = {tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)}
     sizes: dict[int, int] = {}
 

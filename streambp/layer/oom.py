@@ -53,9 +53,8 @@ def with_memory(
     return compute(True)
 
 
-AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller(
-    "__call__", False
-)  # for calls without a retry
+# for calls without a retry
+AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)
 
 
 def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:

@@ -108,9 +108,8 @@ def collect(
     return ChunkOutput(hidden_states, extras)
 
 
-Whole = dict[
-    Place | None, Tensor
-]  # hidden states [..., T, h] and the extra outputs of the whole sequence
+# hidden states [..., T, h] and the extra outputs of the whole sequence
+Whole = dict[Place | None, Tensor]
 
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:

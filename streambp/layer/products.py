@@ -387,9 +387,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
         """
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        d_x = (
-            None if weight is None else (flat @ weight).view(*grad.shape[:-1], weight.shape[-1])
-        )  # [..., in]
+        # [..., in]
+        d_x = None if weight is None else (flat @ weight).view(*grad.shape[:-1], weight.shape[-1])
         d_bias = flat.sum(0) if ctx.needs_input_grad[2] else None  # [out]
         d_weight = None
         if x is not None and ctx.add is not None:

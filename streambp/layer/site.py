@@ -400,9 +400,8 @@ class LayerSite:
                 differing = {name for name, _ in known ^ kind} - {REACH}
                 same = differing == {"state"} and before[::2] == now[::2]
                 if same and set(before[1]) <= set(now[1]):
-                    remember(
-                        self.findings, known, findings
-                    )  # the source of a copy counts as newly used
+                    # the source of a copy counts as newly used
+                    remember(self.findings, known, findings)
                     remember(self.findings, kind, dataclasses.replace(findings, adopted=True))
                     return
 

@@ -229,9 +229,8 @@ class Witnesses:
     _asked: weakref.WeakValueDictionary[int, Question] = dataclasses.field(
         default_factory=weakref.WeakValueDictionary
     )
-    _lock: Any = dataclasses.field(
-        default_factory=threading.Lock
-    )  # autograd has a thread for each device
+    # autograd has a thread for each device
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def __reduce__(self) -> Any:
         """Return an empty object for a copied or pickled model, which is in no backward."""
@@ -265,11 +264,12 @@ class Witnesses:
             weights = self._weights[rows, x.dtype, device] = self._longest[key][:rows]
         whole = type(x) is Tensor and x.is_contiguous()
         # as_strided makes one view, reshape and t two; this runs twice for each chunk.
+        # [n, rows]
         columns = (
             x.as_strided((features, rows), (1, features))
             if whole
             else x.reshape(rows, features).t()
-        )  # [n, rows]
+        )
         if not torch._C._is_any_autocast_enabled():
             found = torch.mv(columns, weights)
         else:
@@ -311,9 +311,8 @@ class Question:
             if not is_out_of_memory(error):
                 raise
             changed = None
-        if (
-            changed is None
-        ):  # after the handler: the error's frames hold tensors. Compare on the CPU instead.
+        # after the handler: the error's frames hold tensors. Compare on the CPU instead.
+        if changed is None:
             for index, (*_, then, now, base) in enumerate(found):
                 base = None if base is None else base.cpu()
                 found[index] = found[index]._replace(then=then.cpu(), now=now.cpu(), unchanged=base)
@@ -366,9 +365,8 @@ def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tens
         pairs = zip(*((one.then, one.now) for one in group), strict=True)
         then, now = (torch.stack(parts).flatten(1).to(wide) for parts in pairs)
         added = size = now.norm(dim=1)
-        same = [
-            one.unchanged for one in group if one.unchanged is not None
-        ]  # all pairs have a tensor, or all have None
+        # all pairs have a tensor, or all have None
+        same = [one.unchanged for one in group if one.unchanged is not None]
         if same:
             added = (now - torch.stack(same).flatten(1).to(wide)).norm(dim=1)
         off = (now - then).norm(dim=1)

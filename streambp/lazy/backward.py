@@ -294,9 +294,8 @@ def sweep(
         for term in terms:
             touched |= term.touched(hidden.shape[0])
         rows = None if bool(touched.all()) else touched.nonzero().squeeze(-1)
-    positions = (
-        torch.arange(hidden.shape[0], device=hidden.device) if rows is None else rows
-    )  # [count]
+    # [count]
+    positions = torch.arange(hidden.shape[0], device=hidden.device) if rows is None else rows
     count, row_of = positions.shape[0], None
     if rows is not None:
         row_of = torch.full_like(hidden[:, 0], -1, dtype=torch.long)  # [M]
@@ -323,9 +322,10 @@ def sweep(
                     product, alone.projection, alone.read(product, positions[block]), everything
                 )
             else:
+                # [n, V]
                 total = torch.zeros_like(
                     product, dtype=torch.promote_types(product.dtype, torch.float32)
-                )  # [n, V]
+                )
                 for term in terms:
                     term.add_to(total, product, positions[block], block)
                 grad = total.to(product.dtype)

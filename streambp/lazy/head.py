@@ -241,9 +241,8 @@ class Hub:
                 dim=1, return_inverse=True
             )
         count, products = positions.shape[0], self.products()
-        pick, lse, mean = (
-            self.hidden.new_empty(count, dtype=self.wide) for _ in range(3)
-        )  # [count] each
+        # [count] each
+        pick, lse, mean = (self.hidden.new_empty(count, dtype=self.wide) for _ in range(3))
         tokens, entries = self.inputs.block_size(self.hidden, self.vocabulary)
         with torch.no_grad():
             for block in token_blocks(count, tokens):

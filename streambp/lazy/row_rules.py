@@ -32,11 +32,8 @@ FIRST = (
 DIM = dict.fromkeys(FIRST, 1) | {"topk": 2, "take_along_dim": 2, "norm": 2}
 # Results that change if their inputs are rounded to half precision; lazy values are not rounded.
 OF_ROUNDED = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isfinite", "nan_to_num"})
-OF_ALL = {
-    "sum": "sum",
-    "mean": "mean",
-    "nansum": "nansum",
-}  # function of all entries -> function of the rows' results
+# function of all entries -> function of the rows' results
+OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}
 
 
 def sample_of(x: LazyLogits) -> Tensor:

@@ -392,9 +392,8 @@ class LazyLogits(StandIn):
         if name == "detach_":
             before.become(before.build().detach())
             return self
-        plain = (
-            f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
-        )  # add_ -> add, __iadd__ -> __add__
+        # add_ -> add, __iadd__ -> __add__
+        plain = f"__{name[3:-2]}__" if name.startswith("__i") else name[:-1]
         rows = tensors_in((args, kwargs), LazyLogits)
         follow = all(x.follows_rules() for x in rows)
         if follow and (torch.is_grad_enabled() or not before.requires_grad):

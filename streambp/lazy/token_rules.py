@@ -68,9 +68,8 @@ def view(x: StandIn, *shape: Any) -> Any:
         or sizes[-1] not in (-1, x.shape[-1])
     ):
         return NotImplemented
-    if (
-        sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel()
-    ):  # the last dimension would mix tokens
+    # the last dimension would mix tokens
+    if sizes[-1] == -1 and math.prod(sizes[:-1]) * x.shape[-1] != x.numel():
         return NotImplemented
     return x.moved(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
 

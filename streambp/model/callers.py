@@ -16,11 +16,8 @@ from types import FrameType
 
 from streambp.known_names import CPT_FORWARD, PREDICTION, TRAINERS_LOSS
 
-LIBRARIES = (
-    "transformers",
-    "trl",
-    "streambp",
-)  # their own trainers read the loss alone, or request logits
+# their own trainers read the loss alone, or request logits
+LIBRARIES = ("transformers", "trl", "streambp")
 NEAR = 24  # maximal number of frames between a model's forward and its caller
 
 

@@ -394,9 +394,8 @@ class CausalLMForward(InstanceForward):
         # ZeRO-3 and FSDP units gather weights only while their module runs, so the norm is not
         # deferred. In accelerate, norm and head form one unit.
         gathered = held(output_embeddings).weights
-        if (
-            gathered and type(output_embeddings).forward is not nn.Linear.forward
-        ):  # peft's forward adds adapters
+        # peft's forward adds adapters
+        if gathered and type(output_embeddings).forward is not nn.Linear.forward:
             request.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
         own = output_embeddings

@@ -163,9 +163,10 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
     neighbours, or rotate a part of the features.
     """
     generator = torch.Generator().manual_seed(0)
+    # [B, H, T, D]
     q, k = (
         torch.randn(1, heads, 3, 2 * HALF, generator=generator, device="cpu") for heads in (2, 1)
-    )  # [B, H, T, D]
+    )
     angles = torch.randn(1, 3, HALF, generator=generator, device="cpu").repeat(1, 1, 2)  # [B, T, D]
     cos, sin = angles.cos(), angles.sin()
 

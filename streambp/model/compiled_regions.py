@@ -185,9 +185,8 @@ class WithCompiledRotation(WithRotation):
         four = (q, k, cos, sin)
         if now is not self.own or args or kwargs or not all(map(runs, four)) or q.shape[-2] == 1:
             return now(*four, *args, **kwargs)
-        own = (
-            x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin)
-        )  # slices of a row
+        # slices of a row
+        own = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))
         return self.fused(*(_any_length(x, 0, x.dim() - 2) for x in (q, k, *own)))
 
 
@@ -232,9 +231,8 @@ def compile_regions(model: nn.Module) -> Fused:
             what = _what(module)
             own = module.__dict__
             kind = type(module)
-            others = (
-                ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)
-            )  # not the model's own code
+            # not the model's own code
+            others = ACCELERATE_HOOK in own or "forward" in own or is_compiled(module)
             if what is None or module is layer or others or compiled_inside(module):
                 continue
             key = (kind, type(getattr(module, "act_fn", None)))

@@ -26,11 +26,8 @@ from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fs
 from streambp.known_names import ENGINES, FORWARD_HOOKS
 from streambp.lazy.deferred import Deferred
 
-TORCHS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.ModuleDict,
-)  # allowed classes of torch; peft's wrappers contain the last
+# allowed classes of torch; peft's wrappers contain the last
+TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)
 
 
 def can_be_deferred(norm: nn.Module) -> bool:

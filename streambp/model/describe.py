@@ -354,10 +354,8 @@ def _describe_offload(found: PatchState) -> str:
     moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
     use = HostUse() if found.root is None else engine_host_use(found.root)
-    sizes = {
-        "parameters": use.parameters,
-        "optimizer state": use.optimizer,
-    }  # an engine's own offloading
+    # an engine's own offloading
+    sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}
     beside = " and ".join(f"{sized(size)} of {what}" for what, size in sizes.items() if size)
     if beside:
         coming = (

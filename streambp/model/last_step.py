@@ -183,9 +183,8 @@ def _what_became_of(head: CausalLMForward) -> str:
     """Return a text about one head in the last step; before the first step, about the head's
     plan.
     """
-    if all(
-        forward is not head for forward in forwards(head.module)
-    ):  # calls of the module bypass the head
+    # calls of the module bypass the head
+    if all(forward is not head for forward in forwards(head.module)):
         forward = head.module.__dict__.get(head.slot)
         who = foreign_forward(type(head.module), forward) or "something"  # by its module
         if any(trls_head(function) is not None for function in wrapped_functions(forward)):

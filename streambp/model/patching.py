@@ -69,9 +69,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         )
     found = find_stacks(model)
     everyone = (forward for module in model.modules() for forward in forwards(module))
-    heads = {
-        f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired
-    }  # trainers call them
+    # trainers call them
+    heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}
     with undone_on_error(model):
         _put_on(model, config, found, heads)
     return model

@@ -144,10 +144,8 @@ class Steps:
             if last.unpatched and not last.in_backward:
                 number = last.number  # the unpatched run did not fit, and the batch streams now
             elif not last.over and not last.in_backward and backbone not in last.shapes:
-                number, shapes = (
-                    last.number,
-                    {**last.shapes, **shapes},
-                )  # another stack of the same forward
+                # another stack of the same forward
+                number, shapes = (last.number, {**last.shapes, **shapes})
             else:
                 self.settle()
         reports = [] if unpatched else [site.last for site in self.sites]
@@ -186,9 +184,8 @@ class Steps:
     def known(self) -> Step | None:
         """Return the last step with its current choice."""
         step = self.last
-        if (
-            step is not None and step.unpatched and not step.over
-        ):  # forward may end before the choice
+        # forward may end before the choice
+        if step is not None and step.unpatched and not step.over:
             step.choice = self._choice()
         return step
 

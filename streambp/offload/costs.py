@@ -190,9 +190,8 @@ class LayerSeen:
         total = sum(self.costs, Cost())
         products = {name: product for name, product in total.products.items() if name not in unread}
         cost = dataclasses.replace(total, products=products)
-        graph = (
-            self.graph + cost.kv if self.graph else 0.0
-        )  # 0 if another forward ran before backward
+        # 0 if another forward ran before backward
+        graph = self.graph + cost.kv if self.graph else 0.0
         return LayerCost(self.device, cost, graph, self.tokens, self.length, len(self.unread))
 
     def times(self) -> list[float]:

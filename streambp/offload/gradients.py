@@ -35,9 +35,8 @@ from torch import Tensor
 from streambp.offload.engines import HOST, Engine
 
 Arrival = list[tuple[Engine, Any]]  # event after a call's gradient copies; []: no gradient was sent
-Leave = Callable[
-    [Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]
-]  # weights and their gradients [...]
+# weights and their gradients [...]
+Leave = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]]
 
 
 class Arriving(torch.autograd.Function):

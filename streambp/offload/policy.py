@@ -420,9 +420,8 @@ class SavesPolicy:
             index = candidate.index
             size = candidate.bytes
             graph = graphs.get(candidate.index)
-            if (
-                graph is not None and graph.bytes <= taken[index] + size
-            ):  # all named saves are in the graph
+            # all named saves are in the graph
+            if graph is not None and graph.bytes <= taken[index] + size:
                 candidate = graph
                 size = graph.bytes - taken[index]
             if graph not in plan[index] and all(

@@ -137,9 +137,8 @@ class HostRanges:
             site.layer.__dict__[MOVES] = functools.partial(move_others, self, site.index)
         for module in self.root.modules():
             places = module.__dict__.get(MAP)
-            if places and {str(place) for place in places.values()} == {
-                "cpu"
-            }:  # accelerate would use the CPU alone
+            # accelerate would use the CPU alone
+            if places and {str(place) for place in places.values()} == {"cpu"}:
                 self._maps.append((module, module.__dict__.pop(MAP)))
 
     def remove(self) -> None:
@@ -421,9 +420,8 @@ def move_others(
     def apply(tensor: Tensor) -> Tensor:
         if id(tensor) not in held or tensor.is_meta:
             return fn(tensor)
-        asked = fn(
-            torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        )  # reveals device and dtype
+        # reveals device and dtype
+        asked = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
         if asked.device.type in ("cpu", "meta"):
             return fn(tensor)
         there = tensor.device.type == "cpu" and tensor.dtype == asked.dtype

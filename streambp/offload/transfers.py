@@ -92,9 +92,8 @@ def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor
     stack.
     """
     for entry, (_, event) in arriving.items():
-        entry.engine.wait(
-            COMPUTE, event
-        )  # [Note: offload order], 4: the tensors' memory goes back to compute
+        # [Note: offload order], 4: the tensors' memory goes back to compute
+        entry.engine.wait(COMPUTE, event)
     arriving.clear()
     arena.give_back(stack)
 
@@ -149,9 +148,8 @@ class Transfers:
                 source waits here.
         """
         assert entry.host is not None
-        part = (
-            tensor.untyped_storage().nbytes() > tensor.nbytes
-        )  # a view would keep its storage alive
+        # a view would keep its storage alive
+        part = tensor.untyped_storage().nbytes() > tensor.nbytes
         tensor = (
             tensor.clone(memory_format=torch.contiguous_format)
             if part or foreign

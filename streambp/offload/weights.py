@@ -346,9 +346,8 @@ class HostWeights:
             engine, event, gradients = self._leaving
             engine.wait(COMPUTE, event)  # 11
             for gradient in gradients:
-                engine.access(
-                    COMPUTE, gradient, write=True
-                )  # the next owner of the memory may write
+                # the next owner of the memory may write
+                engine.access(COMPUTE, gradient, write=True)
             self._leaving = None
 
     @torch.inference_mode(False)  # tensors created here also serve training

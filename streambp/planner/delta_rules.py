@@ -128,9 +128,8 @@ def _chunk_delta_rule(
     decay = torch.empty_like(g, dtype=WIDE)
     scores = sizes.per_token(BLOCK) if by_channel else None
     solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
-    diagonal = (
-        sizes.per_token(SOLVED_BLOCK, WIDE) if by_channel else None
-    )  # [B, T, H_v, SOLVED_BLOCK]
+    # [B, T, H_v, SOLVED_BLOCK]
+    diagonal = sizes.per_token(SOLVED_BLOCK, WIDE) if by_channel else None
     work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values)]
     work += [sizes.per_token(sizes.keys)] if by_channel else []
     del diagonal

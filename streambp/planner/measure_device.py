@@ -170,9 +170,8 @@ def _attention(
     """
     shape = (sizes.length, sizes.head_size)
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
-    k, v = (
-        torch.randn(1, sizes.kv_heads, *shape, device=device, dtype=dtype) for _ in range(2)
-    )  # [B, H_kv, T, D]
+    # [B, H_kv, T, D]
+    k, v = (torch.randn(1, sizes.kv_heads, *shape, device=device, dtype=dtype) for _ in range(2))
     block = Block(Kind.CAUSAL, 0, 1, 0, sizes.length, 0, sizes.length)
     kernel: Kernel = choose_backend("auto", q, v, 0.0).kernel(block)
     task = Task(block, sizes.head_size**-0.5)

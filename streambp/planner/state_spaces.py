@@ -48,9 +48,8 @@ def _selective_scan(
     z = None if z is None else _rows(z)
     gated = None if z is None else torch.empty_like(z)
     out = torch.empty_like(dt)
-    states = u.new_empty(
-        *u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE
-    )  # [B, D, blocks, 2 N]
+    # [B, D, blocks, 2 N]
+    states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)
     ctx.save_for_backward(u, dt, a, b, c, d, z, bias, states, None if z is None else out)
     return out if gated is None else gated, states[:, :, -1, 1::2]
 
@@ -91,9 +90,8 @@ def _fused_mamba(
     size = a.shape[-1]
     b, c = (small.new_empty(xz.shape[0], 1, size, xz.shape[2]) for _ in range(2))
     gated, out = torch.empty_like(x), torch.empty_like(x)  # [B, D, T]
-    states = x.new_empty(
-        *x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE
-    )  # [B, D, blocks, 2 N]
+    # [B, D, blocks, 2 N]
+    states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)
     del dt, convolved
     ctx.has_norm = norm is not None
     weights = (conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias)

@@ -52,9 +52,8 @@ from streambp.prefixes.tree import Tree, find_tree
 DROPS = "drop"  # part of names of modules with dropout, and of rate attributes
 JITTER = "jitter"  # part of names of attributes that scale a router's input at random
 BAR, BAR_IN_HALF = 1e-4, 3e-2  # maximal relative error of a trial, from rounding
-Over = Callable[
-    ..., Any
-]  # a backbone's forward: (arguments, None or a tree, in trials a list for exceptions)
+# a backbone's forward: (arguments, None or a tree, in trials a list for exceptions)
+Over = Callable[..., Any]
 
 
 def why_not(

@@ -88,9 +88,8 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
         said += [_numbered(axis.expand(shape)) for axis in positions]
     if not said:
         return tokens  # type: ignore[no-any-return]
-    each = torch.stack([tokens, *(x.to(tokens) for x in said)], -1).flatten(
-        0, 1
-    )  # [B * T, what is said]
+    # [B * T, what is said]
+    each = torch.stack([tokens, *(x.to(tokens) for x in said)], -1).flatten(0, 1)
     return each.unique(dim=0, return_inverse=True)[1].view(shape)
 
 
@@ -113,9 +112,8 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
     tokens = tokens_of(kwargs)
     if positions is None:
         positions = torch.arange(tree.width, device=tokens.device)[None]
-    positions = positions.expand(
-        *positions.shape[:-2], len(tree.rows), -1
-    )  # [B, T] or [axes, B, T]
+    # [B, T] or [axes, B, T]
+    positions = positions.expand(*positions.shape[:-2], len(tree.rows), -1)
     found = (
         tree.packed(positions)
         if positions.dim() == 2

@@ -31,9 +31,8 @@ from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import A_CHUNK, NOTHING, Tree, find_tree
 
 IGNORED = -100  # label of tokens without a label
-Unseen = (
-    Callable[[], bool] | None
-)  # returns True if no code reads values of padding; None: the caller does
+# returns True if no code reads values of padding; None: the caller does
+Unseen = Callable[[], bool] | None
 AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
 ONE_ROW = "the last call has one row or none"
 PADDING_IS_SEEN = (
@@ -49,11 +48,8 @@ NOISE_IS_SEEN = (
     "dropout or jitter would draw the same noise for tokens that rows have in common; with "
     "rows='packed' it does, and they are computed once"
 )
-UNREMARKABLE = (
-    AS_UNPATCHED,
-    ONE_ROW,
-    NOTHING,
-)  # reasons that need no report with the default setting
+# reasons that need no report with the default setting
+UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +146,8 @@ class SharedPrefixes:
                     if known
                     else f"their packed row failed ({type(error).__name__}: {error})"
                 )
-                self.trials.verdicts = dict.fromkeys(
-                    self.trials.verdicts, (tree, tree)
-                )  # for all kinds
+                # for all kinds
+                self.trials.verdicts = dict.fromkeys(self.trials.verdicts, (tree, tree))
             else:
                 padding = len(tree.rows) * tree.width - tree.tokens_of_rows
                 self.last = Shared(len(tree.rows), tree.tokens_of_rows, padding, tree.tokens)
@@ -268,9 +263,8 @@ class SharedPrefixes:
 
     def _why_not(self, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
         reason = why_not(self.module, kwargs, sites, self.trials.takes_positions)
-        return (
-            why_rows(self.module) if reason is None else reason
-        )  # before a trial: hooks would get its tokens
+        # before a trial: hooks would get its tokens
+        return why_rows(self.module) if reason is None else reason
 
     def _look(
         self,
@@ -381,8 +375,7 @@ def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
         return shifted != IGNORED
     if isinstance(plain, Tensor) and plain.shape == ids.shape:
         return nn.functional.pad(plain[:, 1:] != IGNORED, (0, 1))
-    if (
-        isinstance(plain, Tensor) and plain.dim() == 2 and plain.shape[0] == ids.shape[0]
-    ):  # labels for logits_to_keep
+    # labels for logits_to_keep
+    if isinstance(plain, Tensor) and plain.dim() == 2 and plain.shape[0] == ids.shape[0]:
         return torch.ones_like(ids, dtype=torch.bool)
     return None

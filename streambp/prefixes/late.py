@@ -23,13 +23,8 @@ from streambp.lazy.deferred import Deferred
 from streambp.prefixes.admission import BAR, BAR_IN_HALF, draws_noise
 from streambp.prefixes.tree import Tree
 
-PLAIN = (
-    bool,
-    int,
-    float,
-    str,
-    type(None),
-)  # types of module attributes that may change its results
+# types of module attributes that may change its results
+PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(frozen=True)

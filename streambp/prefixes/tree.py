@@ -160,9 +160,8 @@ class Tree:
             (s.row, self.rows[s.row].column + s.own.at, s.own.stop - s.own.start)
             for s in self.segments
         )
-        rows = (
-            batch.unbind()
-        )  # gradients are stacked; the gradient of batch[row] would have the batch's size
+        # gradients are stacked; the gradient of batch[row] would have the batch's size
+        rows = batch.unbind()
         return torch.cat([rows[row][start : start + size] for row, start, size in columns])[None]
 
     def spans(self, window: int | None = None) -> Spans:
@@ -215,9 +214,8 @@ class Tree:
         for segment in self.segments:
             for piece in segment.before:
                 shift = (segment.own.start - segment.own.at) - (piece.start - piece.at)
-                last = min(
-                    segment.own.stop, piece.stop - 1 + window + shift
-                )  # end of the queries that read the piece
+                # end of the queries that read the piece
+                last = min(segment.own.stop, piece.stop - 1 + window + shift)
                 if segment.own.start < last:
                     yield Run(segment.own.start, last, piece.start, piece.stop, shift)
 
@@ -292,14 +290,12 @@ def _look_at(
     """
     batch_size, width = ids.shape
     columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)
-    given = (
-        columns[None] if positions is None else positions.reshape(-1, *positions.shape[-2:])
-    )  # [axes, B, T]
+    # [axes, B, T]
+    given = columns[None] if positions is None else positions.reshape(-1, *positions.shape[-2:])
     given = given.to(ids.device).expand(-1, batch_size, -1)
     positions = columns if len(given) == 3 else given[0]  # [B, T], text positions
-    real = (
-        torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) != 0
-    )  # [B, T]
+    # [B, T]
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device) != 0
     first = real.int().argmax(1)
     last = width - 1 - real.flip(1).int().argmax(1)
     length = real.sum(1)
@@ -309,10 +305,8 @@ def _look_at(
         torch.zeros_like(first) if labelled is None else (labelled.to(ids.device) & ~real).any(1)
     ).to(first.dtype)
     start = positions.gather(1, first[:, None])[:, 0]
-    highest = (
-        given.amax((0, 2)),
-        given.amax(0).masked_fill(~real, -1).amax(1),
-    )  # [B] each: over all tokens, and without padding
+    # [B] each: over all tokens, and without padding
+    highest = (given.amax((0, 2)), given.amax(0).masked_fill(~real, -1).amax(1))
     counts = torch.stack([first, last - first + 1, length, grows.to(first.dtype), scored])
     # Positions may have a fraction, so the table is float64 then.
     placed = torch.stack([start, *highest])
@@ -379,9 +373,8 @@ def _write_down(
         beside = [row for row in others if common[row] - depth < least]
         if beside:
             waiting.append((beside, before))
-        for at in sorted(
-            {at for at in common.values() if at - depth >= least}
-        ):  # the stack pops the longest first
+        # the stack pops the longest first
+        for at in sorted({at for at in common.values() if at - depth >= least}):
             ahead = (piece for piece in pieces[pivot] if piece.at < at)
             path = tuple(Piece(p.at, p.start, min(p.stop, p.start + at - p.at)) for p in ahead)
             waiting.append(([row for row in others if common[row] == at], path))

@@ -187,9 +187,8 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     """
     before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
-    y = F.conv1d(
-        F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups
-    )  # [B, D, k - 1 + C]
+    # [B, D, k - 1 + C]
+    y = F.conv1d(F.pad(joined, (before, 0)), conv.weight, conv.bias, groups=conv.groups)
     return y[..., -x.shape[-1] :]
 
 
@@ -270,11 +269,12 @@ class SelectiveScan:
             if start is None
             else _written(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
         )
+        # [B, N, parts * N]
         unit = (
             torch.eye(size, dtype=B.dtype, device=B.device)
             .repeat(1, parts)
             .expand(B.shape[0], -1, -1)
-        )  # [B, N, parts * N]
+        )
         no_step = NO_STEP if delta_softplus else 0.0
         u = torch.cat((u_front, u, _filled(u, 0.0, reads)), -1)
         if no_step or delta_bias is None:
@@ -343,9 +343,10 @@ def _written(
     size = A.shape[-1]
     found, rest = [], start
     for part in range(parts):
+        # [N]
         follow = torch.arange(
             parts * size - 1 - part * size, (parts - 1 - part) * size - 1, -1, device=A.device
-        )  # [N]
+        )
         # [D, N]: the fraction of a token's u that remains behind the last writing token
         reach = step * torch.exp(step * A * follow)
         u = (rest / reach).to(dtype)

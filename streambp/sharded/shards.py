@@ -125,9 +125,8 @@ class Shards:
             x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
         if heads % self.size:
             raise heads_error(heads, self.size)
-        mine = self.exchange(
-            x.reshape(batch, self.size, -1, length, width).movedim(1, 0)
-        )  # [P, B, H / P, T / P, D]
+        # [P, B, H / P, T / P, D]
+        mine = self.exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))
         return (
             mine.permute(1, 0, 3, 2, 4).reshape(batch, self.whole_length, -1, width).transpose(1, 2)
         )
@@ -137,9 +136,8 @@ class Shards:
         gradients.
         """
         batch, _, _, width = x.shape
-        mine = self.exchange(
-            x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0)
-        )  # [P, B, H / P, T / P, D]
+        # [P, B, H / P, T / P, D]
+        mine = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))
         x = mine.movedim(0, 1).reshape(batch, -1, self.length, width)
         if x.shape[1] == heads:
             return x
@@ -258,9 +256,8 @@ def gather_shards(
     size, given = len(everyones), min(other[4] for other in everyones)
     spans = Spans.causal(batch_size, length * size)
     shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), given)
-    positions = shards.in_order(
-        torch.stack(all_gather(group, position_ids.contiguous()))
-    )  # [1 or B, T]
+    # [1 or B, T]
+    positions = shards.in_order(torch.stack(all_gather(group, position_ids.contiguous())))
     padding = None
     if attention_mask is not None:
         everyones_masks = all_gather(group, attention_mask.to(torch.uint8).contiguous())

@@ -252,9 +252,8 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
     # special tokens; an image placeholder would need an image
     allowed[[token for token in special if 0 <= token < len(allowed)]] = False
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[
-        None
-    ]  # [1, T]
+    # [1, T]
+    ids = torch.multinomial(allowed.float(), seq_len, replacement=True, generator=generator)[None]
     unlabelled = torch.rand(1, seq_len, generator=generator) < 1 / 8  # [1, T]
     unlabelled[:, : seq_len // 8] = True
     if left_padding:

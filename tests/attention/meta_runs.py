@@ -49,9 +49,8 @@ class Recorder:
             == (q.shape[2] * q.shape[1] * q.shape[3], q.shape[3], q.shape[1] * q.shape[3], 1)
             or q.shape[0] > 1
         )
-        o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(
-            1, 2
-        )  # q's order, packed by D_v
+        # q's order, packed by D_v
+        o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         return o, q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
 
     def _scaled_dot_product_cudnn_attention_backward(self, do, q, k, v, o, lse, *args, scale):
@@ -125,9 +124,8 @@ class ElementwiseBytes(TorchDispatchMode):
         if func.is_view or any(word in name for word in self.SILENT):
             return result
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if name == "copy_" and _is_same(
-            *args[:2]
-        ):  # what `x[here] += y` ends with; torch does nothing
+        # what `x[here] += y` ends with; torch does nothing
+        if name == "copy_" and _is_same(*args[:2]):
             return result
         if name in ("copy_", "fill_", "zero_", "zeros_like", "new_zeros", "new_full"):
             read = read[1:]

@@ -129,9 +129,8 @@ def test_every_block_has_head_sizes_that_its_kernel_takes(case, monkeypatch):
         native = (machine is H200 and sizes != (512, 512)) or (
             machine is B200 and sizes == (192, 128)
         )
-        assert cudnn == (
-            native and name not in ("window", "small window")
-        )  # the end of padding leaves larger blocks
+        # the end of padding leaves larger blocks
+        assert cudnn == (native and name not in ("window", "small window"))
         if machine is MI300 and sizes != (512, 512):
             assert not {operator for operator, *_ in recorder.sizes} - {"flash", "flash backward"}
 
@@ -164,10 +163,8 @@ def test_other_lengths_find_the_same_graphs(monkeypatch):
 def test_whole_chunks_of_any_length_build_no_new_graph(sizes, monkeypatch):
     given = {"size": sizes[0], "value_size": sizes[1], "backend": backend(H200, *sizes)}
     forwards, backwards = keys_of(monkeypatch, (65_536,), **given)
-    assert (len(forwards), len(backwards)) == (
-        8,
-        5,
-    )  # a square; prefixes of 1 to 7 chunks, and of 1 to 4
+    # a square; prefixes of 1 to 7 chunks, and of 1 to 4
+    assert (len(forwards), len(backwards)) == (8, 5)
     for length in range(2 * CHUNK, 16 * CHUNK, 3 * CHUNK):
         more, more_backwards = keys_of(monkeypatch, (length,), **given)
         assert more <= forwards | {key for key in more if key[1][2] == 65_536}

@@ -31,8 +31,8 @@ from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import streamed, survey
 from tests import zoo
 from tests.families import make_batch
-from tests.layer.test_states import patched
 from tests.oracle import gradients, worst_error
+from tests.recurrent.test_states import patched
 from tests.tiers import thinned
 from tests.versions import needs_indexers
 

@@ -103,9 +103,10 @@ def worst(way, layout, pair, saved):
         )
     found = [torch.cat(chunks, 2) for chunks in zip(*reversed(parts), strict=True)]
     assert all(a.shape == b.shape for a, b in zip(found, wanted, strict=True))
+    # NaN stays
     return float(
         torch.stack([(a - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]).max()
-    )  # NaN stays
+    )
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "recomputed"])

@@ -64,9 +64,8 @@ def test_barriers_and_moved_ends(seed):
         assert set(plan.ends[:-1]) <= set(legal)
         for chunk in plan:
             sooner = [end for end in legal if chunk.start < end < chunk.stop]
-            assert (
-                chunk.stop - chunk.start <= size or not sooner
-            )  # longer only where nothing else can be done
+            # longer only where nothing else can be done
+            assert chunk.stop - chunk.start <= size or not sooner
             later = [end for end in [*legal, LENGTH] if chunk.stop < end <= chunk.start + size]
             assert not later  # and no shorter than it must be
             assert {plan.holding(position) for position in range(chunk.start, chunk.stop)} == {

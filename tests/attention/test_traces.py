@@ -46,9 +46,8 @@ def check(name, machine, length=LENGTH):
         if call.kernel == F:
             assert call.sizes[0] == call.sizes[1] <= 256
     plain = [call for call in found.calls if call.kernel == M]
-    nothing_else = {
-        call.sizes for call in plain if call.kind is Kind.FULL
-    }  # head sizes that no other kernel takes
+    # head sizes that no other kernel takes
+    nothing_else = {call.sizes for call in plain if call.kind is Kind.FULL}
     assert ("because" in said) == bool(nothing_else)
     assert ("plain products" in said) == bool(plain)
     assert all(

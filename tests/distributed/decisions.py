@@ -70,9 +70,8 @@ def read_logits(model, batch):
     loss = output.loss
     if isinstance(model, FSDPModule):  # beside a loss it gives no logits
         return loss
-    if (
-        type(output.logits) is torch.Tensor
-    ):  # unpatched ZeRO-3 wants all ranks to use as many outputs
+    # unpatched ZeRO-3 wants all ranks to use as many outputs
+    if type(output.logits) is torch.Tensor:
         loss = F.cross_entropy(
             output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
         )
@@ -86,9 +85,8 @@ def read_logits(model, batch):
 def nothing_labelled(model, batch):
     labels = torch.full_like(batch["labels"], -100)
     output = model(**{**batch, "labels": labels}, use_cache=False)
-    return (
-        output.loss if output.logits is None else 0.0 * output.logits.sum()
-    )  # unpatched the loss is NaN
+    # unpatched the loss is NaN
+    return output.loss if output.logits is None else 0.0 * output.logits.sum()
 
 
 def nothing_counted(model, batch):
@@ -412,13 +410,11 @@ def run(case, rank, number):
     )
     row["error"], row["projection unpatched"] = distance(found, stock[0]), stock[2]["projection"]
     told = [text for engine, text in decision.says if engine == case["engine"]]
-    alone = (
-        case["engine"] in HELD and "no mask" in case["decisions"]
-    )  # no other rank tries that kind of call
+    # no other rank tries that kind of call
+    alone = case["engine"] in HELD and "no mask" in case["decisions"]
     told = ["a mask on some"] if told and decision.batch == "padded" and alone else told
-    if (
-        rows_of(case) != "as_given" and "as the unpatched model" in told
-    ):  # where rows may share, nothing runs as unpatched
+    # where rows may share, nothing runs as unpatched
+    if rows_of(case) != "as_given" and "as the unpatched model" in told:
         told = []
     row["done"] = all(text in row["said"] for text in told)
     gc.collect()

@@ -22,10 +22,8 @@ from tests import zoo
 from tests.families import FAMILIES, SIZES, build
 from tests.seeds import seed_torch
 
-WIDER = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-}  # where errors of bfloat16 are compared: one draw of a noise says little
+# where errors of bfloat16 are compared: one draw of a noise says little
+WIDER = {"hidden_size": 64, "num_hidden_layers": 3}
 
 
 def model_for(case, seed=0):
@@ -120,9 +118,8 @@ class SingleProcess:
         return model
 
     def make_optimizer(self, model):
-        learning_rate = (
-            0.0 if self.case.get("dtype") else 0.1
-        )  # errors of gradients are compared at the same weights
+        # errors of gradients are compared at the same weights
+        learning_rate = 0.0 if self.case.get("dtype") else 0.1
         trainable = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9)
 

@@ -159,9 +159,8 @@ def check_collectives(row, ranks, layers=2):
     backward = 2 * groups if groups == 1 or certain else 4 * groups
     assert issued["sums"] == 2 * groups * layers
     assert issued["gathers"] == (2 * groups + backward) * layers
-    assert (
-        issued["lists"] <= 5
-    )  # what the shards are, positions, padding; what each kind of mask shows
+    # what the shards are, positions, padding; what each kind of mask shows
+    assert issued["lists"] <= 5
 
 
 def check(runs, ranks):
@@ -183,9 +182,8 @@ def check(runs, ranks):
         assert row["error"] <= GRADIENT_BAR, case
         assert row["issued alike"], case
         assert f"split over {ranks} ranks (context parallelism)" in row["described"]
-        if case.get("family", "qwen3") == "qwen3" and not case.get(
-            "frozen"
-        ):  # a frozen layer has no backward
+        # a frozen layer has no backward
+        if case.get("family", "qwen3") == "qwen3" and not case.get("frozen"):
             check_collectives(row, ranks)
             saves = case.get("config", {})
             if (
@@ -193,18 +191,14 @@ def check(runs, ranks):
                 and "order" not in case
                 and "on_host_full" not in saves
             ):
-                attended = (
-                    1 if "attn_out" in saves.get("saves", ()) else 2
-                )  # in forward, and again in backward
-                assert (
-                    len(set(pairs)) == 1
-                )  # each rank as many; together the causal half, of 2 layers, 4 heads and 2 rows
+                # in forward, and again in backward
+                attended = 1 if "attn_out" in saves.get("saves", ()) else 2
+                # each rank as many; together the causal half, of 2 layers, 4 heads and 2 rows
+                assert len(set(pairs)) == 1
                 assert sum(pairs) == attended * 2 * 4 * 2 * length * (length + 1) // 2
         if case.get("stock"):
-            dropped = case["mode"] in (
-                "packed",
-                "left-padded",
-            )  # the unpatched ring attends across documents and padding
+            # the unpatched ring attends across documents and padding
+            dropped = case["mode"] in ("packed", "left-padded")
             assert row["unpatched"] > 0.1 if dropped else row["unpatched"] <= GRADIENT_BAR
             assert row["rotated"] == [case.get("rotate", "allgather")]
     for row in results.get("training", []):

@@ -37,10 +37,8 @@ ALONE = {  # one case for each cure; that of FSDP2 has its own ranks
     "gradients_as_they_come": {"engine": "zero-2", "decisions": ["chunks", "a hook mixes"]},
 }
 IN_ZERO = {**ALONE["stops_in_a_trial"], "engine": "zero-3"}
-HOOKED = {
-    "engine": "zero-2",
-    "decisions": ["lazy, read", "lazy, unread"],
-}  # logits of which a loss was made before
+# logits of which a loss was made before
+HOOKED = {"engine": "zero-2", "decisions": ["lazy, read", "lazy, unread"]}
 AFTER = {"engine": "zero-3", "decisions": ["a hook mixes", "own loss, lazy"], "patched": "after"}
 
 
@@ -110,9 +108,8 @@ def test_without_its_cure(mutant):
     """The first collective that differs is named; the ranks do not wait for each other."""
     case = {**ALONE[mutant], "mutant": mutant}
     rows, outputs = rows_of([case])
-    if (
-        rows
-    ):  # the same collectives, but the weight stays, or buckets hold other gradients on each rank
+    # the same collectives, but the weight stays, or buckets hold other gradients on each rank
+    if rows:
         assert mutant in ("reads_the_weight", "gradients_as_they_come")
         ranks = rows[0]["ranks"]
         assert (

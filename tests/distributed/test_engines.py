@@ -172,9 +172,8 @@ def check(engine, cases):
             # The head's, for each of what is taken of lazy logits: a logit, its logsumexp (known by
             # then), an entropy.
             more = 3 * bool(case.get("logits"))
-            uses = (
-                2 if case.get("tied") or case.get("model") in TIED else 1
-            )  # embeddings and head each gather theirs
+            # embeddings and head each gather theirs
+            uses = 2 if case.get("tied") or case.get("model") in TIED else 1
             assert (
                 found["counts"].get("gathers per parameter", 0)
                 <= uses * (2 + bool(case.get("eval"))) + more
@@ -203,9 +202,8 @@ def check_host(case, host):
     optimizer = 3 * shard if "offload_optimizer" in zero else 0  # weights, gradients, momentum
     assert host["parameters"] == pytest.approx(parameters, rel=0.05)  # padding
     assert host["optimizer"] == pytest.approx(optimizer, rel=0.05)
-    assert host["to_come"] == (
-        3 * host["parameters"] if case.get("offload") else 0
-    )  # gradients are None again
+    # gradients are None again
+    assert host["to_come"] == (3 * host["parameters"] if case.get("offload") else 0)
     assert ("B of parameters" in host["describe"]) == bool(parameters)
     assert ("B of optimizer state" in host["describe"]) == bool(optimizer)
 
@@ -247,9 +245,8 @@ def test_rows_share_prefixes_on_one_rank_alone(engine):
 @pytest.mark.parametrize("engine", FAST)
 @pytest.mark.parametrize("model", ["qwen3_5_text", "bamba"])
 def test_branches_of_layers_with_states_on_one_rank_alone(engine, model):
-    check_sharing(
-        engine, model=model, longer=20
-    )  # a branch is a chunk of its own, which long prefixes pay for
+    # a branch is a chunk of its own, which long prefixes pay for
+    check_sharing(engine, model=model, longer=20)
 
 
 @pytest.mark.full
@@ -288,10 +285,8 @@ def test_router_loss(engine):
 @pytest.mark.full
 @pytest.mark.parametrize(("engine", "case"), listed(IN_BF16), ids=str)
 def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
-    draws = {
-        "steps": 16 // case.get("accumulation", 1),
-        "longer": 4,
-    }  # one ratio of two errors has a spread of 4 %
+    # one ratio of two errors has a spread of 4 %
+    draws = {"steps": 16 // case.get("accumulation", 1), "longer": 4}
     cases = [{**case, **draws, "dtype": "bfloat16", "model": model} for model in ("llama", "qwen3")]
     for row, case in zip(run(engine, cases), cases, strict=True):
         stock = row["unpatched"]["single process"]["gradients"]

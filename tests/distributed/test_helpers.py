@@ -266,9 +266,8 @@ def check(library, given, ranks=2):
                 if engine == "fsdp" and one["helper"] != "optimizer_in_backward"
                 else NAMES[engine]
             )
-            if (
-                where == "the call" and one["order"] == "before"
-            ):  # there are ranks, and no engine yet
+            # there are ranks, and no engine yet
+            if where == "the call" and one["order"] == "before":
                 name = f"a process group of {ranks} ranks"
             assert name in row["refused"], (one, row)
             assert row["in"] == where, (one, row)

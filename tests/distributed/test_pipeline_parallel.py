@@ -37,12 +37,8 @@ CASES = [
         "schedule": "gpipe",
         "stream": {"saves": ["attn_out", "kv"], "offload": "cpu"},
     },
-    {
-        "family": "gemma3",
-        "schedule": "1f1b",
-        "mode": "packed",
-        "model": WINDOWS,
-    },  # embedding and head are tied
+    # embedding and head are tied
+    {"family": "gemma3", "schedule": "1f1b", "mode": "packed", "model": WINDOWS},
     {"family": "llama", "schedule": "gpipe", "mode": "right-padded"},
     {"family": "qwen3", "schedule": "1f1b", "mutant": True},
 ]

@@ -15,7 +15,7 @@ import pytest
 import streambp
 from streambp.integrations import deepspeed as plugin
 from tests.families import build
-from tests.test_training import train
+from tests.model.test_training import train
 
 SETTINGS = {
     "zero_optimization": {"stage": 2},
@@ -79,9 +79,8 @@ def test_callback_patches_a_trainers_model(tmp_path, attended_chunks):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    arguments.deepspeed = {
-        "streambp": {"chunk_size": 5}
-    }  # set afterwards: DeepSpeed itself is not under test here
+    # set afterwards: DeepSpeed itself is not under test here
+    arguments.deepspeed = {"streambp": {"chunk_size": 5}}
     model = build("qwen3")
     plugin.StreamCallback().on_init_end(arguments, None, None, model=model)
     train(model, tmp_path)

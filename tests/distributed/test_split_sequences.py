@@ -97,10 +97,11 @@ def check(runs):
             assert row[when]["single process"] <= TRAINING_BAR
             counts = row[when]["counts"]
             assert counts["engines"] == engine
+            # of two layers
             assert (counts["all_to_all_single forward"], counts["all_to_all_single backward"]) == (
                 8,
                 16,
-            )  # of two layers
+            )
             # Embeddings and head each gather a weight that both have. An evaluation is not split,
             # so that its padded rows are tried as a packed one: two trials of two forwards.
             evaluates = row["case"].get("eval", False)

@@ -55,9 +55,8 @@ def engine_of(module):
     if isinstance(module, DistributedDataParallel):
         return "ddp" if dist.get_world_size(module.process_group) > 1 else None
     if isinstance(module, FSDPModule):
-        shards = _shards(
-            module
-        )  # a forward without a backward leaves the outermost unit's parameters gathered
+        # a forward without a backward leaves the outermost unit's parameters gathered
+        shards = _shards(module)
         sharded = all(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in shards)
         return "fsdp2" if sharded and len(shards) == len(list(module.parameters())) else None
     deepspeed = sys.modules.get("deepspeed")

@@ -8,11 +8,8 @@ import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (
-    "start",
-    "how-to",
-    "reference",
-)  # a user's; docs/explanation and docs/ itself are for who wants to know more
+# a user's; docs/explanation and docs/ itself are for who wants to know more
+FOLDERS = ("start", "how-to", "reference")
 FOUND = [page for folder in FOLDERS for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
 USERS = ("README.md", *(page.relative_to(ROOT).as_posix() for page in FOUND))
 FENCE = re.compile(r'^```(\w+)?(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)

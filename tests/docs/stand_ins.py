@@ -20,13 +20,11 @@ CHECKPOINTS = (
     "meta-llama/Llama-3.1-70B",
     "Qwen/Qwen2.5-VL-3B-Instruct",
 )
-SIZED = MappingProxyType(
-    {CHECKPOINTS[0]: "8B", CHECKPOINTS[2]: "70B"}
-)  # whose real configurations plans read
+# whose real configurations plans read
+SIZED = MappingProxyType({CHECKPOINTS[0]: "8B", CHECKPOINTS[2]: "70B"})
 DATA = ("trl-lib/Capybara", "trl-lib/ultrafeedback_binarized", "trl-lib/DeepMath-103K")
-LENGTHS = MappingProxyType(
-    {8192: 16, 4096: 16}
-)  # of chunks; longer numbers are lengths of sequences
+# of chunks; longer numbers are lengths of sequences
+LENGTHS = MappingProxyType({8192: 16, 4096: 16})
 LONG, SHORT = 10_000, 64
 RANKS = 2
 # Keywords of a trainer's arguments, where they are given, and those that are added.
@@ -38,9 +36,8 @@ GIVEN = MappingProxyType(
 )  # fmt: skip
 ADDED = MappingProxyType({"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"})
 GROUP = ("num_generations", "per_device_train_batch_size")
-DROPPED = MappingProxyType(
-    {"from_pretrained": ("quantization_config", "device_map")}
-)  # a CPU has no 4-bit weights
+# a CPU has no 4-bit weights
+DROPPED = MappingProxyType({"from_pretrained": ("quantization_config", "device_map")})
 DTYPES = MappingProxyType({"bfloat16": "float32"})
 
 

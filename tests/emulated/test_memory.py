@@ -26,10 +26,8 @@ from tests.families import build, make_batch
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.emulated
-FEW, MANY = (
-    9,
-    96,
-)  # tokens: few for one allocation after the other, many where activations are to outweigh weights
+# tokens: few for one allocation after the other, many where activations are to outweigh weights
+FEW, MANY = (9, 96)
 WAYS = {
     "chunks": {},
     "graph": {"chunk_size": 4096, "unpatched_runs": False},
@@ -40,11 +38,8 @@ RUN_AS = {
     "graph": ("kept its graph", 1),
     "unpatched": ("ran unpatched", 1),
 }
-LEAST_ENDED = {
-    "chunks": 0.5,
-    "graph": 0.5,
-    "unpatched": 0.3,
-}  # of steps in which one allocation fails
+# of steps in which one allocation fails
+LEAST_ENDED = {"chunks": 0.5, "graph": 0.5, "unpatched": 0.3}
 PACKAGE = Path(streambp.__file__).parent
 
 
@@ -173,9 +168,8 @@ def outcome(steps):
         one_number = "Tried to allocate 4 bytes" in text and not through
         deadline = time.monotonic() + (1 if one_number else 60)
         while not (ours or said) and time.monotonic() < deadline:
-            time.sleep(
-                0.001
-            )  # autograd's thread lets go of the callback once it gets Python's lock
+            # autograd's thread lets go of the callback once it gets Python's lock
+            time.sleep(0.001)
     if one_number and not said:
         return BEFORE
     advice = [str(one.message) for one in said] + [text] * ours

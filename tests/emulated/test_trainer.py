@@ -103,9 +103,8 @@ def scaled(device, config, half):
             scaler.scale(loss).backward()
             found.append(loss.item())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                torch.Tensor, "float", FLOAT
-            )  # the kernel takes no factor but one in float32
+            # the kernel takes no factor but one in float32
+            patch.setattr(torch.Tensor, "float", FLOAT)
             scaler.unscale_(optimizer)
         found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         scaler.step(optimizer)

@@ -28,16 +28,10 @@ SETTINGS = {
     "gpu_memory=1": {"saves": (), "offload": "cpu", "gpu_memory": 1},
     "auto": {"offload": "auto", "gpu_memory": 1},
 }
-SLOW = {
-    "out": (0.08, 0.0, 0.0),
-    "back": (0.0, 0.08, 0.0),
-    "compute": (0.0, 0.0, 0.003),
-}  # seconds a copy, or a kernel
-LONGER = (
-    1,
-    5,
-    25,
-)  # a wait that is left out may show itself only in the second or third: the host can be late as well
+# Seconds a copy, or a kernel.
+SLOW = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}
+# a wait that is left out may show itself only in the second or third: the host can be late as well
+LONGER = (1, 5, 25)
 NEEDED = {"1 in send": "compute", "2 in load": "compute", "4 in peek": "back", "6 in let_go": "out"}
 IMPLIED = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
 BROKEN_OFF = "4 in _retire"  # reached where a step ends before its backward does
@@ -52,7 +46,9 @@ for module in (transfers, manager):
                 for before in reversed(lines[:number])
                 if (m := re.match(r"\s*def (\w+)", before))
             )
-            WAITS[f"{NUMBERED.search(line)[1]} in {function}"] = module.__file__, number
+            # The number stands behind the wait, or above it.
+            marked = NUMBERED.search(line) or NUMBERED.search(lines[number - 2])
+            WAITS[f"{marked[1]} in {function}"] = module.__file__, number
 
 
 class Leaky(engines.AcceleratorEngine):
@@ -182,9 +178,8 @@ def test_a_wait_that_is_needed(run, wait):
 @pytest.mark.parametrize("wait", IMPLIED)
 def test_a_wait_that_others_imply(run, wait, slow):
     same, left_out = found(run, wait, slow)
-    assert left_out > 0 or (
-        wait == "6 in borrow" and run[0] == "attn_out + kv"
-    )  # nothing is borrowed there
+    # nothing is borrowed there
+    assert left_out > 0 or (wait == "6 in borrow" and run[0] == "attn_out + kv")
     assert same
 
 
@@ -216,9 +211,8 @@ def test_the_wait_of_a_step_that_breaks_off(run):
 def test_the_wait_of_a_step_that_breaks_off_is_needed(run):
     for times in LONGER:
         kept, left_out = after_breaking_off(run, BROKEN_OFF, times)
-        if (
-            run[0] == "gpu_memory=1"
-        ):  # one layer input at most is on its way, and it may be let go of before this or after
+        # one layer input at most is on its way, and it may be let go of before this or after
+        if run[0] == "gpu_memory=1":
             assert kept or left_out
             return
         assert left_out > 0

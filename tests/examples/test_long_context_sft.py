@@ -82,9 +82,8 @@ def small_run(tmp_path_factory):
 @pytest.mark.full
 def test_small_run(small_run):
     _, output, result = small_run
-    assert (
-        check_run(result, output) < 1
-    )  # at this size a block of logits is half the sequence; test_default_run has 0.5
+    # at this size a block of logits is half the sequence; test_default_run has 0.5
+    assert check_run(result, output) < 1
 
 
 @pytest.mark.full
@@ -134,9 +133,8 @@ def test_a_hybrid_as_the_given_model(small_run, tmp_path):
 def test_bad_usage_says_what_to_do(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("too short")
     monkeypatch.chdir(tmp_path)
-    result = run_here(
-        *arguments
-    )  # any other exception than SystemExit, whose traceback a user would see, ends the test
+    # any other exception than SystemExit, whose traceback a user would see, ends the test
+    result = run_here(*arguments)
     assert result.returncode not in (0, None)
     assert message in result.stderr
 

@@ -15,12 +15,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-VOCABULARY, ROWS, SHORTEST, LONGEST = (
-    1024,
-    8,
-    130,
-    300,
-)  # words of an answer: two or three chunks of 100, and a rest
+# words of an answer: two or three chunks of 100, and a rest
+VOCABULARY, ROWS, SHORTEST, LONGEST = (1024, 8, 130, 300)
 SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 CHATML = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"

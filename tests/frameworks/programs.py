@@ -157,9 +157,8 @@ def axolotl(kind: Kind, inputs: Path, output: Path, **more: object) -> list[str]
             lora_dropout=0.0,
             lora_target_modules=list(ADAPTED),
         )
-        settings.update(
-            lora_mlp_kernel=False, lora_qkv_kernel=False, lora_o_kernel=False
-        )  # Triton: they want a GPU
+        # Triton: they want a GPU
+        settings.update(lora_mlp_kernel=False, lora_qkv_kernel=False, lora_o_kernel=False)
     if kind.evaluates:
         settings.update(
             test_datasets=[data], eval_strategy="steps", eval_steps=1, eval_batch_size=EVALUATED

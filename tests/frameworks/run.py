@@ -39,13 +39,10 @@ HEADING = (
     "| run | by | losses | gradient norms, relative | weights / distance moved | metrics | report "
     "|\n|---|---|---|---|---|---|---|"
 )
-LAYERS, LOGITS = (
-    "streams: 3 x Qwen3DecoderLayer",
-    "costs memory",
-)  # what `describe` says; the second of built logits
-UNMEASURED = re.compile(
-    "time|speed|per_sec|memory|^loss$|^eval_loss$|^grad_norm$"
-)  # clocks; and what has a column
+# what `describe` says; the second of built logits
+LAYERS, LOGITS = ("streams: 3 x Qwen3DecoderLayer", "costs memory")
+# clocks; and what has a column
+UNMEASURED = re.compile("time|speed|per_sec|memory|^loss$|^eval_loss$|^grad_norm$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +182,8 @@ def compare(kind: str, way: str, ours: Trained, stock: Trained, inputs: Path) ->
         raise RuntimeError(
             f"{kind}: the weights saved are not the same: {set(ours.weights) ^ set(stock.weights)}"
         )
-    report = ours.said.rpartition("streambp: process")[
-        2
-    ]  # the last: of the end, or of the first step without launch
+    # the last: of the end, or of the first step without launch
+    report = ours.said.rpartition("streambp: process")[2]
     head = [
         line.split("head ", 1)[1].strip()
         for line in report.splitlines()

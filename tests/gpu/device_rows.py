@@ -103,9 +103,8 @@ def blocks(name: str, args: argparse.Namespace) -> str:
         (Kind.CAUSAL, queries, queries),
         (Kind.CAUSAL, lengths[-1], lengths[-1]),
     ]:
-        q = torch.randn(1, rows, heads, size, device=device, dtype=torch.bfloat16).transpose(
-            1, 2
-        )  # [B, H, T, D]
+        # [B, H, T, D]
+        q = torch.randn(1, rows, heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2)
         k, v = (
             torch.randn(1, keys, kv_heads, size, device=device, dtype=torch.bfloat16).transpose(
                 1, 2
@@ -243,9 +242,8 @@ def kernels(length: int, method: Method, args: argparse.Namespace) -> str:
         ):
             method.nll(model, ids).backward()
             wait(args.device)
-        seconds.append(
-            time.perf_counter() - start
-        )  # of the last one, since a timeline takes long to read
+        # of the last one, since a timeline takes long to read
+        seconds.append(time.perf_counter() - start)
     did = streambp.last_step(model) if method.streams else method.name
     if not spans:
         return f"no times of kernels on this device; {did}"

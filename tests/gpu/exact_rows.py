@@ -101,9 +101,8 @@ def float64_row(family: str, args: argparse.Namespace) -> tuple[str, list[str]]:
             batch = on(args.device, make_batch(mode))
             _, truth = gradients(plain, **batch)
             for settings in SETTINGS:
-                model = zoo.build(family).to(
-                    args.device
-                )  # some layers keep tensors, which cannot be copied
+                # some layers keep tensors, which cannot be copied
+                model = zoo.build(family).to(args.device)
                 streambp.patch(
                     model, streambp.StreamConfig(kernels="own", chunk_size=7, **settings)
                 )

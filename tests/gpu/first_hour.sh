@@ -56,7 +56,7 @@ for name in "${wanted[@]}"; do
 done
 
 python=${PYTHON:-python} tiny=0 device=${STREAMBP_TEST_DEVICE:-cuda}
-suite="tests/emulated tests/test_families.py tests/test_padding.py tests/test_packing.py" # whose tests put everything on the device that is named
+suite="tests/emulated tests/model/test_families.py tests/model/test_padding.py tests/model/test_packing.py" # whose tests put everything on the device that is named
 bars=(--row '*-liger' --row streambp-default) kernels='*' errors='*' families='*' methods='gpu'
 case " ${others[*]-} " in *" --tiny "*) tiny=1 kernels='p* auto' errors='auto *kv' families=mamba2 methods='offloading or growth' bars=(--row checkpointing --row 'streambp-*') ;; esac
 case " ${others[*]-} " in *" --device cpu "*) device=cpu ;; esac

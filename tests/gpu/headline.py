@@ -57,14 +57,10 @@ ORDER = (
     "checkpointing",
 )
 TINY = (CHECKS[0], "checkpointing", "streambp-lean", "streambp-auto")
-SECONDS, GIB, FAST_SECONDS = (
-    1.00,
-    34.6,
-    0.93,
-)  # bars: times the peer's seconds, in GiB; and in the peer's memory
-CARD = {
-    FAST: 100
-}  # GiB: what this one saves is more than a smaller card and a host of 128 GiB hold together
+# bars: times the peer's seconds, in GiB; and in the peer's memory
+SECONDS, GIB, FAST_SECONDS = (1.00, 34.6, 0.93)
+# GiB: what this one saves is more than a smaller card and a host of 128 GiB hold together
+CARD = {FAST: 100}
 SETTINGS = {"saves": ("attn_out",), "offload": "cpu"}
 
 
@@ -110,9 +106,8 @@ def check_row(name: str, args: argparse.Namespace) -> Result:
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(args.device):
-        model = (
-            Qwen3ForCausalLM(config).bfloat16().float().train()
-        )  # the same weights in both dtypes
+        # the same weights in both dtypes
+        model = Qwen3ForCausalLM(config).bfloat16().float().train()
         ids = torch.randint(0, config.vocab_size, (1, args.length))
     batch = {"input_ids": ids, "labels": ids}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -76,9 +76,8 @@ def adamw_on_the_host(model: Any, on_gpu: bool) -> Any:
     )
 
 
-own = functools.partial(
-    streambp.StreamConfig, kernels="own"
-)  # bars are those of the model's own norms and MLPs
+# bars are those of the model's own norms and MLPs
+own = functools.partial(streambp.StreamConfig, kernels="own")
 LEAN = {"saves": ("attn_out",), "offload": "cpu"}
 ROWS = {
     "8B 65,536": Row("8B", 65536, own(**LEAN), (34.6, 0.02, None)),

@@ -64,10 +64,8 @@ WHOLE_BAR, KERNEL_BAR = 1.5, 2.0
 # draws two of them are too far apart.
 DRAWS = {"low": 16}
 SUM_BAR = 1e-4  # a sum of products in float32; one that was rounded to half precision is 1e-3 off
-INSIDE = (
-    "cpu",
-    "cuda",
-)  # elsewhere products are rounded before they are added. [Note: sums inside products]
+# elsewhere products are rounded before they are added. [Note: sums inside products]
+INSIDE = ("cpu", "cuda")
 Tensors = dict[str, Tensor]
 
 
@@ -136,9 +134,8 @@ def problems_of(spans: str, ratios: dict[str, float], judged: Judged) -> list[st
             problems.append(
                 f"{tensor} of {kernel} on {kind} blocks is {sums.ratio:.2f} x what rounding costs"
             )
-    bar = (
-        torch.finfo(torch.bfloat16).eps / 8
-    )  # of lse: a weight's relative error, a quarter of its rounding
+    # of lse: a weight's relative error, a quarter of its rounding
+    bar = torch.finfo(torch.bfloat16).eps / 8
     problems += [f"lse of {kernel} on {kind} blocks is {apart:.1e} off" for (kernel, kind), apart in judged.lse.items()
                  if not apart <= bar]  # fmt: skip
     if spans in ("plain", "low"):

@@ -114,9 +114,8 @@ def error_row(
         ),
     )
     try:
-        gradients(
-            model, **batch
-        )  # its layers are tried, and compared with the unpatched ones, which attend by themselves
+        # its layers are tried, and compared with the unpatched ones, which attend by themselves
+        gradients(model, **batch)
         with AttentionSeen() as seen:
             _, found = gradients(model, **batch)
         problems = wrong_paths(model) + wrong_kernels(attention, spans, seen.names, args.device)

@@ -13,9 +13,9 @@ import torch
 
 from paper_repro.figures import GIB, commit, versions
 from paper_repro.rows import Result, add_arguments, print_rows
-from tests import (
-    device as tested,
-)  # makes the emulated device this process' own, if STREAMBP_TEST_DEVICE says so
+
+# makes the emulated device this process' own, if STREAMBP_TEST_DEVICE says so
+from tests import device as tested
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,9 +45,8 @@ def main(
             file=sys.stderr,
         )
         return 2
-    told = (
-        () if getattr(args, "here", None) else environment(args.device)
-    )  # a row's own process is another's child
+    # a row's own process is another's child
+    told = () if getattr(args, "here", None) else environment(args.device)
     return int(not print_rows(itertools.chain(told, report(args))))
 
 

@@ -59,13 +59,8 @@ from tests.oracle import assert_as_precise, gradients, relative_l2
 from tests.packed import packed_batch
 from tests.seeds import seeded
 
-DOCUMENTS = (
-    0.1,
-    0.3,
-    0.303,
-    0.5,
-    0.95,
-)  # where they end, of the length: within a chunk, with it, soon after, over several
+# where they end, of the length: within a chunk, with it, soon after, over several
+DOCUMENTS = (0.1, 0.3, 0.303, 0.5, 0.95)
 FAR = 0.1  # half precision stays far below; what computes something else does not
 CHANCE = 2.0  # of a ratio of few draws; a state that is lost is more
 DRAWS = 4  # of a kernel's tiny row: one's ratio is up to 1.8 by chance, four's up to 1.4

@@ -146,9 +146,8 @@ def test_figures_ask_for_what_runs_on_a_gpu(monkeypatch):
 
 def test_rows_say_what_they_ran_on():
     ((line, _),) = script.environment("cpu")
-    torchs = metadata.version(
-        "torch"
-    )  # of a CUDA build it may be without the "+cu130" of torch.__version__
+    # of a CUDA build it may be without the "+cu130" of torch.__version__
+    torchs = metadata.version("torch")
     assert f"torch {torchs}; transformers {transformers.__version__}" in line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cudnn, "is_available", lambda: True)

@@ -49,9 +49,8 @@ def test_rows(name):
 )
 def test_the_rows_run_without_a_gpu(name):
     if name in state_rows.KERNELS:
-        zoo.tiny_config(
-            state_rows.KERNELS[name].modeling
-        )  # skips where this transformers does not have it
+        # skips where this transformers does not have it
+        zoo.tiny_config(state_rows.KERNELS[name].modeling)
     ((line, passed),) = rows(name)
     assert passed, line
     assert line.startswith(f"{name} ")

@@ -63,9 +63,8 @@ class Judged:
     lse: dict[tuple[str, str], float] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(float)
     )
-    preferred: set[str] = dataclasses.field(
-        default_factory=set
-    )  # the first kernel of each backend that was chosen
+    # the first kernel of each backend that was chosen
+    preferred: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def kernels(self) -> set[str]:

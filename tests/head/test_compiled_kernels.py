@@ -92,7 +92,6 @@ def test_kernels_compile_without_spills(name, dtype, capped, capability, tmp_pat
         "bytes spilled"
     )
     assert spilled == 0
-    assert registers <= (
-        80 if name == "fold" else 64
-    )  # three or four programs of 8 warps a multiprocessor
+    # three or four programs of 8 warps a multiprocessor
+    assert registers <= (80 if name == "fold" else 64)
     assert vectors

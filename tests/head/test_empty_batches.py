@@ -284,9 +284,8 @@ def check_trainer(path, setup, folder, data, **settings):
     with pytest.warns(UserWarning, match=EMPTY):
         found, our_norms = trained(ours, folder, data, **settings)
     assert all(weight.isfinite().all() for weight in expected.values())
-    assert (
-        worst_error(found, expected) <= 1e-8
-    )  # AdamW divides by the size of each gradient, the smallest among them
+    # AdamW divides by the size of each gradient, the smallest among them
+    assert worst_error(found, expected) <= 1e-8
     assert our_norms == pytest.approx(norms, rel=1e-8, abs=1e-12)
     assert 0.0 in norms
 

@@ -143,9 +143,8 @@ def test_no_parameter_is_read_outside_of_its_modules_forward(way, family, monkey
         with tables(model, monkeypatch):
             found = gradients(model, way, batch)
         assert worst_error(found, expected) <= EXACT
-        assert len(calls) == (
-            0 if way == "no labels" else number
-        )  # once a forward, whoever uses what
+        # once a forward, whoever uses what
+        assert len(calls) == (0 if way == "no labels" else number)
 
 
 @pytest.mark.parametrize("where", ["layers", "head"])

@@ -197,9 +197,8 @@ def test_verls_engine_streams_what_it_trains(engines, attended_chunks, capsys):
     assert ours.module.wrapped
     assert 5 in attended_chunks
     assert ids.shape[1] not in attended_chunks
-    assert (
-        capsys.readouterr().err.count("streams: 2 x Qwen3DecoderLayer") == 1
-    )  # after the first forward
+    # after the first forward
+    assert capsys.readouterr().err.count("streams: 2 x Qwen3DecoderLayer") == 1
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)

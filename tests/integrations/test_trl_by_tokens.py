@@ -127,9 +127,8 @@ def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, seen):
 
 def test_a_model_that_computes_padding_is_refused(tmp_path):
     config = streambp.StreamConfig(rows="as_given")
-    ours = streambp.patch(
-        build("qwen3", torch.float64), config
-    )  # before the trainer, whose settings it does not take
+    # before the trainer, whose settings it does not take
+    ours = streambp.patch(build("qwen3", torch.float64), config)
     with pytest.raises(ConfigError, match="leave rows out of StreamConfig"):
         train(
             StreamSFTTrainer,

@@ -125,9 +125,8 @@ def compare(expected, found, keys=("loss", "reward", "rewards/margins")):
         )
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7), key
     assert worst_error(weights, expected_weights) <= 1e-9
-    assert (
-        min(entry["grad_norm"] for entry in expected_log) > 1e-2
-    )  # of SGD at 0.1: every step moved them
+    # of SGD at 0.1: every step moved them
+    assert min(entry["grad_norm"] for entry in expected_log) > 1e-2
 
 
 def as_counted(computed):

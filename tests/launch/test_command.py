@@ -182,9 +182,8 @@ def test_the_placed_file(tmp_path):
     venv.create(tmp_path / "v", with_pip=False, symlinks=os.name != "nt")
     python = tmp_path / "v" / ("Scripts" if os.name == "nt" else "bin") / "python"
     folder = next((tmp_path / "v").rglob("site-packages"))
-    (folder / "other.pth").write_text(
-        "\n"
-    )  # from 3.13 on the first such file of an environment imports its encoding
+    # from 3.13 on the first such file of an environment imports its encoding
+    (folder / "other.pth").write_text("\n")
     plain = {
         name: value
         for name, value in os.environ.items()

@@ -26,9 +26,8 @@ def generated(prompts, completions, longest_prompt, longest_completion, least_pr
     def lengths(count, longest, least=1):
         return torch.randint(least, longest + 1, (count,), generator=generator)
 
-    of_prompts = lengths(prompts, longest_prompt, least_prompt).repeat_interleave(
-        completions
-    )  # [rows]
+    # [rows]
+    of_prompts = lengths(prompts, longest_prompt, least_prompt).repeat_interleave(completions)
     prompt_mask = (torch.arange(longest_prompt).flip(0) < of_prompts[:, None]).long()
     ids = torch.randint(3, 1000, (prompts, longest_prompt), generator=generator).repeat_interleave(
         completions, 0
@@ -38,9 +37,8 @@ def generated(prompts, completions, longest_prompt, longest_completion, least_pr
         torch.arange(longest_completion) < lengths(rows, longest_completion)[:, None]
     ).long()
     completion_ids = torch.randint(3, 1000, (rows, longest_completion), generator=generator)
-    completion_ids[:, 0] = 3 + torch.arange(
-        rows
-    )  # none begins like another by chance, which would be shared in one order
+    # none begins like another by chance, which would be shared in one order
+    completion_ids[:, 0] = 3 + torch.arange(rows)
     return {
         "prompt_ids": ids * prompt_mask, "prompt_mask": prompt_mask,
         "completion_ids": completion_ids * completion_mask, "completion_mask": completion_mask,
@@ -177,9 +175,8 @@ def test_a_trainer_gets_groups_while_its_model_shares(shares):
     rows = []
     for _ in range(2):
         halves = [trainer._prepare_inputs(batch)["names"] for _ in range(2)]
-        assert sorted(itertools.chain.from_iterable(halves)) == sorted(
-            batch["names"]
-        )  # no row twice
+        # no row twice
+        assert sorted(itertools.chain.from_iterable(halves)) == sorted(batch["names"])
         rows += [{int(name.split()[1]) // 8 for name in names} for names in halves]
     assert all(len(prompts) == 1 for prompts in rows) == shares
 

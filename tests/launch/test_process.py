@@ -250,9 +250,10 @@ def test_logits_are_there_for_metrics_and_only_then(trainer_class, tmp_path):
         arguments(tmp_path / "out"),
         preprocess_logits_for_metrics=lambda logits, labels: logits,
     )
+    # what launch patched, it may patch anew
     assert settings(plain) == StreamConfig(
         chunk_size=5, eval_logits=True, lazy_logits=True, rows="auto"
-    )  # what launch patched, it may patch anew
+    )
 
 
 def test_trls_head_leaves_logits_for_metrics(hook, trainer_class, tmp_path):

@@ -98,10 +98,11 @@ def test_a_command_trains_as_without_launch(kind, tmp_path, monkeypatch, capfd):
     assert "blockwise loss, no logits\n" in report
     assert "costs memory" not in report
     if kind[0] == "grpo" or kind == ("dpo",):
+        # the reference
         assert (
             "2 x Qwen3ForCausalLM, patched" in report
             or report.count("Qwen3ForCausalLM, patched") == 2
-        )  # the reference
+        )
     assert len(log) == len(expected_log) == 2
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(log, expected_log, strict=True)) <= LOSSES
     assert set(found) == set(expected)

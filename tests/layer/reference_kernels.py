@@ -45,9 +45,8 @@ def causal_conv1d_fn(
         assert seq_idx.shape == (x.shape[0], length)
     out = torch.zeros_like(x)
     for back in range(min(weight.shape[-1], length)):
-        part = (
-            weight[:, weight.shape[-1] - 1 - back, None] * x[..., : length - back]
-        )  # [D, 1] x [B, D, L - back]
+        # [D, 1] x [B, D, L - back]
+        part = weight[:, weight.shape[-1] - 1 - back, None] * x[..., : length - back]
         if seq_idx is not None:
             part = part * (seq_idx[:, back:] == seq_idx[:, : length - back])[:, None]
         out = out + F.pad(part, (back, 0))
@@ -301,9 +300,8 @@ def install(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, **changes: 
     """Put these kernels, or `changes` by transformers' names, into the modeling module of a
     model."""
     modeling = sys.modules[type(model).__module__]
-    from transformers.integrations import (
-        use_kernel_func_from_hub_with_fallback,
-    )  # transformers 5.5 has none
+    # transformers 5.5 has none
+    from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
     kernels = {
         name: (package, changes.get(name, kernel)) for name, (package, kernel) in KERNELS.items()

@@ -163,16 +163,13 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
     for kernel in (kernels.CPU_FLASH, kernels.MATH):
         monkeypatch.setattr(kernel, "forward", counted(kernel.forward, "forward"))
         monkeypatch.setattr(kernel, "backward", counted(kernel.backward, "backward"))
-    config = StreamConfig(
-        chunk_size=5, saves=saves, attention="auto", rows="as_given"
-    )  # its trial attends
+    # its trial attends
+    config = StreamConfig(chunk_size=5, saves=saves, attention="auto", rows="as_given")
     model = streambp.patch(build(family, num_hidden_layers=1), config)
-    monkeypatch.setattr(
-        "streambp.layer.site.plain_linears", lambda layer, adapted=(): {}
-    )  # no probe: it attends as well
-    monkeypatch.setattr(
-        "streambp.admission.entry.can_stream", lambda call: Verdict(True)
-    )  # so do these
+    # no probe: it attends as well
+    monkeypatch.setattr("streambp.layer.site.plain_linears", lambda layer, adapted=(): {})
+    # so do these
+    monkeypatch.setattr("streambp.admission.entry.can_stream", lambda call: Verdict(True))
     monkeypatch.setattr("streambp.admission.entry.look_for_writes", lambda call: None)
     gradients(model, **make_batch(mode))
     inside, masked = expected_pairs(model, mode)

@@ -21,18 +21,12 @@ from tests.seeds import seeded
 CHUNK, CHUNKS, LENGTH = 7, 4, 23  # the last chunk has two tokens
 TOKEN_WISE = ("mlp", "input_layernorm", "post_attention_layernorm")
 PASSES = 2  # forward and recomputation
-REFILLS = (
-    CHUNKS - 1
-)  # of the keys and values: calls of a layer's first norm alone; the last chunk's need none
-LENGTHS = {
-    None: 2,
-    False: 2,
-    True: 1,
-}  # graphs for two lengths: None makes a dynamic one at the second
-NORMS, MLPS = (
-    3,
-    2,
-)  # passes of their code: forward, the refill, whose weights are a chunk's own, and recomputation
+# of the keys and values: calls of a layer's first norm alone; the last chunk's need none
+REFILLS = CHUNKS - 1
+# graphs for two lengths: None makes a dynamic one at the second
+LENGTHS = {None: 2, False: 2, True: 1}
+# passes of their code: forward, the refill, whose weights are a chunk's own, and recomputation
+NORMS, MLPS = (3, 2)
 CONFIG = StreamConfig(chunk_size=CHUNK, saves=())
 EAGER = "what is around them is eager, too"
 
@@ -197,9 +191,8 @@ def test_regional_compilation_by_accelerate(when):
         )
         <= 1e-6
     )
-    assert (counted.runs > 0) == (
-        when == "before patch"
-    )  # a patched model's copy computes with the original's modules
+    # a patched model's copy computes with the original's modules
+    assert (counted.runs > 0) == (when == "before patch")
     described = str(streambp.describe(model))
     assert "streams: 2 x" in described
     which = (

@@ -81,10 +81,8 @@ def test_regions_are_exact_and_few_graphs_serve_all_lengths(family, backend, mon
     print(f"{family}, {backend}: {dict(graphs)} graphs, {compiler_of(model).seconds:.1f} s")
     roles = {"input_layernorm", "post_attention_layernorm", "mlp", "self_attn"}
     assert roles <= graphs.keys()
-    two = {
-        "self_attn": 2,
-        "input_layernorm": 2,
-    }  # a row alone and several; a row's first chunk and others
+    # a row alone and several; a row's first chunk and others
+    two = {"self_attn": 2, "input_layernorm": 2}
     assert all(number <= PASSES[role] * two.get(role, 1) for role, number in graphs.items())
     described = str(streambp.describe(model))
     assert "streams: 2 x" in described
@@ -97,9 +95,8 @@ def test_every_kind_of_run_computes_with_regions():
     ran = []
     model, batch = small(), make_batch("plain")
     before = own(model)
-    streambp.patch(
-        model, streambp.StreamConfig(chunk_size=64, kernels="compiled")
-    )  # as unpatched, or with kept graphs
+    # as unpatched, or with kept graphs
+    streambp.patch(model, streambp.StreamConfig(chunk_size=64, kernels="compiled"))
     for role, region in regions_of(model):
         region.compiled = counting(region.compiled, role, ran)
 

@@ -14,9 +14,8 @@ from tests import zoo
 from tests.counting import WrittenBytes
 from tests.seeds import seed_torch
 
-EXPERT_WEIGHTS = (
-    128 * 64
-)  # experts times their width: the same weights, cut into more or fewer experts
+# experts times their width: the same weights, cut into more or fewer experts
+EXPERT_WEIGHTS = 128 * 64
 
 
 def written_per_chunk(experts, length=256, chunk_size=128):

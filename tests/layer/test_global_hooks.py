@@ -16,16 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 import streambp
 from tests.families import build, make_batch
-from tests.test_contract import CONFIG, check_agree
+from tests.model.test_contract import CONFIG, check_agree
 
 
 @contextlib.contextmanager
 def watching(register):
     """The names of modules that were handed NaN or gave it, and how many calls were looked at."""
-    found, calls = (
-        [],
-        queue.SimpleQueue(),
-    )  # out of sight: what a list kept would make layers run whole
+    # out of sight: what a list kept would make layers run whole
+    found, calls = ([], queue.SimpleQueue())
 
     def look(module, *values):
         calls.put(module)

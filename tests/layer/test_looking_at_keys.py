@@ -21,8 +21,8 @@ from streambp.known_names import DISTANCES
 from streambp.recurrent import carriers as state_carriers
 from tests import zoo
 from tests.families import make_batch
-from tests.layer.test_states import check_exact, patched
 from tests.oracle import gradients, worst_error
+from tests.recurrent.test_states import check_exact, patched
 from tests.tiers import thinned
 from tests.versions import needs_deepseeks_picks, needs_indexers
 
@@ -145,12 +145,10 @@ def test_a_label_that_padding_predicts():
     """What may read nothing gives 0 by sdpa, whatever an indexer picks for it."""
     stock, batch = zoo.build("deepseek_v32"), make_batch("left-padded")
     kept = batch["attention_mask"] == 1
-    batch["labels"] = batch["input_ids"].masked_fill(
-        ~kept, -100
-    )  # the first token after padding, too
-    batch["input_ids"] = batch["input_ids"].masked_fill(
-        ~kept, 7
-    )  # a pad token's embedding would be zero
+    # the first token after padding, too
+    batch["labels"] = batch["input_ids"].masked_fill(~kept, -100)
+    # a pad token's embedding would be zero
+    batch["input_ids"] = batch["input_ids"].masked_fill(~kept, 7)
     _, expected = gradients(stock, **batch)
     _, found = gradients(patched(stock, chunk_size=5), **batch)
     assert worst_error(found, expected) <= 1e-10
@@ -169,9 +167,8 @@ def test_saving_and_offloading_change_no_bit(name):
         assert all(torch.equal(found[name], expected[name]) for name in expected), settings
 
 
-WIDER = {
-    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4}
-}  # its cache's states are of rounded sizes
+# its cache's states are of rounded sizes
+WIDER = {"xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4}}
 
 
 @pytest.mark.parametrize("name", [DEEPSEEK, "xlstm"])

@@ -20,8 +20,8 @@ from streambp.errors import UnsupportedModelError
 from streambp.layer import arguments
 from tests import zoo
 from tests.families import LENGTH, MODES, SIZES, make_batch
-from tests.layer.test_states import patched
 from tests.oracle import gradients, worst_error
+from tests.recurrent.test_states import patched
 from tests.seeds import seed_torch
 
 STREAMS = 4  # of hy_v4
@@ -40,9 +40,8 @@ def glm5_next(attention="sdpa"):
     module = pytest.importorskip(
         "transformers.models.glm5_next", reason="this transformers has no GLM 5 Next"
     )
-    linear, sparse = dict.fromkeys(
-        module.Glm5NextTextConfig().layer_types
-    )  # the latter's name has changed
+    # the latter's name has changed
+    linear, sparse = dict.fromkeys(module.Glm5NextTextConfig().layer_types)
     text = {
         **SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_hidden_layers": 4, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -204,8 +203,7 @@ def test_mutant_turns_a_test_red(mutant, monkeypatch):
     check_unchanged()
     owner, attribute, wrong = MUTANTS[mutant]
     monkeypatch.setattr(owner, attribute, wrong)
-    monkeypatch.setattr(
-        own_run.OwnRun, "agrees", lambda self, whole: True
-    )  # it would see some of them first
+    # it would see some of them first
+    monkeypatch.setattr(own_run.OwnRun, "agrees", lambda self, whole: True)
     with pytest.raises(AssertionError):
         check(stock, batch, 5)

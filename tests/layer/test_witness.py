@@ -213,9 +213,8 @@ def test_another_order_of_adding_up_is_no_alarm(dtype, off, raises):
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK))
     for step in range(2):
         loss = model(**make_batch("plain"), use_cache=False).loss
-        if (
-            raises and not step
-        ):  # what the layer adds to its input is small: half precision need not show it yet
+        # what the layer adds to its input is small: half precision need not show it yet
+        if raises and not step:
             with contextlib.suppress(BackwardError):
                 loss.backward()
         elif raises:

@@ -186,9 +186,8 @@ def test_counting_makes_no_list_of_all_counts(card, monkeypatch):
     card.allocated, card.reserved = 16 * GIB, 17 * GIB
     here = torch.device("cuda", 0)
     assert auto.FreeMemory()(here) == pytest.approx((0.95 * 140 - 16) * GIB, abs=2)
-    monkeypatch.setattr(
-        torch.cuda, "memory_stats_as_nested_dict", lambda d: {}
-    )  # as before CUDA is used
+    # as before CUDA is used
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: {})
     assert device.counted_bytes(here, "allocated") == 0
 
 

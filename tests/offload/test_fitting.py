@@ -276,9 +276,8 @@ def test_what_others_take_between_layers_is_given_up(patched):
     seeded(model)
     with kept_by_layer() as before:
         seeded(model)
-    gone = (
-        1.5e5 + before[0][1] + 4 * 2 * LENGTH * model.config.hidden_size
-    )  # with what the layer has saved, and its input
+    # with what the layer has saved, and its input
+    gone = 1.5e5 + before[0][1] + 4 * 2 * LENGTH * model.config.hidden_size
     with kept_by_layer() as after, after_the_first_layer(lambda: setattr(device, "taken", gone)):
         assert_same(seeded(model), expected)
     assert after[0] == before[0]

@@ -123,9 +123,8 @@ def trained(model, steps=4, scaled=False):
             scaler.scale(loss).backward()
             losses.append(loss.detach())
         scaler.unscale_(optimizer)
-        losses.append(
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).nan_to_num()
-        )  # which overflows at first
+        # which overflows at first
+        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).nan_to_num())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -58,9 +58,8 @@ class Device(LiveBytes):
         fails = self.operations >= self.fails_at and not self.failed
         if self.live > before + SMALL and (fails or self.live > self.limit):
             self.failed = True
-            raise type(self.error)(
-                *self.error.args
-            )  # one that is kept would keep the frames it came through
+            # one that is kept would keep the frames it came through
+            raise type(self.error)(*self.error.args)
         return result
 
 
@@ -310,9 +309,8 @@ def test_each_activation_in_turn(chunk_size):
                     pair, expected, Device(pair.need.bytes + room), batch
                 )
             assert exact_or_without_memory(pair, expected, Device(), batch)
-    assert failed <= 2 * len(
-        ROOMS[:2]
-    )  # before the first layer has saved something, and when all is let go of
+    # before the first layer has saved something, and when all is let go of
+    assert failed <= 2 * len(ROOMS[:2])
 
 
 @pytest.mark.usefixtures("float64_oracle")

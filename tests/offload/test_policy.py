@@ -307,9 +307,8 @@ def test_a_margin_goes_when_it_is_no_longer_needed():
     steps = [(lack := after(lack, -1000.0)).margin for _ in range(50)]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 1
-    assert (
-        after(dataclasses.replace(lack, margin=5.0), 0.0).margin == 5.0
-    )  # nothing was free to spare
+    # nothing was free to spare
+    assert after(dataclasses.replace(lack, margin=5.0), 0.0).margin == 5.0
 
 
 def test_another_length_has_a_margin_of_its_own():

@@ -479,9 +479,8 @@ def test_documents_that_unpatched_attention_does_not_read():
     )
     assert streams(model(**batch, use_cache=False).loss)
     positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
-    assert not streams(
-        model(**batch, position_ids=positions, use_cache=False).loss
-    )  # by these it does, as TRL packs
+    # by these it does, as TRL packs
+    assert not streams(model(**batch, position_ids=positions, use_cache=False).loss)
 
 
 def test_fields_do_not_come_and_go():

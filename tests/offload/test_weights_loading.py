@@ -66,7 +66,6 @@ def test_weights_leave_their_file_for_their_range_layer_by_layer(checkpoint):
     weights = weights_of(model)
     assert not any(in_file(p, checkpoint) for p in layers)
     assert size <= weights.ranges.bytes <= 1.01 * size
-    assert (
-        anonymous() - before <= 1.25 * size + weights.device_bytes
-    )  # once; the rest is the step's and the allocator's
+    # once; the rest is the step's and the allocator's
+    assert anonymous() - before <= 1.25 * size + weights.device_bytes
     assert_same(step(model), step(loaded(checkpoint, "device")))

@@ -30,11 +30,8 @@ def install(archive: Path, folder: Path, flags: list[str]) -> Path:
             [python, "-c", told], check=True, capture_output=True, text=True
         ).stdout.strip()
         Path(made, "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    offline = [
-        NO_DEPS,
-        "--no-build-isolation",
-        "--force-reinstall",
-    ]  # the shared libraries may have a streambp, too
+    # the shared libraries may have a streambp, too
+    offline = [NO_DEPS, "--no-build-isolation", "--force-reinstall"]
     options = ["--disable-pip-version-check", *(offline if NO_DEPS in flags else [])]
     subprocess.run(
         [python, "-m", "pip", "install", *options, f"{archive.resolve()}[{EXTRAS}]"], check=True

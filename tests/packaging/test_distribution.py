@@ -124,9 +124,8 @@ def test_what_the_package_says_of_itself(archives):
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.10"} < set(
         found.get_all("Classifier")
     )
-    assert not any(
-        line.startswith("License ::") for line in found.get_all("Classifier")
-    )  # beside an expression: refused
+    # beside an expression: refused
+    assert not any(line.startswith("License ::") for line in found.get_all("Classifier"))
     assert all(re.fullmatch(r"[\w ]+, https://\S+", line) for line in found.get_all("Project-URL"))
 
 

@@ -128,10 +128,8 @@ def test_a_gpu_is_one_that_answers(nvidia_smi, expected, machine):
     ("pythons", "expected"),
     [
         ({"python3": "3.9.18", "python3.13": "3.13.0"}, "python3.13"),
-        (
-            {"python3.11": None, "python3.10": "3.10.13", "python3": "3.14.0"},
-            "python3.10",
-        ),  # a shim without a version
+        # a shim without a version
+        ({"python3.11": None, "python3.10": "3.10.13", "python3": "3.14.0"}, "python3.10"),
         ({"python": "3.12.1", "python3": None}, "python"),
         ({"python3": "3.12.1", "python3.11": "3.11.7"}, "python3.11"),
     ],

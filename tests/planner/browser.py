@@ -124,8 +124,7 @@ def opened(address, width=1280, height=900):
                 page.open(address)
                 yield page
             finally:
-                send(
-                    f"{root}/session/{session}", None, "DELETE"
-                )  # ends the browser; the driver alone would leave it
+                # ends the browser; the driver alone would leave it
+                send(f"{root}/session/{session}", None, "DELETE")
         finally:
             driver.kill()

@@ -121,9 +121,8 @@ def test_products_of_layers_are_those_of_the_trees_tokens():
     )
     assert share == pytest.approx(1 / 11)
     assert found["tree"] / found["rows"] == pytest.approx(share, rel=0.02)
-    assert (
-        total(counted()["tree"], HEAD) == total(counted()["rows"], HEAD) > 0
-    )  # the completions' alone
+    # the completions' alone
+    assert total(counted()["tree"], HEAD) == total(counted()["rows"], HEAD) > 0
 
 
 def taken_by_the_head(spans):
@@ -217,9 +216,8 @@ def test_a_group_of_one_row_is_a_row():
         found = work(method, Batch((2**16,), 7 * 2**13), shared, 2**13)
         for name in LAYERS:
             assert found[name] == pytest.approx(alone[name])
-        assert found["head"].products == pytest.approx(
-            alone["head"].products / 8
-        )  # of which it scores an eighth
+        # of which it scores an eighth
+        assert found["head"].products == pytest.approx(alone["head"].products / 8)
 
 
 def test_the_fastest_way_that_fits():

@@ -28,9 +28,8 @@ from tests.tiers import thinned
 GIB = 2**30
 RATES = DEVICES["H200"]
 CLOSE = 1.005  # what is as fast to half a percent is told apart by what it moves to the host, and then by its chunks
-planning = sys.modules[
-    "streambp.planner.plan"
-]  # the package's attribute of that name is the function
+# the package's attribute of that name is the function
+planning = sys.modules["streambp.planner.plan"]
 
 
 class Grid(NamedTuple):

@@ -121,9 +121,8 @@ def test_experts_get_equal_shares():
             assert mask.nonzero().shape == (13, 2)
             assert sizes == [13, 13, 13, 13, 12]
     assert count.routed == 64
-    assert (
-        answer(aten.nonzero.default, mask, 0, 0) is None
-    )  # nothing was routed: torch says so itself
+    # nothing was routed: torch says so itself
+    assert answer(aten.nonzero.default, mask, 0, 0) is None
 
 
 @pytest.mark.full

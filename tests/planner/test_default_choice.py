@@ -165,9 +165,8 @@ SET_UPS = {
     "accumulation of 2, set_to_none": lambda memory: SetUp(made(memory), (0.0, 1.0)),
     "accumulation of 2, zeros": lambda memory: SetUp(made(memory), (1.0, 1.0)),
     "AdamW's states there": lambda memory: SetUp(made(memory), states=4),
-    "bucket views": lambda memory: SetUp(
-        made(memory), (1.0,)
-    ),  # DDP's gradients are there from the first step on
+    # DDP's gradients are there from the first step on
+    "bucket views": lambda memory: SetUp(made(memory), (1.0,)),
     "first half frozen": lambda memory: SetUp(made(memory, frozen)),
     "evaluation between": evaluated,
 }
@@ -206,9 +205,8 @@ class Values:
         self.attn_out, self.kv = (base - attended) / backwards, (attended - kv) / backwards
         self.linears = {name: flops * tokens / RATES.products for name, flops in linears.items()}
         self.every = (kv - every) / backwards
-        self.times = (
-            1 if chunk >= tokens else 2
-        )  # keys and values are computed, where they are not kept
+        # keys and values are computed, where they are not kept
+        self.times = 1 if chunk >= tokens else 2
 
     def spared(self, names):
         """By a layer that saves these."""
@@ -339,9 +337,8 @@ def check_plan(set_up, tokens, chunk, plan, rooms):
     sizes = {index: sum(one.bytes for one in chosen) for index, chosen in plan.items()}
     for upto, room in rooms:
         assert sum(size for index, size in sizes.items() if index <= upto) <= room * (1 + 1e-9)
-    if (
-        set_up.autocast is not None
-    ):  # which tensors without data know nothing of: tests/offload/test_policy.py keeps them
+    # which tensors without data know nothing of: tests/offload/test_policy.py keeps them
+    if set_up.autocast is not None:
         return
     names = {index: tuple(sorted(one.name for one in chosen)) for index, chosen in plan.items()}
     different = {names[index]: index for index in sorted(names, reverse=True)}
@@ -358,9 +355,8 @@ def check_plan(set_up, tokens, chunk, plan, rooms):
         with_one, with_two = (
             forward_of(set_up, sorted({0, *graphs[-n:]}), tokens)[1] for n in (1, 2)
         )
-        assert (
-            sizes[graphs[-2]] <= with_two - with_one <= 1.06 * sizes[graphs[-2]]
-        )  # with what the layer gives
+        # with what the layer gives
+        assert sizes[graphs[-2]] <= with_two - with_one <= 1.06 * sizes[graphs[-2]]
 
 
 def cell(set_up, kind, memory, card, tokens, present):

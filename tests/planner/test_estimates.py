@@ -34,8 +34,9 @@ from streambp.planner.survey import (
     streamed,
     survey,
 )
-from tests import test_families, zoo
+from tests import zoo
 from tests.families import build
+from tests.model import test_families
 from tests.planner.laws import made_work
 from tests.planner.megatron import Parallelism, static_bytes
 from tests.versions import ROUTING_LOOKED_AT
@@ -135,9 +136,8 @@ def check_peak_by_hand():
     states = dataclasses.replace(method, first=phases, host=Law(7, 2, chunks=20))
     found = peak(profile, states, 105, 10, Setting())  # 11 chunks
     assert (found.total, found.host) == (1000 + 6000 + 1000 + 840 + 50 + 330, 7 + 210 + 220)
-    assert (
-        peak(profile, states, 5, 10, Setting()).total == 1000 + 6000 + 1000 + 40 + 25 + 30
-    )  # one chunk, of all tokens
+    # one chunk, of all tokens
+    assert peak(profile, states, 5, 10, Setting()).total == 1000 + 6000 + 1000 + 40 + 25 + 30
 
 
 def check_static_by_hand():

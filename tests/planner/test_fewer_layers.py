@@ -31,9 +31,8 @@ def deep(family, lora=False):
     changes = {"num_hidden_layers": TIMES * depth}
     if getattr(config, "layer_types", None):
         changes["layer_types"] = list(config.layer_types) * TIMES
-    if getattr(
-        config, "sliding_window", None
-    ):  # of a few tokens it makes thousands of blocks of the lengths counted
+    # of a few tokens it makes thousands of blocks of the lengths counted
+    if getattr(config, "sliding_window", None):
         changes["sliding_window"] = 4096
     model = zoo.build(family, torch.bfloat16, device="cpu", **changes)
     if lora:

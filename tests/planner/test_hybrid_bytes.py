@@ -38,9 +38,8 @@ CHUNK = 8192
 KB = 1024
 SHAPES = one_layer()
 FAST = ("Qwen3.5-9B", "Nemotron-H-8B")
-ATTENDS = {
-    "Falcon-H1-7B": 2 * 2 * 128 * (2 + 4) + 2 * 128 * 2
-}  # K and V of two heads with gradients, cos and sin
+# K and V of two heads with gradients, cos and sin
+ATTENDS = {"Falcon-H1-7B": 2 * 2 * 128 * (2 + 4) + 2 * 128 * 2}
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +74,8 @@ def backward_peak(model, length, streams):
         with StepCount(None) as count:
             loss = Source.apply(model(inputs_embeds=x, use_cache=False).last_hidden_state)
             made = given.pop().untyped_storage()
-            scaled = (
-                0 if made._cdata == x.untyped_storage()._cdata else made.nbytes()
-            )  # by the embedding's multiplier
+            # by the embedding's multiplier
+            scaled = 0 if made._cdata == x.untyped_storage()._cdata else made.nbytes()
             count.reset_peak()
             loss.backward()
     model.zero_grad(set_to_none=True)

@@ -129,9 +129,8 @@ def check_peaks():
     kept, peak, _ = ran(
         lambda *inputs: (causal_conv(*inputs),), empty(1, 64, 128), empty(64, 4), None
     )
-    assert (
-        peak - kept == 64 * 128 * 2 + 64 * 4 * 4 + 64 * 4 * 2
-    )  # dx, dW in float32 and then in its dtype
+    # dx, dW in float32 and then in its dtype
+    assert peak - kept == 64 * 128 * 2 + 64 * 4 * 4 + 64 * 4 * 2
 
 
 def test_what_kernels_keep_by_hand():

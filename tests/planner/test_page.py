@@ -146,9 +146,8 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
         saves, offload = (config.saves, config.offload) if config else ((), "none")
         host = (draw.uniform(0, GIB), draw.uniform(0, 3e5)) if offload == "cpu" else (0.0, 0.0)
         on_host = chunked and config.gpu_memory is not None
-        least = (
-            1e10 if on_host and not experts else 3e10
-        )  # one of two profiles prefers keys on the host
+        # one of two profiles prefers keys on the host
+        least = 1e10 if on_host and not experts else 3e10
         work = tuple(
             random_part(name, least / 3e10) for name in ("embedding", "forward", "head", "backward")
         )

@@ -150,9 +150,8 @@ def check_keyboard(address, plan):
             if number > 1 and dot["inside"] and dot["chunk"] < 8192
         )
         shown.press(*["Right"] * (number - 1))
-        assert (
-            shown.run("return document.getElementById('tip').hidden;") is False
-        )  # it says what the dot is
+        # it says what the dot is
+        assert shown.run("return document.getElementById('tip').hidden;") is False
         chosen = shown.run(SORTED)[number]
         shown.press("Enter")
         check_chosen(shown, chosen, plan)

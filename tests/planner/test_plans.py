@@ -41,9 +41,8 @@ from tests.planner.test_estimates import SMALL, made_up
 from tests.planner.test_page import random_profile
 
 GIB = 2**30
-planning = sys.modules[
-    "streambp.planner.plan"
-]  # the package's attribute of that name is the function
+# the package's attribute of that name is the function
+planning = sys.modules["streambp.planner.plan"]
 
 
 def two_methods():
@@ -166,9 +165,8 @@ def test_a_plan_of_a_model(monkeypatch):
     assert found.choice.peak.host <= GIB
     assert found.choice.config.chunk_size == found.choice.chunk_size
     table = plan_table(found)
-    assert (
-        f"StreamConfig(chunk_size={found.choice.chunk_size}, saves=()" in table
-    )  # without it, what fits is saved
+    # without it, what fits is saved
+    assert f"StreamConfig(chunk_size={found.choice.chunk_size}, saves=()" in table
     assert str(found.choice.config.offload) in table
     assert "3 x Qwen3DecoderLayer" in table
     assert all(row.method in table and f"{row.seq_len:,}" in table for row in found.longest)
@@ -433,9 +431,8 @@ def test_profile_on_the_command_line(tmp_path, capsys):
 def fitting():
     phase = Phase("backward 0", Law(1000, 10, 100))
     law = auto.StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ()))
-    known = Figures(
-        law, {}, seconds=lambda tokens, chunk: tokens / chunk
-    )  # larger chunks are faster
+    # larger chunks are faster
+    known = Figures(law, {}, seconds=lambda tokens, chunk: tokens / chunk)
     free = [0.0]
     return SavesPolicy(1, lambda device: free[0], lambda device: (known, 0.0), True, True), free
 

@@ -55,9 +55,8 @@ LENGTHS = (8192, 65536, 262144)
 
 @functools.cache
 def counted_profile(name, training):
-    if (
-        name == "made up"
-    ):  # 8 bytes a token in chunks of 1,024 at 5; adapters have a tenth of the parameters trained
+    # 8 bytes a token in chunks of 1,024 at 5; adapters have a tenth of the parameters trained
+    if name == "made up":
         trained = 500_000 if training.lora is None else 50_000
         born = Phase("backward 0", Law(2 * trained, 8, 5), 2 * trained)
         method = Method(

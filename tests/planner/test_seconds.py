@@ -322,9 +322,8 @@ def test_blocks_of_a_chunk():
         2,
         2 * 8192,
     )
-    assert (
-        features(65_536, 32_768, k_block=16_384).blocks == 2
-    )  # a prefix of 32k is two blocks beside the chunk's own
+    # a prefix of 32k is two blocks beside the chunk's own
+    assert features(65_536, 32_768, k_block=16_384).blocks == 2
     assert features(100, 0, k_block=16_384)[3:6] == (0, 0, 0)
     many = features(2**22, 1024, k_block=16_384).blocks
     assert many == pytest.approx(

@@ -43,10 +43,10 @@ from streambp.planner.survey import Counter, streamed, survey
 from streambp.rates import Rates
 from streambp.sharded.shards import Shards
 from tests.distributed.one_rank import give_back
-from tests.layer import test_sharded
 from tests.layer.test_bytes import KB
 from tests.planner.test_page import random_profile
 from tests.seeds import seed_of
+from tests.sharded import test_sharded
 from tests.versions import needs_states
 
 FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}
@@ -92,9 +92,8 @@ def test_a_layers_backward_takes_what_its_own_count_says(by, ranks, layers, monk
         for length in lengths
     )
     slope = {name: (long[name] - short[name]) / 8192 / KB for name in long}
-    predicted = {
-        "last layer": slope[f"backward {layers - 1}"] - 8 * layers
-    }  # without inputs of layers
+    # without inputs of layers
+    predicted = {"last layer": slope[f"backward {layers - 1}"] - 8 * layers}
     predicted |= {"first layer": slope["backward 0"] - 8} if layers > 1 else {}
     found = counted_alone(by, ranks, monkeypatch)
     print(f"{by} over {ranks}, KB a token of the shard: predicted {predicted}, counted {found}")
@@ -167,9 +166,8 @@ def test_the_table_of_the_docs_is_this_arithmetic():
     for cells, (name, layers, queries, tokens, ranks) in zip(table, ROWS, strict=True):
         length = f"{tokens >> 20}M" if tokens >= 2**20 else f"{tokens >> 10}k"
         assert cells[0] == f"| {name}, {length}, {ranks}"
-        attention = (
-            3.5 * 2 * 2 * tokens**2 / 2 * queries * 128 * layers / 550e12 / ranks
-        )  # forward and backward, at least
+        # forward and backward, at least
+        attention = 3.5 * 2 * 2 * tokens**2 / 2 * queries * 128 * layers / 550e12 / ranks
         for by, cell in zip((ULYSSES, CONTEXT_PARALLEL), cells[2:4], strict=True):
             if by == ULYSSES and queries % ranks:
                 assert cell.startswith("impossible")
@@ -234,9 +232,8 @@ def test_what_a_step_refuses_a_plan_refuses():
             f"{7 * ranks + 1} attention", f"{heads} attention"
         )
     assert "kv" in "".join(m.name for m in available(profile, over(6, ULYSSES)))
-    assert "kv" not in "".join(
-        m.name for m in available(profile, over(12, ULYSSES)) if m.split
-    )  # each kv head twice
+    # each kv head twice
+    assert "kv" not in "".join(m.name for m in available(profile, over(12, ULYSSES)) if m.split)
     with pytest.raises(streambp.StreamBPError, match=re.escape(BOTH)):
         Setting(gpus=4, ulysses=2, context_parallel=2)
     with pytest.raises(streambp.StreamBPError, match="gpus is 3"):

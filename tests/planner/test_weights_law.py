@@ -75,9 +75,8 @@ def counted(config, rank, monkeypatch):
     weights._given_engine = WithoutData(META)
     monkeypatch.setattr(ranges, "view_of", viewed)
     monkeypatch.setattr(host_weights, "view_of", viewed)
-    mutant(
-        monkeypatch, ranges.HostRanges, "put", " or tensor.is_meta", ""
-    )  # which would refuse them
+    # which would refuse them
+    mutant(monkeypatch, ranges.HostRanges, "put", " or tensor.is_meta", "")
     (layers,) = (stack.layers for stack in find_stacks(model).stacks)
 
     def loss():

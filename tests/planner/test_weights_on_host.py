@@ -57,9 +57,8 @@ def test_as_few_layers_as_it_takes():
     assert first(SIZES, LAYERS).freed == 8 * SIZE
     assert first((5, 7, 3), 3).last == 10
     assert first((5, 7, 3), 3).largest == 7
-    assert (
-        first((5, 7, 3), 3, 4).freed == 15 - 2 * 7 - 4
-    )  # of 4 bits, with a layer's decoded weights
+    # of 4 bits, with a layer's decoded weights
+    assert first((5, 7, 3), 3, 4).freed == 15 - 2 * 7 - 4
     assert fewest(SIZES, SIZE, SIZE).layers == 4
 
 
@@ -119,9 +118,8 @@ def test_seconds_are_the_longer_of_kernels_and_copies():
     method = profile.methods[0]
     slow = dataclasses.replace(RATES, link=1e6)
     resident, moved = Setting(), Setting(on_host=first(SIZES, LAYERS))
-    assert (
-        seconds(method, 1000, 100, slow, moved).total >= 18.0
-    )  # ten layers, and eight of them again
+    # ten layers, and eight of them again
+    assert seconds(method, 1000, 100, slow, moved).total >= 18.0
     hidden = hides_from(method, 100, RATES, moved)
     assert hidden is not None
     assert hides_from(method, 100, dataclasses.replace(RATES, link=1e-6), moved) is None
@@ -181,9 +179,8 @@ def test_the_law_holds_on_a_model():
     expected = peak(profile, method, length, chunk, used)
 
     model = with_adapters(build("llama", **CONFIG), rank=4).train()
-    model = patched(
-        model, "cpu", chunk_size=chunk, compare_backward=False
-    )  # a witness is much for so small a model
+    # a witness is much for so small a model
+    model = patched(model, "cpu", chunk_size=chunk, compare_backward=False)
     ids = torch.randint(0, config.vocab_size, (1, length))
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad(set_to_none=True)

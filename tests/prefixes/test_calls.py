@@ -26,10 +26,10 @@ from streambp.model import wrappers
 from streambp.prefixes import admission, calls, spread
 from streambp.prefixes.tree import LEAST, Tree, find_tree
 from tests import families, zoo
+from tests.admission.test_side_effects import Reassigned
 from tests.conftest import SHARING
 from tests.counting import LinearFlops
 from tests.families import VOCABULARY
-from tests.layer.test_side_effects import Reassigned
 from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
 from tests.prefixes.batches import MODES, PROMPT, counted, make_batch, real
 from tests.seeds import seeded
@@ -546,9 +546,8 @@ def test_a_rank_with_one_row_makes_the_trials_of_the_others(ranks, monkeypatch):
     for _ in range(2):
         ours(**batch)
         assert "saves too little" in told(ours)
-    assert len(tried) == (
-        4 if ranks > 1 else 0
-    )  # without padding and with it, as often as another rank wants to
+    # without padding and with it, as often as another rank wants to
+    assert len(tried) == (4 if ranks > 1 else 0)
 
 
 @pytest.mark.parametrize("other", ["alike", "of another kind", "does not share"])

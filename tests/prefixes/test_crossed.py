@@ -38,10 +38,8 @@ FAMILIES = (
 )
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv", "*proj"))
 SETTINGS = tuple(itertools.product((3, 7, 1000), SAVES, ("none", "cpu"), (False, True)))
-NAN = [
-    ("gemma3n_text", "padded"),
-    ("gemma3n_text", "two prompts"),
-]  # unpatched, where padding is on the left
+# unpatched, where padding is on the left
+NAN = [("gemma3n_text", "padded"), ("gemma3n_text", "two prompts")]
 STEP = 7  # through the settings: it has no factor in common with their number
 
 

@@ -56,9 +56,8 @@ def check_counts(monkeypatch):
     few = calls(monkeypatch, 16)
     assert few == calls(monkeypatch, 64)
     chunks = -(-(PROMPT + TOKENS) // CHUNK)
-    assert (
-        few["varlen"] == few["varlen backward"] == chunks - PROMPT // CHUNK
-    )  # one in each chunk that has branches
+    # one in each chunk that has branches
+    assert few["varlen"] == few["varlen backward"] == chunks - PROMPT // CHUNK
 
 
 def test_branches_of_a_chunk_are_one_call(monkeypatch):

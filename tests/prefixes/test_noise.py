@@ -60,9 +60,8 @@ def test_dropout(family):
 @pytest.mark.full
 def test_noise_that_backward_draws_anew_is_found(monkeypatch):
     monkeypatch.setattr(recompute.RandomState, "replayed", lambda _: contextlib.nullcontext())
-    with pytest.raises(
-        BackwardError, match="something else"
-    ):  # what backward compares; the slope alone would show it, too
+    # what backward compares; the slope alone would show it, too
+    with pytest.raises(BackwardError, match="something else"):
         check_dropout("gpt2")
 
 

@@ -291,9 +291,8 @@ class Repacked(torch.nn.Module):
 
 def test_a_trial_leaves_quantised_weights_as_they_are(monkeypatch):
     """It is run in eval mode, without gradients."""
-    monkeypatch.setattr(
-        calls, "why_rows", lambda module: None
-    )  # bitsandbytes' modules are not foreign
+    # bitsandbytes' modules are not foreign
+    monkeypatch.setattr(calls, "why_rows", lambda module: None)
     stock = families.build("llama", torch.float64)
     for layer in stock.model.layers:
         layer.mlp.up_proj = Repacked(layer.mlp.up_proj)

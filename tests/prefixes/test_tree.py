@@ -168,9 +168,8 @@ def test_what_makes_a_branch():
     tree = tree_of(rows, LEAST + 1, LEAST)
     assert tree.tokens == 2 * LEAST + 2  # the third shares one token too few
     assert tree_of(rows[1:], LEAST + 1, LEAST).tokens == 2 * LEAST + 1
-    assert isinstance(
-        find_tree(torch.tensor([[1, 2, 3], [1, 2, 4]])), str
-    )  # with the usual threshold
+    # with the usual threshold
+    assert isinstance(find_tree(torch.tensor([[1, 2, 3], [1, 2, 4]])), str)
     long = torch.arange(20 * LEAST).repeat(2, 1)
     long[1, 2 * LEAST :] += 1
     assert "saves too little" in find_tree(long)  # a 20th of the tokens

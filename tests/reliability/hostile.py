@@ -204,9 +204,10 @@ def _sensible(field: str, value: Any) -> bool:
     if field in booleans:
         return value is True or value is False
     if field == "chunk_size":
+        # none of PYTHON's is "8k"
         return (type(value) is int and 0 < value < 2**62) or (
             isinstance(value, str) and value == "auto"
-        )  # none of PYTHON's is "8k"
+        )
     if field == "saves":
         return (isinstance(value, str) and value == "auto") or (
             names and DIGITS not in "".join(value)

@@ -59,9 +59,8 @@ def checkpoint(tmp_path_factory):
 def test_command_lines_end_with_a_code_that_is_no_verdict(
     number, checkpoint, record_property, monkeypatch
 ):
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HF_HUB_OFFLINE", True
-    )  # names of no model are asked for nowhere
+    # names of no model are asked for nowhere
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     found = list(itertools.islice(hostile.command_lines(checkpoint), number))
     assert len(found) == number
     assert [case for case in found if case[1] != "refused"] == []

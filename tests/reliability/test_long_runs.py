@@ -35,9 +35,8 @@ def handles():
 @pytest.mark.parametrize("steps", [200])
 @pytest.mark.parametrize("setting", ["plain", "auto", "offload", "tiles"])
 def test_many_steps_leave_nothing_behind(setting, steps, record_property):
-    step(
-        streambp.unpatch(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5)))
-    )  # what a process loads once
+    # what a process loads once
+    step(streambp.unpatch(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))))
     before = tensors(), threading.active_count(), handles()
     config = streambp.StreamConfig(**{"chunk_size": 5, **SETTINGS[setting]})
     model = streambp.patch(build("qwen3"), config)

@@ -91,9 +91,8 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
                 f"{', '.join(ignored) or 'beta'} is set, which shapes GRPO's loss and not PPO's. "
                 "Leave it out; the clip range is epsilon, the KL penalty kl_coef."
             )
-        self.beta: float = (
-            self.kl_coef
-        )  # TRL loads a reference model and scores rollouts with it if this is not 0
+        # TRL loads a reference model and scores rollouts with it if this is not 0
+        self.beta: float = self.kl_coef
         super().__post_init__()
 
 
@@ -124,9 +123,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
             and not is_peft_model(model)
             and kwargs.get("peft_config") is None
         )
-        settings.beta = (
-            0.0 if in_memory else settings.kl_coef
-        )  # TRL would load the reference by path
+        # TRL would load the reference by path
+        settings.beta = 0.0 if in_memory else settings.kl_coef
         super().__init__(*args, **kwargs)
         self.kl_coef = self.beta = settings.beta = settings.kl_coef
         if in_memory and settings.kl_coef != 0.0:
@@ -144,9 +142,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
             weight = policy.get_output_embeddings().weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             size = full_shape(weight)[1]
-            head = nn.Linear(
-                size, 1, device=weight.device, dtype=dtype
-            )  # [..., h] -> one value each [..., 1]
+            # [..., h] -> one value each [..., 1]
+            head = nn.Linear(size, 1, device=weight.device, dtype=dtype)
             nn.init.normal_(head.weight, std=1.0 / (size + 1))  # start near zero
             nn.init.zeros_(head.bias)
             policy.add_module(VALUE_HEAD, head)
@@ -155,9 +152,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._rewards: Tensor = super()._calculate_rewards(
-            *args, **kwargs
-        )  # [processes * B, functions]
+        # [processes * B, functions]
+        self._rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -222,9 +218,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return log_probs, entropy and state_values of the completion tokens, [B, T]."""
-        input_ids = torch.cat(
-            [inputs["prompt_ids"], inputs["completion_ids"]], 1
-        )  # [B, prompt + completion]
+        # [B, prompt + completion]
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         kept = inputs["completion_ids"].shape[1]
         labels = input_ids.masked_fill(attention_mask == 0, -100)

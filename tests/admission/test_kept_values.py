@@ -1,0 +1,922 @@
+"""What layers, forwards and hooks keep without a graph is what they keep unpatched, in training and
+in evaluation.
+
+covers: admission/kept_values.py, fingerprint/holders.py, fingerprint/memory.py
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import copy
+import dataclasses
+import functools
+import itertools
+import queue
+import threading
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import streambp
+from streambp.admission import entry, kept_values
+from streambp.errors import UnsupportedModelError
+from streambp.fingerprint import memory
+from streambp.layer import function
+from streambp.model import wrappers
+from tests import zoo
+from tests.families import build, make_batch
+from tests.oracle import worst_error
+from tests.tiers import thinned
+
+pytestmark = pytest.mark.usefixtures("float64_oracle")
+LENGTH = 31
+CONFIG = streambp.StreamConfig(chunk_size=5)
+KEPT: dict = {}
+SETTINGS = types.SimpleNamespace(deep={"recorder": types.SimpleNamespace(on=True)})
+
+
+def paths(model):
+    return [layer.path for layer in streambp.describe(model).layers]
+
+
+def seen(out):
+    return out.detach().clone()
+
+
+# Ways to keep what passes: each puts a recorder on a layer, and gives what reads it.
+
+
+def attribute(layer):
+    def hook(module, args, out):
+        module.kept = seen(out)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: layer.mlp.kept
+
+
+def attribute_of_a_module_inside(layer):
+    def hook(module, args, out):
+        module.act_fn.kept = seen(out)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: layer.mlp.act_fn.kept
+
+
+def cell(layer):
+    kept = None
+
+    def hook(module, args):
+        nonlocal kept
+        kept = seen(args[0])
+
+    layer.mlp.register_forward_pre_hook(hook)
+    return lambda: kept
+
+
+def entry_of_a_dict(layer):
+    kept = {}
+
+    def hook(module, args, out):
+        kept["mlp"] = seen(out)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: kept["mlp"]
+
+
+def end_of_a_list(layer):
+    kept = []
+    layer.mlp.register_forward_hook(lambda module, args, out: kept.append(seen(out)))
+    return lambda: list(kept)
+
+
+def deque_of_the_last(layer):
+    kept = collections.deque(maxlen=2)
+    layer.mlp.register_forward_hook(lambda module, args, out: kept.append(seen(out)))
+    return lambda: list(kept)
+
+
+def set_of_numbers(layer):
+    kept = set()
+    layer.mlp.register_forward_hook(
+        lambda module, args, out: kept.add(round(float(out.detach().norm()), 9))
+    )
+    return lambda: sorted(kept)
+
+
+def default_argument(layer):
+    def hook(module, args, out, kept=[]):  # noqa: B006 - it is the idiom
+        kept[:] = [seen(out)]
+
+    layer.mlp.register_forward_hook(
+        hook := types.FunctionType(hook.__code__, globals(), argdefs=([],))
+    )
+    return lambda: hook.__defaults__[0][0]
+
+
+def attribute_of_a_function(layer):
+    def hook(module, args, out):
+        hook.kept = seen(out)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: hook.kept
+
+
+def global_dict(layer):
+    name = f"kept of {id(layer)}"
+
+    def hook(module, args, out):
+        KEPT[name] = seen(out)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: KEPT[name]
+
+
+class Recorder:
+    """With what it keeps on itself."""
+
+    __slots__ = ("kept",)
+    shared: dict = {}  # noqa: RUF012 - it is the idiom
+
+    def __init__(self):
+        self.kept = None
+
+    def __call__(self, module, args, out):
+        self.kept = seen(out)
+
+    def of_class(self, module, args, out):
+        type(self).shared[id(self)] = seen(out)
+
+
+def slot_of_an_object(layer):
+    layer.mlp.register_forward_hook(recorder := Recorder())
+    return lambda: recorder.kept
+
+
+def entry_of_a_class(layer):
+    layer.mlp.register_forward_hook((recorder := Recorder()).of_class)
+    return lambda: Recorder.shared[id(recorder)]
+
+
+def bound_by_a_partial(layer):
+    def hook(kept, module, args, out):
+        kept.out = seen(out)
+
+    kept = types.SimpleNamespace()
+    layer.mlp.register_forward_hook(functools.partial(hook, kept))
+    return lambda: kept.out
+
+
+def value_of_a_thread(layer):
+    kept = threading.local()
+
+    def hook(module, args, out):
+        kept.out = seen(out)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: kept.out
+
+
+def without_gradients(layer):
+    kept = []
+
+    @torch.no_grad()
+    def hook(module, args, out):
+        kept[:] = [out.clone()]
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: kept[0]
+
+
+def called_by_the_hook(layer):
+    kept = {}
+
+    def record(name, out):
+        kept[name] = seen(out)
+
+    layer.mlp.register_forward_hook(lambda module, args, out: record("out", out))
+    return lambda: kept["out"]
+
+
+def buffer_of_ones_own(layer):
+    store = torch.zeros(2, LENGTH, 32, dtype=torch.float64)
+
+    def hook(module, args, out):
+        store[:, : out.shape[1]] = out.detach()
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: store.clone()
+
+
+def array(layer):
+    store = np.zeros((2, LENGTH, 32))
+
+    def hook(module, args, out):
+        store[:, : out.shape[1]] = out.detach().numpy()
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: store.copy()
+
+
+def generator(layer):
+    kept = []
+
+    def collect():
+        while True:
+            kept.append((yield))
+
+    collector = collect()
+    next(collector)
+    layer.mlp.register_forward_hook(lambda module, args, out: collector.send(seen(out)))
+    return lambda: list(kept)
+
+
+def variable_of_the_context(layer):
+    variable = contextvars.ContextVar("recorded", default=None)
+
+    def hook(module, args, out):
+        variable.set(seen(out))
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: variable.get()
+
+
+def bound_append(layer):
+    kept = []
+    append = kept.append
+    layer.mlp.register_forward_hook(lambda module, args, out: append(seen(out)))
+    return lambda: list(kept)
+
+
+def numbers(layer):
+    kept = {}
+
+    def hook(module, args, out):
+        kept["tokens"], kept["norm"] = out.shape[1], float(out.detach().norm())
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: dict(kept)
+
+
+def counted_calls(layer):
+    layer.mlp.calls = 0
+
+    def hook(module, args, out):
+        module.calls += 1
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: layer.mlp.calls
+
+
+def running_mean(layer):
+    layer.mlp.mean = torch.zeros(32, dtype=torch.float64)
+
+    def hook(module, args, out):
+        module.mean.mul_(0.9).add_(out.detach().mean((0, 1)), alpha=0.1)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: layer.mlp.mean.clone()
+
+
+def sum_of_all(layer):
+    kept = {"sum": 0}
+
+    def hook(module, args, out):
+        kept["sum"] = kept["sum"] + out.detach().sum((0, 1))
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: kept["sum"]
+
+
+def gradient(layer):
+    kept = {}
+
+    def hook(module, grad_input, grad_output):
+        kept["grad"] = seen(grad_output[0])
+
+    layer.mlp.register_full_backward_hook(hook)
+    return lambda: kept.get("grad")
+
+
+def gradient_of_a_tensor(layer):
+    kept = []
+
+    def hook(module, args, out):
+        if out.requires_grad:
+            out.register_hook(lambda grad: kept.append(seen(grad)))
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: list(kept)
+
+
+def instance_forward(layer):
+    own, kept = layer.mlp.forward, []
+
+    def forward(x):
+        out = own(x)
+        kept[:] = [seen(out)]
+        return out
+
+    layer.mlp.forward = forward
+    return lambda: kept[0]
+
+
+def forward_of_the_layer(layer):
+    own, kept = layer.forward, []
+
+    def forward(hidden_states, **kwargs):
+        kept.append(hidden_states.detach().mean((0, 1)))
+        return own(hidden_states, **kwargs)
+
+    layer.forward = forward
+    return lambda: list(kept)
+
+
+def class_of_its_own(layer):
+    class Recording(type(layer.mlp)):
+        def forward(self, x):
+            out = super().forward(x)
+            if self.training or not torch.is_grad_enabled():
+                self.last = seen(out)
+            return out
+
+    layer.mlp.__class__ = Recording
+    return lambda: getattr(layer.mlp, "last", None)
+
+
+def all_modules(layer):
+    kept = {}
+    wanted = layer.mlp
+
+    def hook(module, args, out):
+        if module is wanted:
+            kept["out"] = seen(out)
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    REMOVED.append(handle)
+    return lambda: kept["out"]
+
+
+def forward_of_a_class(layer):
+    known, own, kept = type(layer.mlp), type(layer.mlp).forward, {}
+
+    def forward(self, x):
+        kept[id(self)] = x.detach().amax((0, 1))
+        return own(self, x)
+
+    def put_back():
+        known.forward = own
+
+    known.forward = forward
+    REMOVED.append(types.SimpleNamespace(remove=put_back))
+    return lambda: kept[id(layer.mlp)]
+
+
+REMOVED: list = []
+WAYS = {
+    way.__name__: way
+    for way in (
+        attribute, attribute_of_a_module_inside, cell, entry_of_a_dict, end_of_a_list, deque_of_the_last, set_of_numbers,
+        default_argument, attribute_of_a_function, global_dict, slot_of_an_object, entry_of_a_class, bound_by_a_partial,
+        value_of_a_thread, without_gradients, called_by_the_hook, buffer_of_ones_own, array, numbers, counted_calls,
+        running_mean, sum_of_all, gradient, gradient_of_a_tensor, instance_forward, forward_of_the_layer, class_of_its_own,
+        all_modules, generator, variable_of_the_context, bound_append, forward_of_a_class,
+    )
+}  # fmt: skip
+# each token is seen once, or nothing is kept
+WITHOUT_A_GRAPH = ("sum_of_all", "gradient", "gradient_of_a_tensor")
+
+
+@pytest.fixture(autouse=True)
+def _removed():
+    yield
+    while REMOVED:
+        REMOVED.pop().remove()
+    KEPT.clear()
+    Recorder.shared.clear()
+
+
+def train(model, seed=0):
+    model.train()
+    model.zero_grad()
+    model(**make_batch("plain", LENGTH, seed=seed), use_cache=False).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def evaluate(model, seed=0):
+    model.eval()
+    with torch.no_grad():
+        loss = model(**make_batch("plain", LENGTH, seed=seed), use_cache=False).loss
+    return {"loss": loss}
+
+
+STEPS = {
+    "train": (train, train),
+    "evaluate": (evaluate, evaluate),
+    "both": (train, evaluate, train),
+}
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor | np.ndarray):
+        assert tuple(one.shape) == tuple(other.shape)
+        torch.testing.assert_close(
+            torch.as_tensor(one), torch.as_tensor(other), rtol=1e-9, atol=1e-12
+        )
+    elif isinstance(one, dict | list):
+        assert len(one) == len(other)
+        pairs = (
+            zip(one.values(), other.values(), strict=True)
+            if isinstance(one, dict)
+            else zip(one, other, strict=True)
+        )
+        for pair in pairs:
+            same(*pair)
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=1e-9)
+    else:
+        assert one == other
+
+
+def check(way, steps, when="before"):
+    models, readers = [build("qwen3", torch.float64) for _ in range(2)], []
+    found = [[], []]
+    for index, model in enumerate(models):
+        patched = functools.partial(streambp.patch, model, CONFIG) if index else list
+        if when != "before":
+            patched()
+        if when == "later":
+            for step in dict.fromkeys(steps):
+                step(model)
+        readers.append(way(model.model.layers[1]))
+        if when == "before":
+            patched()
+        for number, step in enumerate(steps):
+            gradients = step(model, number)
+            found[index].append((gradients, copy.deepcopy(readers[-1]())))
+        while REMOVED:
+            REMOVED.pop().remove()
+    for (expected, kept), (gradients, ours) in zip(*found, strict=True):
+        assert worst_error(gradients, expected) <= 1e-10
+        same(kept, ours)
+    return models[1]
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize(
+    ("way", "steps", "when"),
+    thinned(
+        itertools.product(WAYS, STEPS, ["before", "after", "later"]),
+        lambda way, steps, when: (
+            (steps, when) in (("train", "before"), ("both", "later"), ("evaluate", "after"))
+        ),
+    ),
+)
+def test_what_is_kept_is_what_the_unpatched_model_keeps(way, steps, when):
+    model = check(WAYS[way], STEPS[steps], when)
+    streams = steps == "evaluate" and way in WITHOUT_A_GRAPH
+    # it stands around ours, and sees the whole
+    streams |= way == "forward_of_the_layer" and when != "before"
+    assert paths(model)[1] == ("streams" if streams else "checkpoints")
+
+
+# Switched on between two steps.
+
+
+def by_a_closure(layer):
+    on, kept = False, []
+
+    def hook(module, args, out):
+        if on:
+            kept[:] = [seen(out)]
+
+    def switch():
+        nonlocal on
+        on = True
+
+    layer.mlp.register_forward_hook(hook)
+    return switch, lambda: kept
+
+
+def by_an_attribute(layer):
+    layer.mlp.mode, layer.mlp.kept = "off", None
+
+    def hook(module, args, out):
+        if module.mode == "record":
+            module.kept = seen(out)
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: setattr(layer.mlp, "mode", "record"), lambda: layer.mlp.kept
+
+
+def by_a_global(layer):
+    kept = []
+
+    def hook(module, args, out):
+        if SETTINGS.deep["recorder"].on:
+            kept.append(seen(out))
+
+    SETTINGS.deep["recorder"].on = False
+    layer.mlp.register_forward_hook(hook)
+    return lambda: setattr(SETTINGS.deep["recorder"], "on", True), lambda: list(kept)
+
+
+def by_an_object(layer):
+    class Inner:
+        target = None
+
+    class Outer:
+        def __init__(self):
+            self.inner = {"first": [Inner()]}
+
+        def record(self, module, args):
+            if self.inner["first"][0].target is not None:
+                self.inner["first"][0].target["x"] = seen(args[0])
+
+    outer = Outer()
+    layer.mlp.register_forward_pre_hook(outer.record)
+    return lambda: setattr(
+        outer.inner["first"][0], "target", {}
+    ), lambda: outer.inner["first"][0].target
+
+
+def by_a_length(layer):
+    """No look sees it, and a trial is shorter."""
+    switch, kept = queue.SimpleQueue(), []
+
+    def hook(module, args, out):
+        if not switch.empty() and len(kept) < 1:
+            kept.append(seen(out))
+
+    layer.mlp.register_forward_hook(hook)
+    return lambda: switch.put(1), lambda: list(kept)
+
+
+def by_the_number_of_calls(layer):
+    """It records what has a certain name."""
+    state = {"name": "warm up", "kept": {}}
+    own = layer.mlp.forward
+
+    def forward(x):
+        if state["name"].startswith("record"):
+            state["kept"][state["name"]] = x.detach().norm(dim=-1)
+        return own(x)
+
+    layer.mlp.forward = forward
+    return lambda: state.update(name="record 1"), lambda: state["kept"]
+
+
+SWITCHES = {way.__name__: way for way in (
+    by_a_closure, by_an_attribute, by_a_global, by_an_object, by_the_number_of_calls
+)}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [train, evaluate])
+def test_a_switch_out_of_sight(step):
+    """One step raises; from then on it is exact."""
+    models = [build("qwen3", torch.float64) for _ in range(2)]
+    found = []
+    for index, model in enumerate(models):
+        switch, read = by_a_length(model.model.layers[1])
+        if index:
+            streambp.patch(model, CONFIG)
+        step(model)
+        switch()
+        if index:
+            with pytest.raises(
+                streambp.StreamBPError, match=r"keeps values of single chunks \(kept"
+            ):
+                step(model)
+            _, hook = model.model.layers[1].mlp._forward_hooks.popitem()
+            hook.__closure__[0].cell_contents.clear()
+            model.model.layers[1].mlp.register_forward_hook(hook)
+        found.append((step(model), read()))
+    (expected, kept), (gradients, ours) = found
+    assert worst_error(gradients, expected) <= 1e-10
+    same(kept, ours)
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("step", [train, evaluate])
+@pytest.mark.parametrize("way", SWITCHES)
+def test_a_recorder_that_is_switched_on_later(way, step):
+    models = [build("qwen3", torch.float64) for _ in range(2)]
+    found = []
+    for index, model in enumerate(models):
+        switch, read = SWITCHES[way](model.model.layers[1])
+        if index:
+            streambp.patch(model, CONFIG)
+        first = [step(model, number) for number in range(2)]
+        if index:
+            assert paths(model) == ["streams", "streams"]
+        switch()
+        found.append([(gradients, None) for gradients in first])
+        for number in range(2):
+            gradients = step(model, number)
+            found[-1].append((gradients, copy.deepcopy(read())))
+    for (expected, kept), (gradients, ours) in zip(*found, strict=True):
+        assert worst_error(gradients, expected) <= 1e-10
+        same(kept, ours)
+    assert paths(models[1]) == ["streams", "checkpoints"]
+    assert kept_values.KEEPS_VALUES in streambp.describe(models[1]).layers[1].reason
+
+
+# Routes that are recorded in one call and replayed in others.
+
+
+def recorded_whole(kept, index, top):
+    kept[index] = top
+
+
+def replayed_whole(kept, index, top):
+    return kept[index] if index in kept and len(kept[index]) == len(top) else top
+
+
+def recorded_as_array(kept, index, top):
+    kept[index] = top.numpy().copy()
+
+
+def replayed_from_array(kept, index, top):
+    return torch.from_numpy(kept[index]) if index in kept and len(kept[index]) == len(top) else top
+
+
+def recorded_by_row(kept, index, top):
+    kept[index] = [row.clone() for row in top.view(2, -1, top.shape[-1])]
+
+
+def replayed_by_row(kept, index, top):
+    rows = kept.get(index, [])
+    return torch.cat(rows) if sum(map(len, rows)) == len(top) else top
+
+
+STORES = {
+    "tensor": (recorded_whole, replayed_whole),
+    "array": (recorded_as_array, replayed_from_array),
+    "rows": (recorded_by_row, replayed_by_row),
+}
+
+
+def replaying(model, store, told):
+    """Puts a forward on each router. told: "mode" has the mode in a string, "grad" replays where
+    there are gradients, "flag" where an attribute of the model's config says so."""
+    record, replay = STORES[store]
+    state = {"mode": "off", "kept": {}}
+
+    def router(gate, index):
+        def forward(hidden_states):
+            hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+            logits = F.linear(hidden_states, gate.weight)
+            probs = logits.softmax(-1)
+            top = probs.topk(2).indices  # [B * T, k]
+            mode = state["mode"]
+            if told == "grad" and mode != "off":
+                mode = "replay" if torch.is_grad_enabled() else "record"
+            if mode == "record":
+                record(state["kept"], index, top)
+            elif mode == "replay":
+                top = replay(state["kept"], index, top)
+            return logits, probs.gather(-1, top), top
+
+        gate.forward = forward
+
+    for index, layer in enumerate(model.model.layers):
+        router(layer.mlp.gate, index)
+    return state
+
+
+def check_replay(store, told, when):
+    models, found = [zoo.build("qwen3_moe") for _ in range(2)], []
+    for index, model in enumerate(models):
+        state = replaying(model, store, told) if when != "after" else None
+        if index:
+            streambp.patch(model, CONFIG)
+        state = state or replaying(model, store, told)
+        if when == "later":
+            train(model, 3)
+        state["mode"] = "record"
+        found.append([evaluate(model, 1), copy.deepcopy(state["kept"])])
+        state["mode"] = "replay"
+        for _ in range(2):  # as updates between them do, which make other routes
+            found[-1].append(train(model, 1))
+            with torch.no_grad():
+                for layer in model.model.layers:
+                    layer.mlp.gate.weight.neg_()
+    (loss, kept, *expected), (our_loss, our_kept, *gradients) = found
+    same(loss, our_loss)
+    same(kept, our_kept)
+    for one, other in zip(expected, gradients, strict=True):
+        assert worst_error(other, one) <= 1e-10
+    assert set(paths(models[1])) == {"checkpoints"}
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize(
+    ("store", "told", "when"),
+    thinned(
+        itertools.product(STORES, ["mode", "grad"], ["before", "after", "later"]),
+        lambda store, told, when: store == "tensor" or (told, when) == ("mode", "before"),
+    ),
+)
+def test_routes_that_are_replayed(store, told, when):
+    """Where the weights are those of the record, live routes are the same, and a trial of these
+    tokens tells nothing."""
+    check_replay(store, told, when)
+
+
+def test_weights_of_attention_are_refused_by_name():
+    """Streamed layers make none, whole or in chunks."""
+    model, kept = build("qwen3", torch.float64), {}
+    model.set_attn_implementation("eager")
+
+    def hook(module, args, out):
+        if out[1] is not None:
+            kept["weights"] = seen(out[1])
+
+    model.model.layers[1].self_attn.register_forward_hook(hook)
+    streambp.patch(model, CONFIG)
+    with pytest.raises(
+        UnsupportedModelError, match=r"such as weights of attention: .*\['weights'\]"
+    ):
+        train(model)
+    assert kept == {}
+    model(**make_batch("plain", LENGTH), output_attentions=True, use_cache=False).loss.backward()
+    assert kept["weights"].shape[-2:] == (LENGTH, LENGTH)
+
+
+def check_out_of_sight():
+    """A hook puts what it sees into a queue: the trial's stay there, and the layer runs whole."""
+    models, queues = (
+        [build("qwen3", torch.float64) for _ in range(2)],
+        [queue.SimpleQueue() for _ in range(2)],
+    )
+    for model, kept in zip(models, queues, strict=True):
+        model.model.layers[1].mlp.register_forward_hook(
+            lambda m, args, out, put=kept.put: put(seen(out))
+        )
+    streambp.patch(models[1], CONFIG)
+    for model, kept in zip(models, queues, strict=True):
+        evaluate(model)
+        while not kept.empty():
+            last = kept.get()
+        assert last.shape == (2, LENGTH, 32)
+    assert paths(models[1]) == ["streams", "checkpoints"]
+
+
+def test_what_is_kept_out_of_sight():
+    check_out_of_sight()
+
+
+# What streams as before.
+
+
+class Adding:
+    """What K-FAC and calibration add up, where a recomputation has its graph."""
+
+    def __init__(self):
+        self.tokens, self.product = 0, 0
+
+    def forward(self, module, args, out):
+        if torch.is_grad_enabled():
+            x = args[0].detach().flatten(0, -2)
+            self.tokens, self.product = self.tokens + len(x), self.product + x.T @ x
+
+    def backward(self, module, grad_input, grad_output):
+        self.product = self.product + grad_output[0].square().sum()
+
+
+def test_sums_over_tokens_stream():
+    models, sums = [build("qwen3", torch.float64) for _ in range(2)], [Adding(), Adding()]
+    for model, adding in zip(models, sums, strict=True):
+        model.model.layers[1].mlp.up_proj.register_forward_hook(adding.forward)
+        model.model.layers[1].mlp.up_proj.register_full_backward_hook(adding.backward)
+    streambp.patch(models[1], CONFIG)
+    for seed in range(2):
+        expected, gradients = (train(model, seed) for model in models)
+        assert worst_error(gradients, expected) <= 1e-10
+        assert sums[1].tokens == sums[0].tokens
+        same(sums[0].product, sums[1].product)
+    assert paths(models[1]) == ["streams", "streams"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_without_code_of_others_nothing_is_looked_at(family, monkeypatch):
+    looked = []
+    monkeypatch.setattr(kept_values, "Memory", looked.append)
+    monkeypatch.setattr(kept_values, "undone", looked.append)
+    model = streambp.patch(build(family, torch.float64), CONFIG)
+    for step in (train, evaluate, train):
+        step(model)
+    assert looked == []
+    assert set(paths(model)) == {"streams"}
+
+
+def test_a_time_is_no_difference(monkeypatch):
+    """What is another at each run tells nothing."""
+    model, ticks = build("qwen3", torch.float64), itertools.count()
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda m, a, out: setattr(m, "ended", next(ticks) ** 2)
+    )
+    streambp.patch(model, CONFIG)
+    train(model)
+    assert paths(model) == ["streams", "streams"]
+
+
+@pytest.mark.parametrize("step", [train, evaluate])
+def test_a_recorder_that_comes_after_a_warm_up(step):
+    """It is told by name, and runs whole from then on."""
+    models, found = [build("qwen3", torch.float64) for _ in range(2)], []
+    for index, model in enumerate(models):
+        if index:
+            streambp.patch(model, CONFIG)
+            model.train(step is train)
+            with torch.set_grad_enabled(step is train):
+                streambp.warm_up(model, **make_batch("plain", LENGTH), use_cache=False)
+        read = end_of_a_list(model.model.layers[1])
+        if index:
+            with pytest.raises(
+                streambp.StreamBPError, match=r"keeps values of single chunks \(kept"
+            ):
+                step(model)
+            model.model.layers[1].mlp._forward_hooks.clear()
+            read = end_of_a_list(model.model.layers[1])
+        found.append((step(model), read()))
+    (expected, kept), (gradients, ours) = found
+    assert worst_error(gradients, expected) <= 1e-10
+    same(kept, ours)
+
+
+def nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(entry, "why_kept", lambda call: (None, None))
+
+
+def tokens_of_the_call(monkeypatch):
+    """They are the call's own, of which live routes are the recorded ones."""
+    monkeypatch.setattr(torch.Tensor, "neg_", lambda x: x)
+
+
+def kinds_are_not_told(monkeypatch):
+    monkeypatch.setattr(entry, "tell", lambda site, look, kind, hidden_states: kind)
+    monkeypatch.setattr(kept_values, "tell", lambda site, look, kind, hidden_states: kind)
+
+
+def nothing_is_out_of_sight(monkeypatch):
+    monkeypatch.setattr(memory.Writes, "kept_elsewhere", lambda self, found: "")
+
+
+def recomputations_leave_something(monkeypatch):
+    monkeypatch.setattr(kept_values, "recomputed", lambda site, look: contextlib.nullcontext())
+
+
+def trials_leave_something(monkeypatch):
+    monkeypatch.setattr(entry, "leaving_nothing", lambda call: contextlib.nullcontext())
+    monkeypatch.setattr(kept_values, "undone", not_undone)
+
+
+@contextlib.contextmanager
+def not_undone(roots):
+    before = memory.Memory(roots)
+    with memory.Writes(before) as writes:
+        yield before, writes
+
+
+def shapes_alone(monkeypatch):
+    def alike(one, other, tolerance):
+        return getattr(one, "shape", None) == getattr(other, "shape", None)
+
+    monkeypatch.setattr(kept_values, "_alike", alike)
+
+
+def chunks_are_not_watched(monkeypatch):
+    forward = dataclasses.replace(entry.IN_CHUNKS, forward=function.run_forward)
+    monkeypatch.setattr(
+        wrappers, "stream_layer", functools.partial(entry.stream_layer, strategy=forward)
+    )
+
+
+@pytest.mark.parametrize(
+    ("mutant", "test"),
+    [
+        (nothing_is_tried, lambda: check(attribute, (train,))),
+        (nothing_is_tried, lambda: check(end_of_a_list, (evaluate,))),
+        (nothing_is_out_of_sight, lambda: check_out_of_sight()),
+        (shapes_alone, lambda: check(running_mean, (evaluate,))),
+        (recomputations_leave_something, lambda: check(end_of_a_list, (train,))),
+        (trials_leave_something, lambda: check(counted_calls, (evaluate,))),
+        (
+            kinds_are_not_told,
+            lambda: test_a_recorder_that_is_switched_on_later("by_a_global", evaluate),
+        ),
+        (tokens_of_the_call, lambda: check_replay("tensor", "mode", "before")),
+        (chunks_are_not_watched, lambda: test_a_switch_out_of_sight(evaluate)),
+        (chunks_are_not_watched, lambda: test_a_recorder_that_comes_after_a_warm_up(train)),
+    ],
+)
+def test_mutants_turn_these_red(mutant, test, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, streambp.StreamBPError, pytest.fail.Exception)):
+        test()

@@ -1,0 +1,238 @@
+"""A command line is judged before torch is imported; names that the documentation writes resolve;
+what is not installed.
+
+covers: arguments.py, libraries.py, cli/__init__.py, cli/app.py, cli/checks.py, cli/environment.py
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import streambp
+from streambp import cli, libraries
+from streambp.errors import ConfigError, DeviceMemoryError, MissingLibraryError
+from streambp.fields import parse_bytes, parse_tokens
+from tests.families import build
+from tests.hangs import HANG
+
+ROOT = Path(__file__).parents[2]
+PLAN = "plan m --gpu-memory 8GiB"
+# A wrong line, and words of the one line that answers it.
+BAD = {
+    "plan": "needs MODEL and --gpu-memory", "plan m": "needs --gpu-memory", "plan --gpu-memory 8GiB": "needs MODEL",
+    "plan m --gpu-memory 80": "did you mean 80GiB", "plan m --gpu-memory 0": "--gpu-memory is '0'",
+    "plan m --gpu-memory 80X": "--gpu-memory is '80X'", "plan m --gpu-memory -1GiB": "--gpu-memory is '-1GiB'",
+    "plan m --gpu-memory nan": "--gpu-memory is 'nan'", "plan m --gpu-memory 1e999": "--gpu-memory is '1e999'",
+    "plan m --gpu-memory": "requires an argument", f"{PLAN} --host-memory 64": "did you mean 64GiB",
+    f"{PLAN} --host-memory much": "--host-memory is 'much'", f"{PLAN} --seq-len much": "--seq-len is 'much'",
+    f"{PLAN} --seq-len 0": "--seq-len is '0'", f"{PLAN} --seq-len -5": "--seq-len is '-5'",
+    f"{PLAN} --seq-len 64q": "--seq-len is '64q'", f"{PLAN} --seq-len 1e5": "--seq-len is '1e5'",
+    f"{PLAN} --seq-len inf": "--seq-len is 'inf'", f"{PLAN} --reserve 1.5": "from 0 to 0.99",
+    f"{PLAN} --reserve nan": "--reserve is 'nan'", f"{PLAN} --reserve -0.5": "--reserve is '-0.5'",
+    f"{PLAN} --gpus 0": "--gpus is '0'", f"{PLAN} --gpus 1.5": "--gpus is '1.5'", f"{PLAN} --gpus x": "--gpus is 'x'",
+    f"{PLAN} --ulysses 0": "--ulysses is '0'", f"{PLAN} --context-parallel -2": "--context-parallel is '-2'",
+    f"{PLAN} --zero 4": "must be one of 0, 1, 2, 3", f"{PLAN} --zero x": "--zero is 'x'",
+    f"{PLAN} --batch-size 0": "--batch-size is '0'", f"{PLAN} --lora 0": "--lora is '0'",
+    f"{PLAN} --lora x": "--lora is 'x'",
+    f"{PLAN} --bits 3": "must be one of 4, 8, 16", f"{PLAN} --bits 4": "Add --lora 16",
+    f"{PLAN} --full --lora 4": "pass one",
+    f"{PLAN} --optimizer-bytes nan": "--optimizer-bytes is 'nan'",
+    f"{PLAN} --optimizer-bytes -1": "--optimizer-bytes is '-1'",
+    f"{PLAN} --optimizer-bytes inf": "--optimizer-bytes is 'inf'", f"{PLAN} --dtype int8": "--dtype is 'int8'",
+    f"{PLAN} --kernels x": "--kernels is 'x'", f"{PLAN} --mixers x": "--mixers is 'x'",
+    f"{PLAN} --device RTX409": "Did you mean RTX4090", f"{PLAN} --device missing.json": "missing.json",
+    f"{PLAN} --html /nowhere/at/all.html": "cannot be written", f"{PLAN} --prompt 4k": "Add --group",
+    f"{PLAN} --group 4": "--group needs --prompt", f"{PLAN} --group 4 --prompt 8k --seq-len 8k": "--seq-len is longer",
+    f"{PLAN} --group 0 --prompt 8k": "--group is '0'", f"{PLAN} --foo": "No such option: --foo",
+    f"{PLAN} --measure-device a.json --device H200": "pass one of the two",
+    "plan ./nothing --gpu-memory 8GiB": "no such file",
+    "plan missing.json --gpu-memory 8GiB": "no such file", "plan a/b/c --gpu-memory 8GiB": "no such file",
+    "plan / --gpu-memory 8GiB": "folder without config.json", "verify": "PATH_OR_ID", "verify ./nothing": "no such file",
+    "verify m --seq-len 5": "at least 9", "verify m --seq-len 64 --chunk-size 0": "--chunk-size is '0'",
+    "verify m --seq-len 64 --chunk-size 16": "smaller --chunk-size", "verify m --saves kv@0": "saves names 'kv@0'",
+    "verify m --seed -1": "--seed is '-1'", "verify m --left-padding 600": "--left-padding is 600",
+    "verify m --dtype x": "--dtype is 'x'", "verify m --top -1": "--top is '-1'",
+    "profile m --seq-len max": "--seq-len is 'max'",
+    "profile m --offload disk": "must be one of none, cpu", "profile m --seq-len 2048M": "at most", "launch": "no command",
+    "launch true": "comes after --", "launch --chunk-size 0 -- true": "chunk_size is '0'",
+    "launch --chunk-size 1.5 -- true": "chunk_size is '1.5'", "verify m --seq-len 1.5": "--seq-len is '1.5'",
+    "launch --attention fast -- true": "attention is 'fast'", "launch --chunk-sizes 8 -- true": "No such option",
+    "launch --uninstall -- true": "run no command", "pla m": "Did you mean 'plan'",
+}  # fmt: skip
+# In a process of its own: all lines, and that none of them has imported what takes seconds.
+RUN_LINES = """
+import contextlib, io, json, sys, time
+start = time.process_time()
+from streambp.cli import main
+found = []
+for line in json.loads(sys.argv[1]):
+    said, printed = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
+        code = main(line.split())
+    heavy = [name for name in ("torch", "transformers") if name in sys.modules]
+    found.append([line, code, said.getvalue(), len(printed.getvalue()), heavy])
+print(json.dumps(found))
+"""
+
+
+def run_lines(lines):
+    words = [sys.executable, "-W", "error::UserWarning", "-c", RUN_LINES, json.dumps(lines)]
+    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout)
+
+
+def test_each_bad_line_gets_one_line_and_needs_no_torch():
+    found = run_lines(list(BAD))
+    assert len(found) == len(BAD) >= 65
+    for line, code, said, printed, heavy in found:
+        assert (code, printed, heavy, said.count("\n")) == (2, 0, [], 1), line
+        assert said.startswith("streambp"), line
+        assert BAD[line] in said, line
+
+
+def test_help_and_version_need_no_torch():
+    lines = [
+        "--help",
+        "--version",
+        *(f"{name} --help" for name in ("plan", "verify", "profile", "launch", "env")),
+    ]
+    for line, code, said, printed, heavy in run_lines(lines):
+        assert (code, said, heavy) == (0, "", []), line
+        assert printed
+
+
+def test_the_environment_is_told(capsys):
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["streambp"] == streambp.__version__
+    assert found["torch"] == importlib.metadata.version("torch")
+    assert "attention in float32" in found["devices"][0]
+    assert cli.main(["env"]) == 0
+    assert f"transformers: {found['transformers']}" in capsys.readouterr().out
+
+
+def test_what_other_libraries_print_goes_to_stderr(monkeypatch, tmp_path, capsys):
+    load = AutoModelForCausalLM.from_pretrained
+
+    def chatty(*args, **kwargs):
+        print("loading...")
+        return load(*args, **kwargs)
+
+    build("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", chatty)
+    capsys.readouterr()
+    assert cli.main(["verify", str(tmp_path), "--seq-len", "60", "--device", "cpu", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["exact"]
+    assert "loading..." in printed.err
+
+
+def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path, capsys):
+    fields = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    for command in (["plan", str(tmp_path), "--gpu-memory", "8GiB"], ["verify", str(tmp_path)]):
+        assert cli.main(command) == 2
+        assert "--trust-remote-code" in capsys.readouterr().err
+
+
+NAME = re.compile(r"(?<![\w./-])streambp(?:\.[A-Za-z_]\w*)+")
+# modules, by their own statements
+IMPORTED = re.compile(r"^\s*(?::::|from|import|python -m|.* -m) .*$", re.MULTILINE)
+
+
+def written_names():
+    """Dotted names of the package in its documentation, and in texts of its sources."""
+    texts = [page.read_text("utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))]
+    for path in ROOT.glob("streambp/**/*.py"):
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        strings = (
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
+        texts += [text for text in strings if " " in text]  # others are module names
+    return sorted({name for text in texts for name in NAME.findall(IMPORTED.sub("", text))})
+
+
+def test_every_name_that_is_written_resolves_after_import_streambp_alone():
+    """Modules of frameworks that are not installed are known by the one message."""
+    program = (
+        "import sys, json, streambp\nassert 'torch' not in sys.modules\nwrong = []\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    try:\n        eval(name, {'streambp': streambp})\n"
+        "    except Exception as error:\n        wrong.append([name, type(error).__name__, "
+        "str(error)])\nprint(json.dumps(wrong))"
+    )
+    names = written_names()
+    assert len(names) > 5
+    result = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(names)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    wrong = json.loads(result.stdout.splitlines()[-1])
+    assert [case for case in wrong if case[1] != "MissingLibraryError"] == []
+
+
+@pytest.mark.parametrize("library", [*libraries.EXTRAS, *libraries.PROGRAMS])
+def test_a_library_that_is_not_installed_gets_the_one_message(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    said = rf"^{library} is not installed. Install it: pip install "
+    with pytest.raises(MissingLibraryError, match=said) as error, libraries.required(library):
+        importlib.import_module(library)
+    what = str(error.value).rpartition(" ")[2].rstrip(".")
+    if library in libraries.EXTRAS:
+        text = (ROOT / "pyproject.toml").read_text("utf-8")
+        assert what == f"'streambp[{libraries.EXTRAS[library]}]'"
+        assert re.search(rf"^{libraries.EXTRAS[library]} = \[", text, re.MULTILINE)
+
+
+def test_another_librarys_absence_is_not_renamed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets_of_nobody", None)
+    with pytest.raises(ModuleNotFoundError) as error, libraries.required("trl"):
+        importlib.import_module("datasets_of_nobody")
+    assert not isinstance(error.value, MissingLibraryError)
+
+
+@pytest.mark.parametrize("version", ["9.0.1", "2.15.0", "2.14.5+cu130", "2.11"])
+def test_newer_releases_are_warned_of(version, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        libraries.warn_of_untested("torch")
+    assert len(found) == (version in ("9.0.1", "2.15.0"))
+    assert not found or "newer than 2.14" in str(found[0].message)
+
+
+def test_one_type_of_tokens_and_one_of_bytes():
+    assert (
+        streambp.StreamConfig(chunk_size="8k").chunk_size
+        == parse_tokens("chunk_size", "8k")
+        == 8192
+    )
+    assert parse_bytes("gpu_memory", "80G") == parse_bytes("gpu_memory", "80GiB") == 80 * 2**30
+    with pytest.raises(ConfigError, match="did you mean 80GiB"):
+        streambp.StreamConfig(offload="cpu", gpu_memory="80")
+
+
+def test_what_the_package_does_not_have():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = streambp.nothing
+    assert {"patch", "verify", "losses"} <= set(dir(streambp))
+    assert issubclass(DeviceMemoryError, streambp.StreamBPError)

@@ -1,0 +1,170 @@
+"""Logits beside the loss: what programs compute of the logits of a call with labels, without these.
+
+covers: lazy/dispatch.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import streambp
+from streambp.errors import StreamBPError
+from streambp.lazy.dispatch import LazyLogits
+from tests import zoo
+from tests.families import build
+from tests.head.losses_on_logits import dpo, entropy_of
+from tests.lazy.test_lazy import IDS, OutputBackwardHookManager, lazy
+from tests.oracle import EXACT, worst_error
+
+pytestmark = pytest.mark.usefixtures("float64_oracle")
+BESIDES = "blockwise loss, no logits; besides, "
+
+
+def metrics(logits, ids):
+    """As TRL 0.29 and ms-swift log them in SFT."""
+    with torch.no_grad():
+        entropy = entropy_of(logits)[:, 1:].mean()
+        hits = (logits[..., :-1, :].contiguous().argmax(dim=-1) == ids[..., 1:]).double().mean()
+    return torch.stack([entropy, hits])
+
+
+def step(model, use=None, **more):
+    """The loss (with a loss on the logits added, if `use` has a gradient), what `use` made, all
+    gradients."""
+    model.zero_grad()
+    output = model(input_ids=IDS, labels=IDS, use_cache=False, **more)
+    loss, logits = output[:2] if isinstance(output, tuple) else (output.loss, output.logits)
+    made = torch.zeros(()) if use is None else use(logits, IDS)
+    (loss + made if made.requires_grad else loss).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), made.detach(), gradients
+
+
+def compare(use, **more):
+    """Loss, what `use` made, and all gradients against full logits."""
+    model = build("qwen3", torch.float64)
+    expected = step(model, use, **more)
+    found = step(lazy(model), use, **more)
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    assert worst_error(found[2], expected[2]) <= EXACT
+    return model
+
+
+@pytest.mark.parametrize("more", [{}, {"return_dict": False}])
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (metrics, BESIDES + "no logits: computed blockwise for log_softmax + exp"),
+        (dpo, BESIDES + "no logits: computed blockwise for gather, logsumexp"),
+        (
+            lambda z, y: z.cumsum(-1).square().mean(),
+            BESIDES + "builds the logits: the program uses cumsum on them",
+        ),
+    ],
+    ids=["metrics", "a loss", "no rule"],
+)
+def test_what_is_computed_of_logits_beside_the_loss(use, told, more):
+    model = compare(use, **more)
+    assert streambp.describe(model).head.startswith(told)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "phi", "mixtral"])
+def test_heads_with_scale_softcap_and_bias_and_other_parts_of_the_loss(family):
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = zoo.build(family, torch.float64).train()
+        expected = step(model, dpo)
+        found = step(lazy(model), dpo)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(
+        torch.stack(found[:2]), torch.stack(expected[:2]), rtol=1e-12, atol=0
+    )
+    assert worst_error(found[2], expected[2]) <= EXACT
+
+
+def test_logits_that_nobody_uses_change_nothing():
+    """Bit by bit; and so does their use for metrics."""
+    runs = []
+    for setting, use in ((False, None), (True, None), (True, metrics)):
+        config = streambp.StreamConfig(chunk_size=5, lazy_logits=setting)
+        model = streambp.patch(build("qwen3", torch.float64), config)
+        runs.append(step(model, use))
+        if use is None:
+            assert streambp.describe(model).head == "blockwise loss, no logits"
+    (loss, _, gradients), *others = runs
+    for found, _, ours in others:
+        assert torch.equal(found, loss)
+        assert all(torch.equal(ours[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("hook", [lambda z: z.retain_grad(), lambda z: z.register_hook(torch.neg)])
+def test_hooks_that_would_not_see_the_losss_gradient_are_refused(hook):
+    output = lazy(build("qwen3", torch.float64))(input_ids=IDS, labels=IDS)
+    with pytest.raises(StreamBPError, match="comes after something was made of these logits"):
+        hook(output.logits)
+
+
+def hooked_late_by_an_engine(use, before=None):
+    """An engine hooks logits of which a loss was made: it scales by a quarter what is made of them
+    later, and no more."""
+    model, manager = build("qwen3", torch.float64), OutputBackwardHookManager(4)
+    (*_, expected) = step(model, lambda z, y: (before(z, y) if before else 0.0) + use(z, y) / 4)
+
+    def hooked(z, y):
+        made = before(z, y) if before else 0.0
+        z.register_hook(manager.hook)
+        return made + use(z, y)
+
+    (*_, found) = step(lazy(model), hooked)
+    assert worst_error(found, expected) <= EXACT
+    assert [len(shape) for shape in manager.seen] == [1]
+    assert streambp.describe(model).head.startswith(BESIDES + "no logits")
+
+
+LATE = {
+    "beside the model's loss": {"use": dpo},
+    "beside the program's": {"use": dpo, "before": lambda z, y: z.logsumexp(-1).square().mean()},
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_an_engines_hook_is_never_late(name):
+    hooked_late_by_an_engine(**LATE[name])
+
+
+def test_an_engines_hook_on_logits_whose_classes_come_first():
+    """As a module around the model may return them."""
+    model, manager = lazy(build("qwen3", torch.float64)), OutputBackwardHookManager(4)
+    plain = build("qwen3", torch.float64)
+    plain(input_ids=IDS, use_cache=False).logits.transpose(1, 2).log_softmax(1).square().mean().div(
+        4
+    ).backward()
+    returned = model(input_ids=IDS, use_cache=False).logits.transpose(1, 2)
+    returned.register_hook(manager.hook)
+    returned.log_softmax(1).square().mean().backward()
+    assert [len(shape) for shape in manager.seen] == [1]
+    found, expected = (
+        {name: p.grad for name, p in each.named_parameters()} for each in (model, plain)
+    )
+    assert worst_error(found, expected) <= EXACT
+
+
+def test_when_logits_are_beside_the_loss():
+    """In evaluation as in training; real where the settings or a cache say so; not beside
+    log-probabilities."""
+    model = lazy(build("qwen3", torch.float64))
+    scored = model(input_ids=IDS, labels=IDS, output_log_probs=True)
+    assert scored.logits is None
+    model.eval()
+    with torch.no_grad():
+        found = model(input_ids=IDS, labels=IDS).logits
+        assert type(found) is LazyLogits
+        assert type(model(input_ids=IDS, labels=IDS, use_cache=True).logits) is torch.Tensor
+        expected = build("qwen3", torch.float64).eval()(input_ids=IDS, labels=IDS).logits
+        torch.testing.assert_close(torch.as_tensor(found.numpy()), expected, rtol=1e-12, atol=1e-12)
+    measured = streambp.patch(model, streambp.StreamConfig(eval_logits=True, lazy_logits=True))
+    assert type(measured(input_ids=IDS, labels=IDS).logits) is torch.Tensor
+    assert streambp.patch(model, streambp.StreamConfig())(input_ids=IDS, labels=IDS).logits is None

@@ -1,0 +1,218 @@
+"""Every rule of lazy logits has a mutant, and every mutant turns a named test red.
+
+covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/standin.py,
+  lazy/loss_rules.py, lazy/row_rules.py, head/seen.py, lazy/tensor.py, model/causal_lm.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from streambp.errors import StreamBPError
+from streambp.head import seen
+from streambp.lazy import backward as sweep
+from streambp.lazy import dispatch as lazy
+from streambp.lazy import expression as rows
+from streambp.lazy import head as hub
+from streambp.lazy import loss_rules, row_rules, standin
+from streambp.lazy import tensor as lazy_rows
+from streambp.model import causal_lm
+from tests.head.losses_on_logits import FRAMEWORKS
+from tests.lazy import test_lazy, test_lazy_labels
+from tests.lazy import test_lazy_like_torch as like_torch
+from tests.lazy.test_lazy import BUILT, OTHERS, WRITES, check, refused
+
+pytestmark = pytest.mark.usefixtures("float64_oracle")
+
+
+def without(field):
+    """Gradients that are left, less one."""
+
+    def leave(self, gradient, real=hub.Hub.leave):
+        given = isinstance(gradient, sweep.StatisticsGradient)
+        real(self, dataclasses.replace(gradient, **{field: None}) if given else gradient)
+
+    return leave
+
+
+def always_free(self, given, real=sweep.StatisticsTerm.add):
+    self.labels.fill_(-1)
+    real(self, dataclasses.replace(given, unique=True))
+
+
+def of_any_backward(self, gradient):
+    self._left.setdefault(0, []).append(gradient)
+
+
+def first_ones(self, reading):
+    count = reading.positions.numel()
+    found = self._known.get(reading.projection)
+    return None if found is None else (found[0][:count], found[1][:count])
+
+
+def shifted(node, change, unique=True, real=rows.over_tokens):
+    return real(node, lambda x: change(x.roll(1, 0)), unique)
+
+
+def unseen(self, other, real=lazy_rows.LazyLogits.become):
+    real(self, other)
+    self.memory.writes -= 1
+
+
+def first_block_alone(self, total, product, positions, block, real=sweep.NodeTerm.add_to):
+    if not block.start:
+        real(self, total, product, positions, block)
+
+
+def cut_off(output, record, real=causal_lm._hand_out):
+    with torch.no_grad():
+        return real(output, record)
+
+
+def beside_the_loss():
+    test_lazy_labels.compare(test_lazy_labels.dpo)
+
+
+def late_by_an_engine():
+    try:
+        test_lazy_labels.hooked_late_by_an_engine(test_lazy_labels.dpo)
+    except StreamBPError as error:
+        raise AssertionError("refused") from error
+
+
+@functools.cache
+def gradient_of(name):
+    return lambda: check(FRAMEWORKS[name])
+
+
+@functools.cache
+def other(name):
+    return lambda: check(OTHERS[name])
+
+
+@functools.cache
+def builds(name):
+    return lambda: check(BUILT[name], expected=test_lazy.BUILDS)
+
+
+def is_refused(loss):
+    def run():
+        assert refused(loss)
+
+    return run
+
+
+def lost(program):
+    def run():
+        assert like_torch.refused(program)
+
+    return run
+
+
+def several_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        test_lazy.in_several_blocks(FRAMEWORKS["grpo"], patch)
+
+
+def is_refused_after_a_step():
+    assert test_lazy.weights_changed()
+
+
+def is_refused_before_backward():
+    assert test_lazy.changed_before_backward()
+
+
+def left_in_one_place(monkeypatch):
+    monkeypatch.setattr(hub.Hub, "take", lambda self: self._left.pop(0, []))
+
+
+MUTANTS = {
+    "a label's logit without its gradient": (hub.Hub, "leave", without("pick"), gradient_of("dpo")),
+    "a logsumexp without its gradient": (hub.Hub, "leave", without("lse"), gradient_of("dpo")),
+    "a mean without its gradient": (hub.Hub, "leave", without("mean"), other("smoothed")),
+    "a second label of a token instead of the first": (
+        sweep.StatisticsTerm, "add", always_free, other("the same token twice"),
+    ),
+    "a token that is taken twice counted once": (sweep.StatisticsTerm, "add", always_free, other("repeated")),
+    "functions of rows without a gradient": (sweep.NodeTerm, "add_to", lambda *args: None, gradient_of("grpo")),
+    "functions of the first block's rows alone": (sweep.NodeTerm, "add_to", first_block_alone, several_blocks),
+    "gradients through what was detached": (row_rules, "_graded", lambda x, graded: x.node, other("constant")),
+    "a temperature that is forgotten": (
+        lazy, "scale", None, gradient_of("grpo"),
+    ),
+    "other tokens": (lazy_rows, "over_tokens", shifted, gradient_of("dpo")),
+    "statistics of other tokens": (hub.Hub, "known_statistics", first_ones, gradient_of("dpo")),
+    "smoothing left out": (
+        loss_rules, "_smoothed", lambda rows, labels, smoothing, real=loss_rules._smoothed: real(rows, labels, 0.0),
+        other("smoothed"),
+    ),
+    "a logarithm of probabilities taken for logits": (
+        row_rules, "log_softmaxed", lambda node: None if not hasattr(node, "args") else (rows.readings(node)[0], 1.0),
+        gradient_of("entropy_from_softmax"),
+    ),
+    "signs left out": (
+        row_rules, "log_softmaxed",
+        lambda node, real=row_rules.log_softmaxed: None if real(node) is None else (real(node)[0], 1.0),
+        gradient_of("label_smoothing"),
+    ),
+    "writes unseen by others": (lazy_rows.LazyLogits, "become", unseen, is_refused(WRITES["through a part"])),
+    "writes through real tensors unseen": (
+        lazy_rows.SharedMemory, "watch", lambda self, tensor: None, is_refused(WRITES["through data"]),
+    ),
+    "writes by a Function unseen": (
+        lazy_rows.LazyLogits, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
+    ),
+    "hooks that see nothing": (standin, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
+    "what was made of logits forgotten": (standin, "note_use", lambda *_: None, lost(like_torch.asked_for)),
+    "hooks that a Function passes by": (lazy_rows, "TENSOR_HOOKS", (), lost(like_torch.hooked_before_a_function)),
+    "a mask as it is later": (rows.Operand, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
+    "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
+    "weights written by a pointer": (seen.Seen, "changed", lambda self: None, is_refused_before_backward),
+    "what a Function does with the gradient": (
+        lazy_rows.LazyLogits, "known", lambda self: True, builds("autograd.Function that returns logits"),
+    ),
+    "gradients of all values lost": (
+        lazy_rows.Place, "backward", staticmethod(lambda ctx, _: (None,) * len(ctx.needs_input_grad)),
+        builds("autograd.Function"),
+    ),
+    "engines' nodes not run": (lazy_rows.LazyLogits, "heed", lambda self: None, test_lazy.run_engines),
+    "a hub that keeps what reads it": (
+        hub.Hub, "read",
+        lambda self, *given, real=hub.Hub.read: setattr(self, "kept", real(self, *given)) or self.kept,
+        lambda: test_lazy.test_nothing_is_held_by_a_cycle(FRAMEWORKS["dpo_with_metrics"]),
+    ),
+    "engines' hooks that are not called": (lazy.LazyLogits, "hook", None, test_lazy.hooked_by_an_engine),
+    "engines' hooks taken for a program's": (standin, "scales", lambda hook: False, late_by_an_engine),
+    "logits beside the loss without a gradient": (causal_lm, "_hand_out", cut_off, beside_the_loss),
+    "gradients of an earlier backward": (hub.Hub, "leave", of_any_backward, test_lazy.left_behind),
+}  # fmt: skip
+
+
+@functools.cache
+def green(run):
+    """Without a mutant; once for all mutants of a check."""
+    run()
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_turns_a_test_red(name, monkeypatch):
+    owner, attribute, mutant, run = MUTANTS[name]
+    green(run)
+    if name == "gradients of an earlier backward":
+        left_in_one_place(monkeypatch)
+    if attribute == "hook":
+        monkeypatch.setitem(lazy.LazyLogits.rules, "register_hook", lambda x, hook: None)
+    elif mutant is None:
+        for name in lazy.SCALING:
+            monkeypatch.setitem(
+                lazy.ROW_RULES, name, lambda name, func, args, kwargs: args[0].changed()
+            )
+    else:
+        monkeypatch.setattr(owner, attribute, mutant)
+    with pytest.raises(AssertionError):
+        run()

@@ -1,0 +1,91 @@
+"""The tasks that CONTRIBUTING.md describes name the files that change: those that know a save or a
+kernel by its name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "streambp"
+TASKS = {
+    "a new kind of save": "attn_out",
+    "a new attention kernel": "cudnn",
+    "a family that fails its trial": None,
+}
+# they know kernels by what they take
+BESIDE = {"a new attention kernel": {"attention/rules.py", "planner/work.py"}}
+
+
+def row_of(task, text):
+    """The row of the table, by the start of its first cell."""
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {task}")]
+    return row.split("|")[1:-1]
+
+
+def files_in(cell):
+    return set(re.findall(r"`([\w/]+\.py)`", cell))
+
+
+def knows(source, name):
+    """Whether code has the name as a string, or as the first part of one; prose does not count."""
+    tree = ast.parse(source)
+    bodies = [
+        node.body
+        for node in ast.walk(tree)
+        if hasattr(node, "body") and isinstance(node.body, list) and node.body
+    ]
+    prose = {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}
+    strings = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return any(node.value.partition(".")[0] == name for node in strings if id(node) not in prose)
+
+
+def files_that_know(name, package):
+    return {
+        p.relative_to(package).as_posix()
+        for p in package.rglob("*.py")
+        if knows(p.read_text("utf-8"), name)
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_names_the_files_that_change(task):
+    _, files, shown = row_of(task, (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    named = files_in(files)
+    assert named
+    assert [name for name in named if not (PACKAGE / name).exists()] == []
+    assert [name for name in files_in(shown) if not (ROOT / name).exists()] == []
+    if TASKS[task] is not None:
+        assert named == files_that_know(TASKS[task], PACKAGE) | BESIDE.get(task, set())
+
+
+def test_the_places_of_a_family_are_there():
+    """Of the table by symptom; a file goes by its name alone where that is enough."""
+    text = (ROOT / "docs" / "adding-a-family.md").read_text("utf-8")
+    named = {name for name in files_in(text) if not name.startswith(("tests/", "scripts/"))}
+    assert len(named) > 5
+    there = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    assert [
+        name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('x = "attn_out"', True),
+        ('x = f"attn_out.{i}"', True),
+        ('def f():\n    """attn_out"""', False),
+        ('x = "attn_output"', False),
+        ("attn_out = 1", False),
+    ],
+)
+def test_what_counts_as_knowing_a_name(source, found):
+    assert knows(source, "attn_out") == found

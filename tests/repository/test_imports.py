@@ -1,0 +1,188 @@
+"""The folders are the architecture: which may import which stands in one table (DESIGN.md section
+7)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "streambp"
+TREES = ("streambp", "paper_repro", "examples", "scripts", "tests")
+
+# What every folder may import: modules at the top that import nothing but each other.
+GROUND = (
+    "known_names", "errors", "fields", "reporting", "device", "accumulate", "config", "chunks", "cache", "cache_arguments",
+    "source", "nested", "torchs_own", "instance_forward", "foreign", "libraries", "rates", "arguments", "tensors", "alive",
+)  # fmt: skip
+# From the ground up: each folder, and the folders below it that it may import.
+FOLDERS = {
+    "offload": (),
+    "attention": ("offload",),
+    "recurrent": (),
+    "distributed": (),
+    "losses": (),
+    "fingerprint": ("distributed",),
+    "layer": ("attention", "recurrent", "distributed", "fingerprint", "offload"),
+    "admission": ("attention", "recurrent", "distributed", "fingerprint", "layer"),
+    "sharded": ("attention", "distributed", "layer", "admission", "offload"),
+    "head": ("layer",),
+    "lazy": ("head",),
+    "prefixes": ("attention", "distributed", "layer", "admission", "head", "lazy"),
+    "model": (
+        "attention", "recurrent", "distributed", "layer", "admission", "sharded", "head", "lazy", "offload",
+        "prefixes",
+    ),
+    "verify": ("distributed", "layer", "model"),
+    "planner": ("attention", "distributed", "admission", "sharded", "head", "offload", "model"),
+    "launch": ("model", "planner"),
+    "integrations": ("distributed", "losses", "admission", "head", "model", "planner", "launch"),
+}  # fmt: skip
+TOP = ("", "__main__", "cli")  # import whatever they start
+
+
+@functools.cache
+def known():
+    return frozenset(name for _, name in module_names())
+
+
+def module_names():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield path, name.removesuffix("__init__").removesuffix(".")
+
+
+def imported(path):
+    """Modules of this package that a file imports, wherever the statement stands."""
+    names = known()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "streambp":
+            source = node.module.removeprefix("streambp").removeprefix(".")
+            members = {f"{source}.{alias.name}".removeprefix(".") for alias in node.names}
+            yield from (members & names) or {source}
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "streambp":
+                    yield alias.name.removeprefix("streambp").removeprefix(".")
+
+
+@functools.cache
+def edges():
+    """Every import of one module of the package by another."""
+    return tuple((name, target) for path, name in module_names() for target in imported(path))
+
+
+def place(name):
+    """The folder of a module, or a module at the top by its own name."""
+    return name.split(".")[0]
+
+
+def not_allowed(folders):
+    """Imports that the table does not allow."""
+    for name, target in edges():
+        here = place(name)
+        if here not in TOP and place(target) not in {here, *GROUND, *folders.get(here, ())}:
+            yield f"{name} imports {target or 'the package'}"
+
+
+def test_every_module_has_its_place():
+    assert {place(name) for _, name in module_names()} == {*GROUND, *FOLDERS, *TOP}
+
+
+def test_folders_import_downwards():
+    order = list(FOLDERS)
+    for folder, below in FOLDERS.items():
+        assert set(below) <= set(order[: order.index(folder)]), folder
+    assert list(not_allowed(FOLDERS)) == []
+
+
+def test_the_table_is_as_short_as_it_can_be():
+    """Every pair in it is needed: without it some import is not allowed."""
+    for folder, others in FOLDERS.items():
+        for below in others:
+            fewer = {**FOLDERS, folder: tuple(other for other in others if other != below)}
+            assert list(not_allowed(fewer)), (folder, below)
+
+
+def modules_under(root):
+    """Path of every module of the project's trees, by its dotted name from `root`."""
+    paths = [path for tree in TREES for path in (root / tree).rglob("*.py")]
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
+
+
+def imports_of(name, path, modules):
+    """The modules of the project that one imports, wherever the statement stands. A script's
+    neighbours have bare names."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    asked = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            asked |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            above = (
+                ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level])
+                if node.level
+                else ""
+            )
+            source = ".".join(part for part in (above, node.module) if part)
+            members = {f"{source}.{alias.name}" for alias in node.names}
+            asked |= {found for found in members if found in modules} or {source}
+    return {f for target in asked for f in (target, f"{package}.{target}") if f in modules} - {name}
+
+
+def cycle(root):
+    """Modules that import each other, the first one again at the end; [] where there are none."""
+    modules = modules_under(root)
+    try:
+        graphlib.TopologicalSorter(
+            {n: imports_of(n, path, modules) for n, path in modules.items()}
+        ).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other():
+    assert cycle(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("from paper_repro.b import run", "def late():\n    import paper_repro.a"),
+        ("from paper_repro import b", "from paper_repro.a import run"),
+        ("from . import b", "from .a import run"),
+        ("from b import run", "import a"),  # of scripts
+    ],
+)
+def test_a_circle_of_imports_is_found(first, second, tmp_path):
+    (tmp_path / "paper_repro").mkdir()
+    for name, text in (
+        ("__init__", ""),
+        ("a", first),
+        ("b", second),
+        ("c", "from paper_repro.a import run"),
+    ):
+        (tmp_path / "paper_repro" / f"{name}.py").write_text(text)
+    assert set(cycle(tmp_path)) == {"paper_repro.a", "paper_repro.b"}
+    (tmp_path / "paper_repro" / "b.py").write_text("import ast, torch")
+    assert cycle(tmp_path) == []
+
+
+def test_files_and_functions_stay_short():
+    long = []
+    for path, _ in module_names():
+        text = path.read_text()
+        if text.count("\n") > 800:
+            long.append(path.name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > 80:
+                long.append(f"{path.name}:{node.name}")
+    assert not long
