@@ -34,6 +34,7 @@ from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
 from tests.offload.runs import assert_same, step
 from tests.offload.test_limits import PLENTY, Device, Need
 from tests.seeds import seed_torch
+from tests.versions import CACHE_FIELD
 
 DROPS = {"attention_dropout": 0.3}
 CPU = torch.device("cpu")
@@ -177,7 +178,7 @@ def test_a_backbone_alone():
 def test_logits_are_left_out_as_in_a_streamed_step():
     model = patched()
     output = model(**make_batch("plain"), output_hidden_states=True)
-    assert set(output.keys()) == {"loss", "hidden_states", "past_key_values"}
+    assert set(output.keys()) == {"loss", "hidden_states", CACHE_FIELD}
     assert isinstance(chooser_of(model).latest, AsUnpatched)
 
 
@@ -487,9 +488,9 @@ def test_fields_do_not_come_and_go():
     """A head with backward hooks builds its logits and hands them out; lm_head's hooks may come at
     any time."""
     model, batch = patched(), make_batch("plain")
-    assert set(model(**batch).keys()) == {"loss", "past_key_values"}
+    assert set(model(**batch).keys()) == {"loss", CACHE_FIELD}
     model.lm_head.register_full_backward_hook(lambda *_: None)
-    assert set(model(**batch).keys()) == {"loss", "logits", "past_key_values"}
+    assert set(model(**batch).keys()) == {"loss", "logits", CACHE_FIELD}
 
 
 def test_a_reentrant_checkpoint_computes_the_same_twice():
@@ -630,7 +631,7 @@ def test_a_head_that_has_not_streamed_does():
     model, batch = patched(warm=False), make_batch("plain")
     labels = batch.pop("labels")
     model(**batch).logits.sum().backward()
-    assert set(model(**batch, labels=labels).keys()) == {"loss", "past_key_values"}
+    assert set(model(**batch, labels=labels).keys()) == {"loss", CACHE_FIELD}
     assert "blockwise" in streambp.describe(model).head
     model(**batch, labels=labels)
     assert "as the unpatched model" in streambp.describe(model).head
