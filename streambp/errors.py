@@ -42,6 +42,10 @@ class MissingLibraryError(StreamBPError, ModuleNotFoundError):
     """A library that streambp can do without is not installed, and is needed now."""
 
 
+class ConflictingDistributionError(StreamBPError, ImportError):
+    """Another distribution has installed files into the folder of the package `streambp`."""
+
+
 class AttentionChoiceError(StreamBPError):
     """The attention that `StreamConfig` names cannot compute what the model asks for."""
 

@@ -199,7 +199,7 @@ def test_a_library_that_is_not_installed_gets_the_one_message(library, monkeypat
     what = str(error.value).rpartition(" ")[2].rstrip(".")
     if library in libraries.EXTRAS:
         text = (ROOT / "pyproject.toml").read_text("utf-8")
-        assert what == f"'streambp[{libraries.EXTRAS[library]}]'"
+        assert what == f"'streambp-hf[{libraries.EXTRAS[library]}]'"
         assert re.search(rf"^{libraries.EXTRAS[library]} = \[", text, re.MULTILINE)
 
 
