@@ -83,7 +83,11 @@ needs_deepseeks_picks = pytest.mark.skipif(
     not _masks_bools,
     reason="this transformers has no DeepSeek V3.2, or one that with padding reads later keys; patched it is refused",
 )
-IMAGES_IN_FULL_LAYERS = "Full attention: causal only" not in inspect.getsource(modeling_gemma4)
+# 5.5.0 and the newest give the mask of images to sliding layers alone.
+IMAGES_IN_FULL_LAYERS = not any(
+    mark in inspect.getsource(modeling_gemma4)
+    for mark in ("Full attention: causal only", "sliding_mask_kwargs[")
+)
 _rembert = inspect.getsource(modeling_rembert.RemBertModel.forward)
 needs_decoders_of_encoders = pytest.mark.skipif(
     "create_causal_mask" not in _rembert,
