@@ -1,11 +1,11 @@
-"""How the chunks of a layer get at the keys and values of the chunks before: what stands in for its
-mask and its cache.
+"""Connect the chunks of a layer to the keys and values of earlier chunks, by replacing the layer's
+mask and cache.
 
-[Note: carriers] A layer's kind is chosen once, by `admission/stacks.py`. It is two objects: an
-attention carrier, here, and a state carrier (`recurrent/carriers.py`). The step asks them what it
-hands to a chunk, and never what kind a layer is of.
+[Note: carriers] `admission/stacks.py` chooses a layer's kind once. A kind is two objects: an
+attention carrier from this module, and a state carrier (`recurrent/carriers.py`). The step asks the
+two carriers for a chunk's arguments, and never which kind a layer is.
 
-    `NoAttention`        the layer reads no keys                                nothing stands in for anything
+    `NoAttention`        the layer reads no keys                                nothing is replaced
     `ThroughInterface`   it attends through transformers' attention interface   an `AttentionPoint` for its mask
     `Picking`            the same, over keys that an indexer picks              the point, and the indexer's forward
     `OverCache`          it attends by itself over what its cache returns       a `ChunkCache`, and its mask cut
@@ -37,9 +37,14 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Layout(NamedTuple):
-    """What the queries of a whole sequence may read, and where no chunk may end. [Note: chunk ends]
+    """Keys that the queries of a whole sequence may read, and positions where no chunk may end.
+    [Note: chunk ends]
 
-    told: the argument that told of packed documents, and how many there are; None: none did.
+    Attributes:
+        spans: keys of each query.
+        barriers: positions where no chunk may end.
+        told: (argument that marks packed documents, number of documents); None: no argument marks
+            any.
     """
 
     spans: Spans | DenseMask
@@ -48,7 +53,7 @@ class Layout(NamedTuple):
 
 
 class NoAttention:
-    """A layer that reads no keys (a recurrence alone), and what the other carriers have in common.
+    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers.
 
     Attributes:
         costs: text of `describe` about the costs.
@@ -71,27 +76,28 @@ class NoAttention:
     returns_weights = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """The configs by which the layer's attention is sent to ours while it streams; none if it
-        stays its own."""
+        """Return the configs that route the layer's attention to streambp while the layer streams;
+        an empty list if the layer keeps its own attention."""
         return attention_configs(layer) if self.ours else []
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Why the layer cannot be cut with these arguments; None if it can. The mask among them may
-        become another.
+        """Return the reason why the layer cannot be chunked with these arguments, or None. The mask
+        among the arguments may be replaced.
 
         Args:
             x: hidden_states [..., B, T, h].
-            documents: how many of them position_ids mark in packed rows; None: they mark none.
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
         """
         return None
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """What each query of hidden_states x [..., B, T, h] may read: read off the mask, whichever
-        it is."""
+        """Read from the mask, of whichever type, the keys that each query of hidden_states x [...,
+        B, T, h] may read."""
         mask, (batch_size, length) = attention_mask_of(named), x.shape[-3:-1]
-        # nobody reads it, or the layer itself does
+        # attention does not read the mask, or the layer reads it itself
         if not self.reads_a_mask and not isinstance(mask, LazyMask):
             return Layout(
                 Spans.causal(batch_size, length), mask.barriers if isinstance(mask, OwnMask) else ()
@@ -105,39 +111,43 @@ class NoAttention:
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
     ) -> tuple[dict[str, Any], Read | None]:
-        """A chunk's arguments with what stands in for its mask and cache, and what its cache does
-        with keys and values."""
+        """Return the chunk's arguments with mask and cache replaced, and the function that the
+        cache calls on new keys and values (None: no cache)."""
         return named, None
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """What the forward of a layer that is not cut runs in, and its arguments."""
+        """Return the context manager and the arguments for running the layer unchunked."""
         return routed(configs), args, kwargs
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """The arguments of the first `length` tokens with the masks that the model gives the layer
-        as unpatched.
+        """Return the arguments of the first `length` tokens, with the masks that the unpatched
+        model passes to the layer.
 
         Args:
-            mask: what the model's own mask function makes of ours.
+            mask: function from a `LazyMask` to the mask of the model's own mask function.
         """
         return named
 
 
 class ThroughInterface(NoAttention):
-    """A layer that attends through transformers' attention interface: the `AttentionPoint` travels
-    as its mask."""
+    """A layer that attends through transformers' attention interface. The layer receives the
+    `AttentionPoint` as its mask."""
 
     reads_a_mask = True
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """The layer's mask has to be ours, a tensor [B or 1, H or 1, T, T], or none; x: [..., B, T,
-        h]."""
+        """Return the reason to refuse the mask, or None for a `LazyMask`, a tensor [B or 1, H or 1,
+        T, T] or no mask.
+
+        Args:
+            x: hidden_states [..., B, T, h].
+        """
         mask = attention_mask_of(named)
         known = (
             mask is None
@@ -149,7 +159,7 @@ class ThroughInterface(NoAttention):
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
     ) -> tuple[dict[str, Any], Read | None]:
-        """The point in place of attention's mask."""
+        """Return the arguments with `point` in place of attention's mask, and None."""
         point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
         for name, value in named.items():
@@ -169,7 +179,8 @@ class ThroughInterface(NoAttention):
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Each mask of ours becomes the model's; a layer without one is given a causal one."""
+        """Return the arguments with the model's own mask in place of each `LazyMask`. A layer
+        without a `LazyMask` receives a causal mask."""
         found = {name: _own_masks(value, mask) for name, value in named.items()}
         if not isinstance(attention_mask_of(named), LazyMask):
             found["attention_mask"] = mask(LazyMask())
@@ -178,11 +189,11 @@ class ThroughInterface(NoAttention):
 
 @dataclasses.dataclass(frozen=True)
 class Replaced(NoAttention):
-    """A layer whose attention's class has another forward than it was written with: it runs whole,
-    with the model's own masks.
+    """A layer whose attention class has another forward than its source code. The layer runs
+    unchunked, with the model's own masks.
 
-    Args:
-        by: what stands there, by name.
+    Attributes:
+        by: name of the forward that replaces the original.
     """
 
     by: str
@@ -191,19 +202,19 @@ class Replaced(NoAttention):
 
     @property
     def why_not_split(self) -> str:  # type: ignore[override]
-        """It attends to this rank's shard alone."""
+        """Return the reason: the replacement attends to this rank's shard alone."""
         return f"{self.by} attends in its place, to this rank's shard"
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str:
-        """It is never cut, whatever its hidden states x [..., B, T, h]."""
+        """Return the reason to refuse every chunk, whatever the hidden states x [..., B, T, h]."""
         return (
             f"{self.by} stands in the place of its attention's forward, and attends in its own way"
         )
 
 
-# arguments that neither are masks of ours nor hold some
+# types of arguments that contain no `LazyMask`
 PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
@@ -212,9 +223,9 @@ class Picking(ThroughInterface):
     """A layer whose attention names the keys that its queries read: sparse attention with an
     indexer. [Note: indexers]
 
-    Args:
-        kept: how many keys its own indexer picks for a query; None: it reads what an earlier
-            layer's has picked.
+    Attributes:
+        kept: number of keys that the layer's own indexer picks for a query; None: the layer reads
+            the picks of an earlier layer.
     """
 
     kept: int | None = None
@@ -224,7 +235,7 @@ class Picking(ThroughInterface):
 
     @property
     def costs(self) -> str:  # type: ignore[override]
-        """What `describe` says of it."""
+        """Return the text of `describe` about the costs."""
         found = (
             "sparse attention: plain products with all keys before, which are masked if they are "
             "not picked"
@@ -238,7 +249,8 @@ class Picking(ThroughInterface):
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """As unpatched, with the model's own masks: nothing stands in for an indexer there."""
+        """Return the context manager and the arguments for running the layer unchunked, with the
+        model's own masks. Its indexer is not replaced there."""
         own = [own_implementation(config) or EAGER for config in configs]
 
         def mask(lazy: LazyMask) -> Any:
@@ -254,11 +266,11 @@ class Picking(ThroughInterface):
 
 @dataclasses.dataclass(frozen=True)
 class OverCache(NoAttention):
-    """A layer that attends by itself: the cache that it gets returns the prefix. See
+    """A layer that attends by itself over the prefix that its cache returns. See
     `attention/own.py`.
 
-    Args:
-        argument: the name of the argument that takes the cache.
+    Attributes:
+        argument: name of the argument that takes the cache.
     """
 
     argument: str
@@ -268,18 +280,22 @@ class OverCache(NoAttention):
         "before exist"
     )
     why_not_split = "it attends by itself, to this rank's shard"
-    in_tiles = False  # all of its keys are read at once
+    in_tiles = False  # the layer reads all keys at once
     returns_weights = True
     ours = False
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """The layer's mask becomes an `OwnMask`; x: [..., B, T, h].
+        """Replace the layer's mask by an `OwnMask`. Return the reason why the layer cannot be
+        chunked, or None.
+
+        Args:
+            x: hidden_states [..., B, T, h].
 
         Raises:
-            UnsupportedModelError: its attention is not told of packed documents, and the model's
-                recurrent layers are.
+            UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
+                layers separate and this layer's attention does not.
         """
         mask, length = attention_mask_of(named), x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
@@ -300,8 +316,8 @@ class OverCache(NoAttention):
         )
         if because is not None:
             return because
-        # Which gives an empty query 0, in a chunk as in the whole; with a position bias it is given
-        # another mask.
+        # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
+        # sdpa another mask.
         if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
             found = dataclasses.replace(found, empty=None)
         named["attention_mask"] = found
@@ -310,7 +326,8 @@ class OverCache(NoAttention):
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
     ) -> tuple[dict[str, Any], Read | None]:
-        """A cache that returns the prefix, and the mask's part for the chunk's queries."""
+        """Return the chunk's arguments and the function that its cache calls. The cache returns the
+        prefix; the mask is cut to the chunk."""
         assert isinstance(point, ChunkMask)
         chunk, mask = point.chunk, named["attention_mask"]
 
@@ -335,7 +352,7 @@ class OverCache(NoAttention):
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """The model's own mask, cut to these tokens."""
+        """Return the arguments with the model's own mask, cut to the first `length` tokens."""
         keys = {
             name: named[name][..., :length]
             for name in PER_KEY
@@ -345,7 +362,8 @@ class OverCache(NoAttention):
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
-    """Every distinct config that the layer's modules read their attention implementation from."""
+    """Return every distinct config from which the layer's modules read their attention
+    implementation."""
     found = {
         id(m.config): m.config
         for m in layer.modules()
@@ -355,11 +373,11 @@ def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
 
 
 def attention_mask_of(named: Mapping[str, Any]) -> Any:
-    """What the layer will hand to its attention as its mask.
+    """Return the mask that the layer will pass to its attention.
 
-    Some layers get a second mask, of padding, for what else mixes tokens in them, by the name of
-    attention_mask or in one dictionary with attention's: attention's is the one that our mask
-    function made.
+    Some layers receive a second mask, of padding, for other modules that mix tokens. The second
+    mask is named attention_mask, or shares a dictionary with attention's mask. Attention's mask is
+    the one that streambp's mask function made.
     """
     for value in named.values():
         if type(value) in PLAIN:

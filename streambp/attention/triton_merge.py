@@ -1,8 +1,7 @@
-"""Two blocks' attention outputs into one, in Triton: every element is read and written once.
+"""Merge two blocks' attention outputs in Triton: every element is read and written once.
 
-torch would write the weights' products and read them again. Numbers are those of
-`merge.merge_in_torch`, which this kernel is tested against (in Triton's interpreter where there is
-no GPU).
+torch would write the weights' products and read them again. The kernel computes the numbers of
+`merge.merge_in_torch`, with which tests compare it (in Triton's interpreter without a GPU).
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ if AVAILABLE:
         b = tl.load(part, mask=inside & (part_weight > 0.0)[:, None], other=0.0).to(tl.float32)
         merged = a * (weight * shrink)[:, None] + b * (part_weight * shrink)[:, None]
         tl.store(out, merged.to(out.dtype.element_ty), mask=inside)
-        # Each warp reads the logsumexp of its own tokens, and the first warp writes that of all:
-        # not before all have read.
+        # Each warp reads the logsumexp of its own tokens, and the first warp writes all of it: the
+        # barrier waits until every warp has read.
         tl.debug_barrier()
         tl.store(lse, safe + tl.log(total), mask=there)
 
 
 def fits_triton(*tensors: Tensor) -> bool:
-    """Whether outputs like these [b, t, H, D] can be merged here."""
+    """True if outputs like these [b, t, H, D] can be merged here."""
     if not AVAILABLE or not tensors[0].is_cuda:
         return False
     fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)
@@ -69,12 +68,14 @@ def fits_triton(*tensors: Tensor) -> bool:
 
 
 def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """`merge.merge` in one kernel, which computes in float32.
+    """Merge like `merge.merge`, in one kernel that computes in float32.
 
     Args:
-        o, part_o, out: [b, t, H, D] of `DTYPES`, the last dimension contiguous; out is written and
-            may be o.
-        lse, part_lse: [b, H, t] in float32, any strides; lse is replaced.
+        o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.
+        lse: [b, H, t] in float32, any strides; replaced by the merged logsumexp.
+        part_o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.
+        part_lse: [b, H, t] in float32, any strides.
+        out: [b, t, H, D] of `DTYPES`, the last dimension contiguous; receives the result, may be o.
     """
     rows, length, heads, size = o.shape
     if not o.numel():
