@@ -186,10 +186,10 @@ def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
         return
     raise UnsupportedModelError(
         f"position_ids mark {rows.number} documents in packed rows, but no module inside "
-        f"{type(site.layer).__name__} can be called for one of them: the layer takes its "
-        "states as an argument, and would go on from one document to the next. Pass one "
-        "document per row, or let it go on, as the unpatched model does: "
-        "StreamConfig(documents='as_given')."
+        f"{type(site.layer).__name__} can be called for a single document. The layer takes its "
+        "states as an argument and would carry them from one document to the next. Pass one "
+        "document per row, or set StreamConfig(documents='as_given') to carry states over, as the "
+        "unpatched model does."
     )
 
 

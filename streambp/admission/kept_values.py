@@ -231,9 +231,9 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
             "or look on"
         )
     raise StreamBPError(
-        f"{type(call.layer).__name__}, or a hook inside it, keeps values of single chunks "
-        f"({what}), and {when}. Empty what was kept and repeat the step: from now on the layer "
-        "runs whole, which is exact."
+        f"{type(call.layer).__name__}, or a hook inside it, stores values of single chunks "
+        f"({what}), and {when}. Delete the stored values and repeat the step: from now on the "
+        "layer runs unchunked, which is exact."
     )
 
 
@@ -304,10 +304,9 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
     }
     if otherwise:
         raise UnsupportedModelError(
-            f"{type(call.layer).__name__}, or a hook inside it, keeps values that its unpatched "
-            "forward makes and streamed layers do not, such as weights of attention: "
-            f"{_named(otherwise)}. Take off what keeps them, pass output_attentions=True, with "
-            "which a call runs unpatched, or run the model unpatched (streambp.unpatch(model))."
+            f"{type(call.layer).__name__}, or a hook inside it, stores values that streamed layers "
+            f"do not compute, such as attention weights: {_named(otherwise)}. Remove the code that "
+            "stores the values, or pass output_attentions=True, so that the call runs unpatched."
         )
     return f"{KEEPS_VALUES} ({_named(differing)})"
 

@@ -72,8 +72,8 @@ class OwnRun:
                 raise
             raise OtherModelError(
                 f"{self.named} streams a few random tokens and fails to compute them unpatched "
-                f"({type(error).__name__}: {error}), so that it cannot be told whether both are "
-                f"the same. {WHAT_TO_DO}"
+                f"({type(error).__name__}: {error}), so the two results cannot be compared. "
+                f"{WHAT_TO_DO}"
             ) from error
         self.result = [output.detach()]
         if output.requires_grad:
@@ -179,8 +179,8 @@ class OwnRun:
 
 
 WHAT_TO_DO = (
-    "Put the original back, or run the model unpatched (streambp.unpatch(model)) with gradient "
-    "checkpointing."
+    "Restore the original function, or run the model unpatched (streambp.unpatch(model)) with "
+    "gradient checkpointing."
 )
 
 
@@ -243,11 +243,11 @@ def why_unlike_unpatched(
         return None
     if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
         raise OtherModelError(
-            f"{own.named} computes something else unpatched than streamed: outputs or gradients "
-            "for a few random tokens differ by more than rounding. Its attention function, its "
-            "mask function or a forward below it was replaced by one that streaming does not call, "
-            "or a module inside it gives something else at each call (it counts, or keeps a "
-            f"running scale). {WHAT_TO_DO}"
+            f"{own.named} computes other values unpatched than streamed: outputs or gradients for "
+            "a few random tokens differ by more than rounding. A replaced attention function, "
+            "mask function or inner forward is a common cause, because streaming does not call "
+            "the replacement. Another cause is a module that counts or keeps a running scale. "
+            f"{WHAT_TO_DO}"
         )
     return own.why_whole()
 

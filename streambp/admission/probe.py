@@ -250,10 +250,11 @@ def _failed(
         raise error  # the requested attention cannot compute the call
     if failed_in_a_kernel(error, x.device):
         raise KernelError(
-            f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
-            f"({type(error).__name__}: {error}). It would fail in training as well. Set another "
-            "attention in StreamConfig ('flash', or 'math', which uses torch's own products "
-            "alone), or run the model unpatched to see whether it fails there too."
+            f"A kernel failed when {type(call.layer).__name__} was tested on {x.shape[-2]} tokens "
+            f"({type(error).__name__}: {error}). The kernel would fail in training as well. Set "
+            "another attention in StreamConfig ('flash', or 'math', which uses torch's own "
+            "products alone), or run the model unpatched to see whether the kernel fails there "
+            "too."
         ) from error
     # Any other exception is due to the chunks, or to the call.
     state.rewind()

@@ -313,11 +313,11 @@ class OverCache(NoAttention):
             return found
         if documents is not None and found.mask.dim() < 4:
             raise UnsupportedModelError(
-                f"position_ids mark {documents} documents of packed rows, which the attention of "
-                f"{type(layer).__name__} is not told of: its mask knows padding alone, while the "
-                "model's recurrent layers would compute the documents apart. Pass one document per "
-                "row, or StreamConfig(documents='as_given') to let all layers go on from one to "
-                "the next, as the unpatched model does."
+                f"position_ids mark {documents} documents of packed rows, but the attention of "
+                f"{type(layer).__name__} does not separate them: its mask marks padding alone. The "
+                "model's recurrent layers would separate the documents. Pass one document per "
+                "row, or set StreamConfig(documents='as_given') so that no layer separates "
+                "documents, as in the unpatched model."
             )
         because = why_picked_blocks_stay_whole(
             layer, named.get("position_ids"), found, length, by_sdpa

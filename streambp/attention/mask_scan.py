@@ -71,8 +71,8 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
     if len(moved) == 1:
         raise UnsupportedMaskError(
             f"The attention mask is not causal: wherever the {plan.length} tokens are cut, a query "
-            "reads a key that comes after the cut. streambp needs a mask that allows an end of a "
-            "chunk somewhere: between images, after a prefix. Pass a chunk_size of at least "
+            "reads a key that comes after the cut. streambp needs at least one position without "
+            "such a query, between images or after a prefix. Pass a chunk_size of at least "
             f"{plan.length}, or run this batch unpatched (streambp.unpatch(model))."
         )
     return moved

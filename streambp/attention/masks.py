@@ -178,7 +178,7 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
         )
     if not fits:
         raise UnsupportedMaskError(
-            f"The attention mask has shape {tuple(mask.shape)}; for this batch it must be "
+            f"The attention mask has shape {tuple(mask.shape)}. For this batch the mask must be "
             f"[{batch_size} or 1, heads or 1, {length}, {length}], or 2-D [{batch_size}, {length}] "
             "with 1 for tokens and 0 for padding."
         )
@@ -196,10 +196,10 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
         )
         if not harmless:
             raise UnsupportedMaskError(
-                "The added 4-D attention mask leaves a query without any key, though its own is "
-                "read by others, or in some heads. Softmax turns that into equal weights on all "
-                "keys, later ones too, which chunks cannot compute. Pass a bool mask (True is "
-                "read): there such a query reads nothing."
+                "The added 4-D attention mask leaves a query without any key, though other "
+                "queries or heads read this query's key. Softmax then weighs all keys equally, "
+                "later keys too, which chunks cannot compute. Pass a bool mask (True is read): a "
+                "query without keys then reads nothing."
             )
     return _dense(mask, batch_size, length, device)
 
@@ -252,7 +252,7 @@ def _from_description(
         if packed is not None and rows != rows_of(batch_size, length, None, packed):
             raise UnsupportedMaskError(
                 f"cu_seq_lens ends its documents at {ends[:9]}..., but position_ids restart "
-                "elsewhere. Make them agree, or pass only one of them."
+                "elsewhere. Pass only one of the two."
             )
         return Spans(length, rows, window)
     spans = Spans(length, rows_of(batch_size, length, padding, packed), window)
@@ -283,8 +283,8 @@ def spans_of_tokens(
         kept = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
         if kept != padding.sum(1).tolist():
             raise UnsupportedMaskError(
-                "The attention mask leaves out tokens between others. For sequences split over "
-                "ranks it may only mark padding on the left and on the right."
+                "The attention mask masks tokens in the middle of a row. For sequences split over "
+                "ranks it must mark padding on the left and on the right only."
             )
     return Spans(length, rows)
 

@@ -168,10 +168,10 @@ def why_picked_blocks_stay_whole(
         return None
     if mask.empty is not None and not by_sdpa:
         raise UnsupportedMaskError(
-            "The attention mask pads on the left. Eager attention gives a padding token the mean "
-            f"over all tokens, later ones too, and the indexer of {type(layer).__name__} reads it, "
-            "so chunks would pick other keys. Pad on the right, or load the model with "
-            "attn_implementation='sdpa'."
+            "The attention mask pads on the left. Eager attention computes for a padding token "
+            "the mean over all tokens, later tokens too, and the indexer of "
+            f"{type(layer).__name__} reads this mean, so chunks would pick other keys. Pad on the "
+            "right, or load the model with attn_implementation='sdpa'."
         )
     if isinstance(positions, Tensor) and not bool(
         (positions == torch.arange(length, device=positions.device)).all()

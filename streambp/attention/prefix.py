@@ -436,9 +436,9 @@ class ChunkMask(AttentionPoint):
         if prefix.calls is not None and self.call != prefix.calls:
             raise StreamBPError(
                 f"The layer called its attention {self.call} times on chunk {self.chunk.index} and "
-                f"{prefix.calls} times before. A layer that does not hand attention_mask to "
-                "transformers' attention interface, the same number of times for every chunk, "
-                "cannot be streamed. Please report this model."
+                f"{prefix.calls} times before. A streamed layer must pass attention_mask to "
+                "transformers' attention interface the same number of times in every chunk. "
+                "Please report this model."
             )
         prefix.calls, prefix.picked = self.call, self.picked
         for attended in self.attended:

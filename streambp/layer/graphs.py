@@ -76,10 +76,10 @@ class Started(torch.autograd.Function):
         """
         if not ctx.origin.trying:
             raise BackwardError(
-                "This loss uses a tensor that a hook inside a streamed layer kept when streambp "
-                "tried the layer on random tokens, at its first call. Empty what your hooks "
-                "collect after a first forward, or keep the last entry alone: from now on the "
-                "layer runs whole, and its hooks see the sequence once."
+                "This loss uses a tensor that a hook inside a streamed layer stored while "
+                "streambp tested the layer on random tokens, at its first call. Delete the stored "
+                "tensors after the first forward, or use the last one only: from now on the layer "
+                "runs unchunked, and its hooks run once."
             )
         return grad, None, None
 
@@ -272,8 +272,9 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
     call.arguments.renamed(call.look.kind)  # forward may have excluded values from comparison
     call.site.found(call.arguments.kind).judge(KEEPS)
     raise BackwardError(
-        f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and "
-        "did not when it was tried (does it collect for another loss from a later step on?). This "
-        "step's loss has no gradient through them. Empty what was kept, set gradients to zero and "
-        "repeat the step: from now on the layer runs whole, which is exact."
+        f"{type(call.layer).__name__}, or a hook inside it, stores tensors with their graph, and "
+        "did not when the layer was tested. A common cause is a second loss that starts at a "
+        "later step. This step's loss has no gradient through the stored tensors. Delete them, "
+        "set gradients to zero and repeat the step: from now on the layer runs unchunked, which "
+        "is exact."
     )

@@ -308,9 +308,9 @@ class Kept:
                 f"saved. Leave it out of StreamConfig's saves, which is {self.saves}."
             )
         return UnsupportedModelError(
-            f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so they "
-            f"cannot be saved. Leave them out of StreamConfig's saves, which is {self.saves}: name "
-            "the Linears to save one by one."
+            f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so these "
+            f"outputs cannot be saved. StreamConfig's saves is {self.saves}. Name the other "
+            "Linears there one by one."
         )
 
     def capturing(

@@ -417,10 +417,10 @@ class LayerSite:
         ):
             self.warm.on = False  # type: ignore[union-attr]
             raise StreamBPError(
-                f"{described(key)} of {type(self.layer).__name__} changes what it is given, and "
-                "was set after streambp.warm_up, which lets hooks that look on alone be set "
-                "without a trial. Set it before warm_up, or repeat the step: from now on layers "
-                "are tried with the hooks that are on them."
+                f"{described(key)} of {type(self.layer).__name__} modifies its values and was "
+                "registered after streambp.warm_up, so it was never tested. After warm_up only "
+                "hooks that modify nothing may be added. Register the hook before warm_up, or "
+                "repeat the step: from now on layers are tested with their current hooks."
             )
 
     def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:

@@ -36,11 +36,11 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     call, ctx.call = ctx.call, None
     if call is None:
         raise BackwardError(
-            "backward ran a second time through a streamed layer; what it needs was freed by the "
-            "first. Compute the loss again, or add the losses up and call backward once. "
-            "Zero-bubble pipelines (torch's ScheduleZBVZeroBubble, ScheduleInterleavedZeroBubble, "
-            "ScheduleDualPipeV) ask for the gradients of inputs and of weights in two passes: use "
-            "1F1B, interleaved 1F1B or GPipe."
+            "backward ran a second time through a streamed layer, but the first backward has "
+            "freed the saved tensors. Compute the loss again, or add the losses up and call "
+            "backward once. Zero-bubble pipelines (torch's ScheduleZBVZeroBubble, "
+            "ScheduleInterleavedZeroBubble, ScheduleDualPipeV) run backward twice, for inputs and "
+            "for weights; 1F1B, interleaved 1F1B and GPipe run it once."
         )
     if torch.is_grad_enabled():
         raise BackwardError(

@@ -227,10 +227,9 @@ class StandIn(Tensor):
             asked = []
         if any(x.followed and x.written is None for x in asked):
             raise StreamBPError(
-                f"{name} comes after something was made of these logits or hidden states, a loss "
-                "or a part of them, whose gradient it would not see: they are computed where they "
-                "are used. Call register_hook or retain_grad before anything is made of them, or "
-                f"use {cls.instead}."
+                f"{name} comes after a loss or a part was computed from these logits or hidden "
+                "states, so the hook would miss that gradient. Call register_hook or retain_grad "
+                f"before anything is computed from them, or use {cls.instead}."
             )
         in_place = name.endswith("_") and not name.endswith("__")
         if isinstance(given, cls) and (

@@ -198,9 +198,8 @@ class CausalLMForward(InstanceForward):
         """
         if self.foreign is not None:
             raise StreamBPError(
-                f"Per-token values were asked for, but {self.foreign} stands in place of the "
-                f"forward of {type(self.module).__name__} and computes its loss in its own way. "
-                "Use the model without it."
+                f"Per-token values were asked for, but {self.foreign} replaces the forward of "
+                f"{type(self.module).__name__} and computes another loss. Use the model without it."
             )
 
     def score(
@@ -369,10 +368,10 @@ class CausalLMForward(InstanceForward):
         config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
         if find_split(config, self.module.training) is not None:
             raise StreamBPError(
-                "labels were given without shift_labels while sequences are split over ranks; "
-                "shifting a shard's labels would lose its last one. Shift before splitting (put "
-                "shift_labels among the buffers of context_parallel) and pass the same tensor as "
-                "labels and as shift_labels."
+                "labels were given without shift_labels, and sequences are split over ranks. "
+                "Shifting the labels of one shard would lose its last label. Shift before "
+                "splitting (put shift_labels among the buffers of context_parallel) and pass the "
+                "same tensor as labels and shift_labels."
             )
 
     def _leave_cache(self, kwargs: dict[str, Any]) -> PreTrainedConfig:

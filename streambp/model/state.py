@@ -163,12 +163,11 @@ class PatchState:
         wanted = wants_cache(config, kwargs)
         if self.shares_through_cache and wanted:
             raise UnsupportedModelError(
-                f"transformers {transformers.__version__} hands keys and values from one layer of "
-                "this model to another in its cache. Streamed calls have none: each layer would "
-                "use its own, as under gradient checkpointing; another model would be trained. "
-                "Install transformers 5.6 or newer, which shares them without a cache. To compute "
-                "what this version computes without one, pass use_cache=False (or set "
-                "config.use_cache = False)."
+                f"transformers {transformers.__version__} passes keys and values from one layer of "
+                "this model to another in its cache. Streamed calls have no cache: each layer "
+                "would use its own keys, as under gradient checkpointing, and another model would "
+                "be trained. Install transformers 5.6 or newer, which shares keys without a "
+                "cache. use_cache=False (or config.use_cache = False) trains without shared keys."
             )
         self.running.asked_cache |= wanted
 

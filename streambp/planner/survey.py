@@ -165,7 +165,7 @@ def survey(
             if recipe.config is not None:
                 raise StreamBPError(
                     f"A streamed step of {type(skeleton.causal_lm).__name__} could not be counted "
-                    f"without data ({reason}). Run one and measure it "
+                    f"without data ({reason}). Run a step and measure its memory "
                     "(torch.cuda.max_memory_allocated)."
                 ) from error
             left_out.append(f"{recipe.name} ({reason})")

@@ -175,9 +175,9 @@ class ShardedCall(LayerCall):
         if self.site.overwritten.inputs:
             raise UnsupportedModelError(
                 f"{type(self.layer).__name__} overwrites its hidden_states through a kernel that "
-                "autograd does not see (a fused residual add?), which streambp does not support "
-                "where sequences are split over ranks. Use a kernel that returns a tensor of its "
-                "own, or train this model without splitting sequences."
+                "autograd does not record (a fused residual add?). streambp does not support this "
+                "for sequences split over ranks. Use a kernel that returns a new tensor, or train "
+                "this model without splitting sequences."
             )
         linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)

@@ -257,7 +257,7 @@ def test_a_rotation_is_seen_behind_padding(float64, monkeypatch):
     with pytest.raises(UnsupportedModelError, match="are changed in place"):
         patched(stock, saves=("*",), rows="as_given")(**left_padded(), use_cache=False)
     monkeypatch.setattr(trials, "_turned", lambda *_: {})
-    with pytest.raises(BackwardError, match="of the same input it makes something else"):
+    with pytest.raises(BackwardError, match="the same input has another output"):
         error(stock, left_padded(), saves=("*",), rows="as_given")
 
 

@@ -627,7 +627,7 @@ def test_a_hook_that_starts_to_collect(how):
     for start, _ in watchers:
         start()
     if how == "queue":
-        message = r"keeps tensors with their graph|keeps values of single chunks|inside a streamed layer kept"
+        message = r"stores tensors with their graph|stores values of single chunks|a streamed layer stored"
         with pytest.raises(StreamBPError, match=message):
             step(ours, watchers[1][1])
     for _ in range(2):

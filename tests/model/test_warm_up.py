@@ -406,7 +406,7 @@ def test_a_hook_that_keeps_its_graph_is_told_and_runs_whole():
         return labelled(model, batch) + kept[-1].pow(2).mean()
 
     expected = a_step(stock, batch, loss)
-    with pytest.raises(StreamBPError, match="keeps values of single chunks"):
+    with pytest.raises(StreamBPError, match="stores values of single chunks"):
         a_step(ours, batch, loss)
     assert worst_error(a_step(ours, batch, loss), expected) <= EXACT
 

@@ -325,7 +325,7 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(host_weights, "is_initialized", lambda: True)
     monkeypatch.setattr(host_weights, "get_world_size", lambda: 2)
     with pytest.raises(
-        UnsupportedModelError, match="a process group of several: each rank would pin a copy"
+        UnsupportedModelError, match="a group of several: each rank would pin a copy"
     ):
         step(made())
     monkeypatch.setattr(host_weights, "get_world_size", lambda: 1)
@@ -333,7 +333,7 @@ def test_refusals(monkeypatch):
     model = made()
     for parameter in model.parameters():
         parameter.grad_accum = None  # as under ZeRO-1 and -2
-    with pytest.raises(UnsupportedModelError, match="DeepSpeed keeps the weights of this model"):
+    with pytest.raises(UnsupportedModelError, match="DeepSpeed stores the weights of this model"):
         step(model)
 
 
