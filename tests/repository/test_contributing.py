@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.repository.test_imports import FOLDERS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "streambp"
 TASKS = {
@@ -154,3 +156,21 @@ def anchors(text):
 
 def test_links_to_former_headings_of_the_decisions_stay_valid():
     assert set(FORMER) - anchors(DECISIONS.read_text("utf-8")) == set()
+
+
+def table_of_folders(text):
+    """The rows of DESIGN.md section 7, in their order: folder, and the folders that it imports."""
+    _, _, section = text.partition("## 7. Layout and direction")
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    return [(row[0].strip(" `"), tuple(re.findall(r"`(\w+)`", row[2]))) for row in rows]
+
+
+def test_the_design_has_the_table_of_imports():
+    found = table_of_folders((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
+    assert found == list(FOLDERS.items())
+
+
+def test_the_design_names_files_that_exist():
+    named = files_in((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
+    assert len(named) > 15
+    assert [n for n in named if not (PACKAGE / n).exists() and not (ROOT / n).exists()] == []
