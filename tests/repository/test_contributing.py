@@ -174,3 +174,22 @@ def test_the_design_names_files_that_exist():
     named = files_in((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
     assert len(named) > 15
     assert [n for n in named if not (PACKAGE / n).exists() and not (ROOT / n).exists()] == []
+
+
+def words_of_the_code(text):
+    """Rows of the glossary: word, meaning, the field's term."""
+    _, _, section = text.partition("### Words of the code")
+    section, _, _ = section.partition("\n## ")
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
+    return [tuple(cell.strip() for cell in row) for row in rows[1:]]
+
+
+def test_the_glossary_has_each_word_once_and_classes_that_exist():
+    rows = words_of_the_code((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    words = [word for word, _, _ in rows]
+    assert len(words) > 30
+    assert words == sorted(set(words))
+    assert [row for row in rows if not all(row)] == []
+    named = set(re.findall(r"`(\w+)`", " ".join(meaning for _, meaning, _ in rows)))
+    source = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    assert [n for n in named if not re.search(rf"^class {n}\b", source, re.MULTILINE)] == []
