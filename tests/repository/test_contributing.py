@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.repository.test_imports import FOLDERS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "streambp"
 TASKS = {
@@ -89,3 +91,105 @@ def test_the_places_of_a_family_are_there():
 )
 def test_what_counts_as_knowing_a_name(source, found):
     assert knows(source, "attn_out") == found
+
+
+DECISIONS = ROOT / "docs" / "decisions.md"
+# Headings of the page as it was before each decision had three parts; links to them stay valid.
+FORMER = (
+    "decisions-and-what-was-measured", "the-package-streambppy-patching-stacks-settings", "attention",
+    "layer-admission-fingerprint", "layer-states-of-recurrent-layers", "head", "head-lazy-logits",
+    "prefixes-rows-that-share-a-prefix", "offloadweightspy-offloadrangespy-weights-on-the-host",
+    "modelstepspy-notes-on-a-step", "offloadpolicypy-saves-that-fit",
+    "modelrecordpy-modelstepspy-one-record-of-a-step", "distributed", "planner-seconds", "launch", "integrations",
+    "verification-and-tests", "command-line-cli-argumentspy-librariespy",
+    "documentation-docs-scriptsreferencepy-scriptssitepy-testsdocs", "how-much-code-there-is-scriptshousepy",
+)  # fmt: skip
+PARTS = ("Context", "Choice", "Consequence")
+
+
+def decisions(text):
+    """Title and body of each decision."""
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        for decision in re.split(r"^### ", section, flags=re.MULTILINE)[1:]:
+            title, _, body = decision.partition("\n")
+            yield title, re.sub(r"<a id.*", "", body)
+
+
+def faults_of_a_decision(body):
+    """Faults of one decision: its parts, its length, and the files that it names."""
+    if tuple(re.findall(r"^\*\*(\w+)\.\*\*", body, re.MULTILINE)) != PARTS:
+        yield "its parts are not " + ", ".join(PARTS)
+    if not 60 <= len(body.split()) <= 125:
+        yield f"it has {len(body.split())} words"
+    for name in files_in(body):
+        if not (PACKAGE / name).exists() and not (ROOT / name).exists():
+            yield f"{name} is no file"
+
+
+def test_decisions_have_three_parts_and_name_files_that_exist():
+    found = list(decisions(DECISIONS.read_text("utf-8")))
+    assert len(found) >= 30
+    faults = {title: list(faults_of_a_decision(body)) for title, body in found}
+    assert {title: some for title, some in faults.items() if some} == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (("**Choice.**", "We chose"), "parts"),
+        (("word", ""), "words"),
+        (("layer/call.py", "layer/gone.py"), "no file"),
+    ],
+)
+def test_a_decision_that_breaks_the_form_is_found(change, fault):
+    body = "\n\n".join(f"**{part}.** " + "word " * 20 for part in PARTS) + " `layer/call.py`"
+    assert list(faults_of_a_decision(body)) == []
+    assert any(fault in found for found in faults_of_a_decision(body.replace(*change)))
+
+
+def anchors(text):
+    """Anchors of a page on the site: those of its headings, and those that it sets itself."""
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title in titles}
+    return slugs | set(re.findall(r'<a id="([\w-]+)">', text))
+
+
+def test_links_to_former_headings_of_the_decisions_stay_valid():
+    assert set(FORMER) - anchors(DECISIONS.read_text("utf-8")) == set()
+
+
+def table_of_folders(text):
+    """The rows of DESIGN.md section 7, in their order: folder, and the folders that it imports."""
+    _, _, section = text.partition("## 7. Layout and direction")
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    return [(row[0].strip(" `"), tuple(re.findall(r"`(\w+)`", row[2]))) for row in rows]
+
+
+def test_the_design_has_the_table_of_imports():
+    found = table_of_folders((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
+    assert found == list(FOLDERS.items())
+
+
+def test_the_design_names_files_that_exist():
+    named = files_in((ROOT / "docs" / "DESIGN.md").read_text("utf-8"))
+    assert len(named) > 15
+    assert [n for n in named if not (PACKAGE / n).exists() and not (ROOT / n).exists()] == []
+
+
+def words_of_the_code(text):
+    """Rows of the glossary: word, meaning, the field's term."""
+    _, _, section = text.partition("### Words of the code")
+    section, _, _ = section.partition("\n## ")
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
+    return [tuple(cell.strip() for cell in row) for row in rows[1:]]
+
+
+def test_the_glossary_has_each_word_once_and_classes_that_exist():
+    rows = words_of_the_code((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    words = [word for word, _, _ in rows]
+    assert len(words) > 30
+    assert words == sorted(set(words))
+    assert [row for row in rows if not all(row)] == []
+    named = set(re.findall(r"`(\w+)`", " ".join(meaning for _, meaning, _ in rows)))
+    source = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    assert [n for n in named if not re.search(rf"^class {n}\b", source, re.MULTILINE)] == []
