@@ -222,10 +222,10 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
 def _refuse(call: LayerCall, what: str) -> NoReturn:
     """Raise because of a stored value of a chunk, and run such calls unchunked from now on."""
     site = call.site
-    site.found(call.arguments.kind).judge(f"{KEEPS_VALUES} ({what})")
+    site.tests.result(call.arguments.kind).judge(f"{KEEPS_VALUES} ({what})")
     when = "did not when it was tried"
-    if site.warm is not None and site.warm.on:
-        site.warm.on = False
+    if site.tests.warm_up is not None and site.tests.warm_up.on:
+        site.tests.warm_up.on = False
         when = (
             "was set after streambp.warm_up, which lets hooks be set without a trial that add up "
             "or look on"
@@ -247,7 +247,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():
         return None, None
     roots = roots_of(site, call.look)
-    if not roots or site.found(call.arguments.kind).judged:
+    if not roots or site.tests.result(call.arguments.kind).judged:
         return None, None
     failed: Exception | None = None
     because = None
@@ -276,8 +276,8 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
         failed = error
     before = call.arguments.kind
     call.arguments.kind = tell(site, call.look, before, x)
-    if before != call.arguments.kind and before in site.findings:
-        remember(site.findings, call.arguments.kind, site.findings.pop(before))
+    if before != call.arguments.kind and before in site.tests.results:
+        remember(site.tests.results, call.arguments.kind, site.tests.results.pop(before))
     return because, failed
 
 

@@ -202,8 +202,10 @@ def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor])
     if type(call) is not LayerCall:
         return None
     own = OwnRun(call, x, upstream, shadows)
-    call.site.foreign = own.foreign
-    call.site.found(call.arguments.kind).tried = {ANY_SIZE: 0 if own.foreign else sys.maxsize}
+    call.site.tests.third_party_modules = own.foreign
+    call.site.tests.result(call.arguments.kind).tried = {
+        ANY_SIZE: 0 if own.foreign else sys.maxsize
+    }
     return own
 
 

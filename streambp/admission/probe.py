@@ -102,12 +102,12 @@ def can_stream(call: LayerCall) -> Verdict:
             it.
         StreamBPError: the requested attention cannot compute the call.
     """
-    site, findings = call.site, call.site.found(call.arguments.kind)
+    site, findings = call.site, call.site.tests.result(call.arguments.kind)
     x = call.hidden_states.detach()
     if not x.numel():
         return Verdict(False, EMPTY)
     if findings.judged:  # layers that cannot stream return earlier
-        return Verdict(True) if site.knows(findings, call.plan) else _judged_at_length(call)
+        return Verdict(True) if site.tests.cover(findings, call.plan) else _judged_at_length(call)
     if not has_data(x):
         # the structure alone does not decide
         if not (site.kind.states.carries or site.kind.attention.reads_a_mask):
@@ -133,7 +133,11 @@ def can_stream(call: LayerCall) -> Verdict:
     if call.configs:
         refuse_foreign_attention(distinct_attentions([call.layer]))
     because, certain, _ = _judged(call, x)
-    if because is not None or not certain or site.knows(site.found(call.arguments.kind), call.plan):
+    if (
+        because is not None
+        or not certain
+        or site.tests.cover(site.tests.result(call.arguments.kind), call.plan)
+    ):
         return Verdict(because is None, because)
     return _judged_at_length(call)
 
@@ -157,7 +161,7 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
     site, kind = call.site, call.arguments.kind
     found = _why_not(call, x)
     call.arguments.renamed(call.look.kind)  # without changes by the layer's own forward
-    findings = remember(site.findings, call.arguments.kind, site.findings.pop(kind))
+    findings = remember(site.tests.results, call.arguments.kind, site.tests.results.pop(kind))
     if found.because is not None and found.passes:
         findings.doubt(found.because)
     elif found.certain:
@@ -167,7 +171,7 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
 
 def _judged_at_length(call: LayerCall) -> Verdict:
     """Test if the call's own chunks agree with its full sequence. [Note: foreign insides]"""
-    findings = call.site.found(call.arguments.kind)
+    findings = call.site.tests.result(call.arguments.kind)
     with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
             because = why_not_at_length(call)

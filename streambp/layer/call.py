@@ -118,7 +118,7 @@ class LayerCall:
         self._move_ends(arguments, site.kind.states.least)
         self.gradients_of_a_parameter = len(self.plan.ends)  # in a backward pass
         self.kept = self._keep()
-        self.attempt, self.repeats, chooser = AT_ONCE, site.repeats, site.chooser
+        self.attempt, self.repeats, chooser = AT_ONCE, site.repeats, site.saves_policy
         if self.repeats and chooser is not None:
             self.attempt = functools.partial(
                 with_memory,
@@ -225,7 +225,7 @@ class LayerCall:
         will skip. The layer's first backward skips no Linear. [Note: witness]
         """
         linears = self.site.linears
-        unread = self.site.unread.get(self.situation(linears, self.wanted[0]))
+        unread = self.site.tests.unread.get(self.situation(linears, self.wanted[0]))
         if self.witness is None or unread is None or not unread.recompute:
             return NOTHING
         self.witness.left_out = unread.recompute.difference(self.kept.products)
@@ -318,7 +318,7 @@ class LayerCall:
         again = stage is Stage.RECOMPUTE and own
         saved = self.kept.attended() if again else None
         picks = self.kept.picks() if again and self.site.kind.attention.picks_keys else None
-        overwritten = self.site.overwritten
+        overwritten = self.site.tests.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
             states = (
                 None if states is None else {key: state.clone() for key, state in states.items()}

@@ -74,7 +74,9 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             if keep:
                 kept.random.append(RandomState.capture(call.device))
             hidden_chunk = chunk.part(call.hidden_states, -2)
-            original = hidden_chunk.clone() if keep and site.overwritten.inputs else hidden_chunk
+            original = (
+                hidden_chunk.clone() if keep and site.tests.overwritten.inputs else hidden_chunk
+            )
             if carries:
                 states = carried.start(call.plan, chunk)
                 if keep:
@@ -94,9 +96,9 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and
     # values.
     if kept.graph is None:  # a kept graph is computed as in backward, which records no kernels
-        site.attended = carried.prefix.used
+        site.last_call.kernels = carried.prefix.used
     if keep:
-        site.sdpa = carried.prefix.sdpa
+        site.last_call.sdpa = carried.prefix.sdpa
         kept.seal(carried.prefix.backward_bytes)
     if keep and "kv" in kept.saves and not kept.moves_kv:
         carried.prefix.pack()
@@ -186,7 +188,8 @@ class StreamedLayer(torch.autograd.Function):
             hooks, here = call.look.hooks, call.site.weights_here("forward", call.device)
             with here, watching(hooks) if hooks.places else NOBODY as acted:
                 outputs = strategy.forward(call, True)
-            call.site.refuse_untried(acted)
+            if acted:
+                call.site.tests.refuse_untested(acted, call.layer)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
@@ -296,10 +299,10 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     # Find the Linear outputs that backward never reads, once for each kind of call.
     linears = call.site.linears
     situation = call.situation(linears, work.needs_input)
-    unread = call.site.unread.get(situation)
+    unread = call.site.tests.unread.get(situation)
     if unread is None:
         found = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-        unread = remember(call.site.unread, situation, found)
+        unread = remember(call.site.tests.unread, situation, found)
     # Recompute keys and values of all chunks except the last, which writes its own. Skip the
     # recomputation if keys and values were saved, or if the layer has no attention.
     prefix, kept = call.carried.prefix, call.kept

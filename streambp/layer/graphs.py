@@ -122,7 +122,7 @@ def can_keep_graph(call: LayerCall) -> bool:
         or hooked
         or held(call.layer).weights  # the graph would keep the weights gathered
         or site.on_host  # the graph would hold a slot that other layers' weights need next
-        or site.overwritten.inputs
+        or site.tests.overwritten.inputs
         or site.kind.states.carries
         or site.kind.attention.picks_keys
         or not site.linears
@@ -270,7 +270,7 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
         )
         return
     call.arguments.renamed(call.look.kind)  # forward may have excluded values from comparison
-    call.site.found(call.arguments.kind).judge(KEEPS)
+    call.site.tests.result(call.arguments.kind).judge(KEEPS)
     raise BackwardError(
         f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and "
         "did not when it was tried (does it collect for another loss from a later step on?). This "

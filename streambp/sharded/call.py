@@ -172,7 +172,7 @@ class ShardedCall(LayerCall):
                 from the old input are then differentiated, unpatched, at the new input, which the
                 half before attention does not have.
         """
-        if self.site.overwritten.inputs:
+        if self.site.tests.overwritten.inputs:
             raise UnsupportedModelError(
                 f"{type(self.layer).__name__} overwrites its hidden_states through a kernel that "
                 "autograd does not see (a fused residual add?), which streambp does not support "
@@ -182,7 +182,7 @@ class ShardedCall(LayerCall):
         linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
         key = (self.arguments.kind, tuple(linears), autocast, min(TRIED, self.plan.length))
-        if linears and key not in self.site.unread_in_halves:
+        if linears and key not in self.site.tests.unread_in_halves:
             parameters = Parameters(self.layer, self.device)
             with (
                 torch.enable_grad(),
@@ -191,13 +191,13 @@ class ShardedCall(LayerCall):
             ):
                 chunk = Chunk(0, 0, min(TRIED, self.plan.length))
                 with few_tokens(
-                    self, self.hidden_states.detach(), chunk.stop, self.site.turns
+                    self, self.hidden_states.detach(), chunk.stop, self.site.tests.at_last_positions
                 ) as x:
                     found = _unread_in_halves(
                         self, linears, x, chunk, RandomState.capture(self.device)
                     )
-                remember(self.site.unread_in_halves, key, found)
-        self.unread = self.site.unread_in_halves.get(key, UnreadInHalves())
+                remember(self.site.tests.unread_in_halves, key, found)
+        self.unread = self.site.tests.unread_in_halves.get(key, UnreadInHalves())
 
 
 def _unread_in_halves(

@@ -117,7 +117,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 "Set that dropout to 0."
             )
         o, lse = _attend(call, q, keys, last=not (keep and call.kept.keeps_kv))
-        call.site.attended = call.carried.prefix.used
+        call.site.last_call.kernels = call.carried.prefix.used
         call.backward_bytes += 2 * o.nbytes + q.nbytes
         if keep:
             _keep_attention(call, keys, o, lse)
