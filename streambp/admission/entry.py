@@ -154,7 +154,7 @@ def admit(
     call.look = look
     trained = look.trained
     list_them = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
-    call.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(
+    call.backward.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(
         look, trained
     )
     # A tested kind streams. A new kind is tested first, on a few random tokens.
@@ -199,12 +199,12 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
     """
     site = call.site
     if call.look.hooks.ids and has_data(call.hidden_states):
-        site.tests.hooks_run_in_tests |= hooks_of_others(call.layer)
+        site.tests.hooks_run_in_tests |= hooks_of_others(call.site.layer)
     try:
         here = site.weights_here("trial", call.device)
         freely = replaced([site], "choices", [None])  # [Note: choices]
         # Layers of a split sequence exchange keys and values with other ranks themselves.
-        alone = no_collectives(call.layer) if type(call) is LayerCall else NOTHING
+        alone = no_collectives(call.site.layer) if type(call) is LayerCall else NOTHING
         with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
             found = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
@@ -238,14 +238,16 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
 def _streamed(call: LayerCall, strategy: Strategy) -> Any:
     """Run the admitted call and return its result, with a graph if gradients are required."""
     site, hidden_states = call.site, call.hidden_states
-    parameters, inputs = call.parameters, call.arguments.inputs
+    parameters, inputs = call.backward.parameters, call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
         if site.saves_policy is not None:
             call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
         weights = parameters.current()
         if site.weights is not None:
-            call.send_gradients, weights = site.weights.arriving(site.index, weights, call.device)
+            call.backward.send_gradients, weights = site.weights.arriving(
+                site.index, weights, call.device
+            )
         if site.offloader is not None:
             call.kept.store = site.offloader.open(site.index, call.device)
         reductions = site.of(reductions_of)
@@ -263,7 +265,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
             site.tests.refuse_untested(acted, site.layer)
         if site.fingerprint.pending:
             site.fingerprint.learn(site.layer, call.look, versions)
-    by_place = dict(zip(call.extras, extras, strict=True))
+    by_place = dict(zip(call.form.extras, extras, strict=True))
     deliver(by_place, call.arguments.mappings)
     return call.wrap(output, by_place)
 

@@ -231,7 +231,7 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
             "or look on"
         )
     raise StreamBPError(
-        f"{type(call.layer).__name__}, or a hook inside it, keeps values of single chunks "
+        f"{type(call.site.layer).__name__}, or a hook inside it, keeps values of single chunks "
         f"({what}), and {when}. Empty what was kept and repeat the step: from now on the layer "
         "runs whole, which is exact."
     )
@@ -254,7 +254,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     try:
         generators, buffers = (
             generators_kept(generators_of(site, call.look)),
-            in_place_of_buffers(buffers_of(call.layer)),
+            in_place_of_buffers(buffers_of(call.site.layer)),
         )
         with (
             nothing_compiled(),
@@ -304,7 +304,7 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
     }
     if otherwise:
         raise UnsupportedModelError(
-            f"{type(call.layer).__name__}, or a hook inside it, keeps values that its unpatched "
+            f"{type(call.site.layer).__name__}, or a hook inside it, keeps values that its unpatched "
             "forward makes and streamed layers do not, such as weights of attention: "
             f"{_named(otherwise)}. Take off what keeps them, pass output_attentions=True, with "
             "which a call runs unpatched, or run the model unpatched (streambp.unpatch(model))."
@@ -332,7 +332,11 @@ class _Trial:
     def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots) -> None:
         self.call, self.x, self.upstream, self.roots = call, x, upstream, roots
         self.random = RandomState.capture(call.device)
-        wanted = call.hidden_states.requires_grad or call.arguments.inputs or call.parameters.groups
+        wanted = (
+            call.hidden_states.requires_grad
+            or call.arguments.inputs
+            or call.backward.parameters.groups
+        )
         self.graph = torch.is_grad_enabled() and bool(wanted) and may_have_graphs(call)
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
@@ -435,7 +439,7 @@ def _plain_dropout(call: LayerCall) -> Iterator[None]:
     """Context manager that disables dropout modules; all other modules have their own mode."""
     drops = [
         m
-        for m in call.layer.modules()
+        for m in call.site.layer.modules()
         if isinstance(m, nn.modules.dropout._DropoutNd) and m.training
     ]
     try:
@@ -452,7 +456,7 @@ def _as_in_a_step(call: LayerCall) -> Iterator[None]:
     """Context manager in which no graph is built, although grad mode stays on as in a step with a
     graph.
     """
-    parameters = Parameters(call.layer, call.device, call.site.of(slots_of))
+    parameters = Parameters(call.site.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     given = (
         parameters.replaced([p.detach() for p in parameters.current()])

@@ -112,7 +112,9 @@ def can_stream(call: LayerCall) -> Verdict:
         # the structure alone does not decide
         if not (site.kind.states.carries or site.kind.attention.reads_a_mask):
             return Verdict(False)
-        because = CONVOLVES if not site.kind.states.carries and _convolves(call.layer) else None
+        because = (
+            CONVOLVES if not site.kind.states.carries and _convolves(call.site.layer) else None
+        )
         if site.kind.states.carries:
             try:
                 with call.streaming(), on_trial(call), evaluated(call):
@@ -130,8 +132,8 @@ def can_stream(call: LayerCall) -> Verdict:
         call.arguments.cut(Chunk(0, 0, call.arguments.length))
     except StreamBPError as error:
         return Verdict(False, str(error))
-    if call.configs:
-        refuse_foreign_attention(distinct_attentions([call.layer]))
+    if call.parts.configs:
+        refuse_foreign_attention(distinct_attentions([call.site.layer]))
     because, certain, _ = _judged(call, x)
     if (
         because is not None
@@ -191,7 +193,7 @@ def _judged_at_length(call: LayerCall) -> Verdict:
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
     """Return why chunks differ; None if they do not. [Note: a trial leaves nothing]"""
-    if not call.site.kind.states.carries and _convolves(call.layer):
+    if not call.site.kind.states.carries and _convolves(call.site.layer):
         return Found(CONVOLVES)
     # separates the trial from a checkpoint around the model
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
@@ -215,7 +217,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
             except Exception as error:
                 found = _failed(call, x, upstream, error, state)
         if not found.passes:
-            call.look = call.site.fingerprint.learn(call.layer, call.look)
+            call.look = call.site.fingerprint.learn(call.site.layer, call.look)
     return found._replace(certain=found.certain and hidden_states.shape[-2] > CHUNK)
 
 
@@ -224,7 +226,7 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
     chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
     generators = generators_of(call.site, call.look)
     drawn = generator_states(generators)
-    with watched_hooks(call.layer, BACKWARD_HOOKS) as editing:
+    with watched_hooks(call.site.layer, BACKWARD_HOOKS) as editing:
         because = _try(call, x, upstream, chunk_size)
         if has_drawn(generators, drawn):
             return Found(DRAWS)
@@ -254,7 +256,7 @@ def _failed(
         raise error  # the requested attention cannot compute the call
     if failed_in_a_kernel(error, x.device):
         raise KernelError(
-            f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
+            f"A kernel failed when {type(call.site.layer).__name__} was tried on {x.shape[-2]} tokens "
             f"({type(error).__name__}: {error}). It would fail in training as well. Set another "
             "attention in StreamConfig ('flash', or 'math', which uses torch's own products "
             "alone), or run the model unpatched to see whether it fails there too."
@@ -331,7 +333,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
         return None
     origin = Origin()
     kept = weakref.ref(origin)
-    before = buffers_of(call.layer)
+    before = buffers_of(call.site.layer)
     with in_place_of_buffers(before):
         mixes = _crosses(call, x, upstream, cut, origin)
         written = sorted({name for _, name in written_since(before)})
@@ -398,7 +400,7 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     """
     size = min(CHUNK, x.shape[-2] // 2)
     if size < LEAST_TOKENS or any(
-        parameter.is_inference() for parameter in call.layer.parameters()
+        parameter.is_inference() for parameter in call.site.layer.parameters()
     ):
         return None
     named = {**nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}

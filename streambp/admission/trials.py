@@ -353,7 +353,7 @@ class Trial:
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
         """Return the same gradients [...] for a finished recomputation."""
         parameters = [
-            parameter for parameter in self.call.layer.parameters() if parameter.requires_grad
+            parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]
         with self.random.replayed():
             return gradients_of(found.outputs, [*found.leaves, *parameters])

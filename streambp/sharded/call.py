@@ -126,7 +126,7 @@ class ShardedCall(LayerCall):
     def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
         super().__init__(site, arguments)
-        self.gradients_of_a_parameter *= 2  # one gradient from each half
+        self.backward.gradients_of_a_parameter *= 2  # one gradient from each half
         self.params: Params | None = None
         self.heads: tuple[int, int] = (0, 0)  # number of query heads, and of K/V heads
         self.value_size = 0  # D_v
@@ -174,7 +174,7 @@ class ShardedCall(LayerCall):
         """
         if self.site.tests.overwritten.inputs:
             raise UnsupportedModelError(
-                f"{type(self.layer).__name__} overwrites its hidden_states through a kernel that "
+                f"{type(self.site.layer).__name__} overwrites its hidden_states through a kernel that "
                 "autograd does not see (a fused residual add?), which streambp does not support "
                 "where sequences are split over ranks. Use a kernel that returns a tensor of its "
                 "own, or train this model without splitting sequences."
@@ -183,7 +183,7 @@ class ShardedCall(LayerCall):
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
         key = (self.arguments.kind, tuple(linears), autocast, min(TRIED, self.plan.length))
         if linears and key not in self.site.tests.unread_in_halves:
-            parameters = Parameters(self.layer, self.device)
+            parameters = Parameters(self.site.layer, self.device)
             with (
                 torch.enable_grad(),
                 RandomState.capture(self.device).replayed(),
@@ -242,7 +242,7 @@ def _unread_in_halves(
                     return run()
             others = [name for name in linears if name not in names]
             with random.replayed(), computed(linears, others), left_out(linears, names):
-                return gradients_of(run(), [x, o, *call.layer.parameters()])
+                return gradients_of(run(), [x, o, *call.site.layer.parameters()])
 
         expected = given(frozenset())
         same = (
