@@ -51,7 +51,9 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
     mixers = [] if rows is None else site.of(mixers_of)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if site.overwritten.inputs and torch.is_grad_enabled():  # [Note: writes through pointers]
+        if (
+            site.tests.overwritten.inputs and torch.is_grad_enabled()
+        ):  # [Note: writes through pointers]
             if args:
                 args = args[0].clone(), *args[1:]
             else:

@@ -63,9 +63,9 @@ def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceM
     """
     if isinstance(error, DeviceMemoryError):
         return error
-    site.advised = True
-    if site.chooser is not None:
-        site.chooser.failed()
+    site.last_call.error_has_advice = True
+    if site.saves_policy is not None:
+        site.saves_policy.failed()
     details = str(error).splitlines()[0] if str(error) else "torch gave no details"
     return DeviceMemoryError(
         f"The device ran out of memory in {type(site.layer).__name__} on {plan.length} positions a "

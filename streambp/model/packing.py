@@ -56,7 +56,8 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
     unpatched = []
     cure = ""
     if unseen and any(
-        site.last.documents is not None and site.last.documents[0] == "position_ids"
+        site.last_call.report.documents is not None
+        and site.last_call.report.documents[0] == "position_ids"
         for site in sites
     ):
         unpatched.append(
@@ -87,7 +88,7 @@ def warn_of_trials(sites: list[LayerSite]) -> bool:
     """
     shown: dict[str, list[str]] = {}
     for site in sites:
-        for hook, paths in site.shown.items():
+        for hook, paths in site.tests.hooks_run_in_tests.items():
             shown.setdefault(hook, []).extend(
                 f"{type(site.layer).__name__} {site.index}: {path}" for path in paths
             )

@@ -208,7 +208,7 @@ class UnpatchedRuns:
         if is_initialized() and find_split(config, True) is not None:
             return False
         for site in self.steps.sites:
-            if not any(map(SEEN_WRITING, site.findings.values())) or not is_plain(site):
+            if not any(map(SEEN_WRITING, site.tests.results.values())) or not is_plain(site):
                 return False
         size = (
             self.chooser.size(batch_size, length, given.device)
@@ -255,7 +255,7 @@ def is_plain(site: LayerSite) -> bool:
     A layer with an engine's hooks inside is not plain.
     """
     if (
-        site.last.because is not None
+        site.last_call.report.because is not None
         or site.kind.states.carries
         or site.kind.attention.picks_keys
         or site.of(engine_hooks)
@@ -263,4 +263,4 @@ def is_plain(site: LayerSite) -> bool:
     ):
         return False
     own = set(map(own_implementation, site.of(attention_configs)))
-    return EAGER not in own and (SDPA not in own or site.sdpa.same)
+    return EAGER not in own and (SDPA not in own or site.last_call.sdpa.same)

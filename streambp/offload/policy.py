@@ -231,7 +231,7 @@ class SavesPolicy:
         """
         index = kept.site.index
         length = kept.plan.length
-        unread = kept.site.unread
+        unread = kept.site.tests.unread
         tokens = rows * length
         if index <= self._last:
             self._begin(kept, rows)

@@ -92,7 +92,9 @@ class Steps:
 
     @property
     def chooser(self):
-        return next(w.site.chooser for w in self.model._streambp.wrappers if hasattr(w, "site"))
+        return next(
+            w.site.saves_policy for w in self.model._streambp.wrappers if hasattr(w, "site")
+        )
 
     @staticmethod
     def count():

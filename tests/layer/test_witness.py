@@ -143,7 +143,7 @@ def test_it_may_be_switched_off(monkeypatch):
     monkeypatch.setattr(witness.Witness, "see", None)
     by_data(model)
     loss.backward()
-    assert all(site.last.plan is not None for site in model._streambp.steps.sites)
+    assert all(site.last_call.report.plan is not None for site in model._streambp.steps.sites)
 
 
 @pytest.mark.usefixtures("float64_oracle")
@@ -263,7 +263,7 @@ def test_products_rounded_to_less_than_float32_are_no_alarm(known_by):
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=()))
     for _ in range(2):
         model(**make_batch("plain"), use_cache=False).loss.backward()
-    assert all(len(site.last.plan) == 5 for site in model._streambp.steps.sites)
+    assert all(len(site.last_call.report.plan) == 5 for site in model._streambp.steps.sites)
 
 
 def test_autocast_around_a_step_of_the_optimizer_is_named():

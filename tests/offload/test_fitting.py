@@ -78,7 +78,7 @@ def patched(monkeypatch):
 
 
 def chooser_of(model):
-    return next(w.site.chooser for w in model._streambp.wrappers if hasattr(w, "site"))
+    return next(w.site.saves_policy for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
 def plain(model=None, **settings):

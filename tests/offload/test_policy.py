@@ -370,7 +370,7 @@ def planned_and_kept(chooser):
     real = Kept.seal
 
     def seal(self, size):
-        if self.site.chooser is not chooser:
+        if self.site.saves_policy is not chooser:
             return real(self, size)
         sizes = {}
         for (key, _), tensor in self.store.tensors.items():

@@ -60,7 +60,7 @@ def patched(model=None, warm=True, room=PLENTY, **settings):
 
 
 def chooser_of(model):
-    return next(w.site.chooser for w in model._streambp.wrappers if hasattr(w, "site"))
+    return next(w.site.saves_policy for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
 def streams(loss):
@@ -589,9 +589,9 @@ def test_the_prediction_grows_with_scores_and_masks(kind):
 def test_what_sdpa_leaves_out_streams():
     model = patched(zoo.build("gpt_oss", torch.float32))
     sites = model._streambp.steps.sites
-    assert not any(site.sdpa.same for site in sites)  # it has sinks
+    assert not any(site.last_call.sdpa.same for site in sites)  # it has sinks
     other = patched()
-    other._streambp.steps.sites[1].sdpa = sites[1].sdpa
+    other._streambp.steps.sites[1].last_call.sdpa = sites[1].last_call.sdpa
     assert streams(other(**make_batch("plain")).loss)
 
 

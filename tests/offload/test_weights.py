@@ -289,7 +289,7 @@ def test_one_token_streams_as_one_chunk():
 
     assert_same(run(model), run(resident))
     sites = next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.steps.sites
-    assert all(site.last.plan is not None for site in sites)
+    assert all(site.last_call.report.plan is not None for site in sites)
 
 
 def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
