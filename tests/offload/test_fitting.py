@@ -145,7 +145,7 @@ def after_the_first_layer(act):
 
 def planned(model):
     return sum(
-        candidate.bytes for chosen in chooser_of(model)._plan.values() for candidate in chosen
+        candidate.bytes for chosen in chooser_of(model)._batch.plan.values() for candidate in chosen
     )
 
 

@@ -319,7 +319,7 @@ def shrinking(share, places=8, **settings):
         at = 1 + (2 * number + 1) * 400 // (2 * places)
         chooser_of(model).free = lambda _: free
         chooser_of(model).margins.clear()
-        chooser_of(model)._shortage = None
+        chooser_of(model)._batch.shortage = None
         if runs is not None:
             runs.most = math.inf
         with Device(free, shrinks_at=at, then=need + share * 4.1 * kept) as device:
