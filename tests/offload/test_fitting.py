@@ -22,8 +22,7 @@ import torch
 
 import streambp
 from streambp.attention.prefix import Stage
-from streambp.device import DeviceMemoryError
-from streambp.errors import BackwardError
+from streambp.errors import BackwardError, DeviceMemoryError
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept
@@ -145,7 +144,7 @@ def after_the_first_layer(act):
 
 def planned(model):
     return sum(
-        candidate.bytes for chosen in chooser_of(model)._plan.values() for candidate in chosen
+        candidate.bytes for chosen in chooser_of(model)._batch.plan.values() for candidate in chosen
     )
 
 

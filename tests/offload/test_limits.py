@@ -118,7 +118,7 @@ class Pair:
     def forget(self):
         """What running out of memory has taught."""
         self.chooser.margins.clear()
-        self.chooser._shortage = None
+        self.chooser._batch.shortage = None
         runs = self.model._streambp.unpatched
         if runs is not None:
             runs.most = math.inf

@@ -320,7 +320,7 @@ def shrinking(share, places=8, **settings):
         at = 1 + (2 * number + 1) * 400 // (2 * places)
         chooser_of(model).free = lambda _: free
         chooser_of(model).margins.clear()
-        chooser_of(model)._shortage = None
+        chooser_of(model)._batch.shortage = None
         if runs is not None:
             runs.most = math.inf
         with Device(free, shrinks_at=at, then=need + share * 4.1 * kept) as device:
@@ -417,7 +417,7 @@ def test_copies_have_seen_nothing():
     other = copy.deepcopy(model)
     runs = other._streambp.unpatched
     assert runs.most == math.inf
-    assert runs.chooser is chooser_of(other)
+    assert runs.policy is chooser_of(other)
     assert [site.layer for site in runs.steps.sites] == list(other.model.layers)
 
 
