@@ -313,7 +313,7 @@ def add_lora(model: PreTrainedModel) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise SystemExit(
-            "--lora needs peft. Install it with: pip install 'streambp[examples]'"
+            "--lora needs peft. Install it with: pip install 'streambp-hf[examples]'"
         ) from error
     return get_peft_model(
         model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

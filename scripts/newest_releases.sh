@@ -28,7 +28,7 @@ text = Path("pyproject.toml").read_text("utf-8")
 lines = re.search(r"^test = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
 for requirement in re.findall(r'"([^"]+)"', lines):
     name, _, marker = requirement.partition(";")
-    extra = re.match(r"streambp\[(\w+)\]", name)
+    extra = re.match(r"streambp-hf\[(\w+)\]", name)
     name = extra[1] if extra else re.split(r"[<>=~! ]", name)[0]
     print(f"{name}; {marker.strip()}" if marker else name)
 EOF

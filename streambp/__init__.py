@@ -13,7 +13,7 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING, Any
 
-from streambp.libraries import warn_of_untested
+from streambp.libraries import refuse_other_distribution, warn_of_untested
 
 if TYPE_CHECKING:
     from streambp.config import StreamConfig
@@ -54,4 +54,5 @@ def __dir__() -> list[str]:
 
 # a program that reads the log sets a handler and the level INFO
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+refuse_other_distribution()
 warn_of_untested("torch", "transformers")

@@ -233,7 +233,7 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
     if chunk_size is not None and not (2 <= chunk_size <= most and seq_len % chunk_size):
         raise ConfigError(
             f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} "
-            "chunks with a shorter last one, which it takes to try every boundary. Choose a "
-            f"smaller --chunk-size, such as {best}, or leave it out."
+            "chunks with a shorter last one, so the test would miss some chunk boundaries. Choose "
+            f"a smaller --chunk-size, such as {best}, or leave --chunk-size out."
         )
     return chunk_size or best

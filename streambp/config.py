@@ -158,8 +158,9 @@ class StreamConfig:
             start, last, count = name.partition(LAST)
             if last and not (start and count.isdecimal() and len(count) <= DIGITS and int(count)):
                 raise ConfigError(
-                    f"saves names {shown(name)}; behind {LAST} comes how many of the last layers "
-                    "save it, such as 'attn_out@12'. Without it all do."
+                    f"saves names {shown(name)}, where a number must follow {LAST}. Write how many "
+                    f"of the last layers save the tensor, such as 'attn_out@12', or leave {LAST} "
+                    "out for all layers."
                 )
         for field in ("host_memory", "gpu_memory"):
             moves = self.offload != "none" or (field == "host_memory" and self.weights != "device")
@@ -193,6 +194,6 @@ def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> Stre
     unknown = [name for name in found if name not in FIELDS]
     if unknown:
         raise ConfigError(
-            f"{source} has the settings {shown(unknown)}; it may have {list(FIELDS)}."
+            f"{source} has the unknown settings {shown(unknown)}. Use some of {list(FIELDS)}."
         )
     return dataclasses.replace(base, **found)

@@ -149,7 +149,7 @@ def parse_bytes(field: str, value: int | str) -> int:
         )
     if match is not None and not unit and number < FEW:
         raise ConfigError(
-            f"{field} is {shown(value)}, which has no unit; did you mean {match[1]}GiB? Bytes are "
-            f"{match[1]}B."
+            f"{field} is {shown(value)}, which has no unit. Write {match[1]}GiB, or {match[1]}B "
+            "for bytes."
         )
     return int(number)

@@ -7,9 +7,13 @@ import importlib.metadata
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
-from streambp.errors import MissingLibraryError
+from streambp.errors import ConflictingDistributionError, MissingLibraryError
 
+# pip's name for this project, and the name of another project that installs a package `streambp`.
+DISTRIBUTION = "streambp-hf"
+OTHER_DISTRIBUTION = "streambp"
 # streambp's extra for each library, by import name; programs that install streambp have no extra.
 EXTRAS = {
     "trl": "trl",
@@ -29,13 +33,15 @@ def required(library: str) -> Iterator[None]:
     Raises:
         MissingLibraryError: the library is not installed; the message has the command that installs
             it.
+        ConflictingDistributionError: another distribution has written into the package.
     """
+    refuse_other_distribution()
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise
-        what = f"'streambp[{EXTRAS[library]}]'" if library in EXTRAS else PROGRAMS[library]
+        what = f"'{DISTRIBUTION}[{EXTRAS[library]}]'" if library in EXTRAS else PROGRAMS[library]
         raise MissingLibraryError(
             f"{library} is not installed. Install it: pip install {what}."
         ) from error
@@ -58,4 +64,29 @@ def warn_of_untested(*libraries: str) -> None:
                     f"tested with. Check your model with `streambp verify`, or install {library} "
                     f"{shown}.",
                     stacklevel=3,
+                )
+
+
+def refuse_other_distribution() -> None:
+    """Check that the files of the package are from this project alone.
+
+    pip lets two distributions write into one folder: the one installed last replaces the files that
+    both have, and the package is a mixture of both.
+
+    Raises:
+        ConflictingDistributionError: another distribution has installed this file, too.
+    """
+    init = Path(__file__).resolve().with_name("__init__.py")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        other = importlib.metadata.distribution(OTHER_DISTRIBUTION)
+        # A clone's .egg-info lists the same files, and has no record of an installation.
+        if other.read_text("RECORD") is None:
+            return
+        for file in other.files or ():
+            if file.name == init.name and Path(str(other.locate_file(file))).resolve() == init:
+                raise ConflictingDistributionError(
+                    f"{init.parent} has files of two distributions: {DISTRIBUTION}, and "
+                    f"{OTHER_DISTRIBUTION} {other.version}, which is another project. Uninstall "
+                    f"both and install this one again: pip uninstall -y {OTHER_DISTRIBUTION} "
+                    f"{DISTRIBUTION} && pip install {DISTRIBUTION}"
                 )

@@ -151,8 +151,8 @@ def rates_of(name: str | Path | Rates) -> Rates:
         (f" Did you mean {known}?" for known in DEVICES if near and _plain(known) == near[0]), ""
     )
     raise ConfigError(
-        f"The device {str(name)!r} is not in the table, which has {', '.join(DEVICES)}.{hint} Run "
-        "`streambp plan --measure-device FILE` on it and pass the file."
+        f"The device {str(name)!r} is not in the table, which has {', '.join(DEVICES)}.{hint} To "
+        "use this device, run `streambp plan --measure-device FILE` on it and pass the file."
     )
 
 
@@ -183,6 +183,6 @@ def read_rates(file: Path) -> Rates:
         )
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise StreamBPError(
-            f"No rates of a device could be read from {str(file)!r} ({reason(error)}). `streambp "
-            "plan --measure-device FILE` writes such a file."
+            f"No rates of a device could be read from {str(file)!r} ({reason(error)}). Write such "
+            "a file with `streambp plan --measure-device FILE`."
         ) from error

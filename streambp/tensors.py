@@ -51,11 +51,11 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
         for dim, size in found.items():
             known, whose = sizes.setdefault(dim, (size, name))
             if known != size:
-                asked = dim if dim == ANY_DIMS else f"{dim} = {known}"
+                same = "equal leading dimensions" if dim == ANY_DIMS else f"{dim} = {known}"
                 raise StreamBPError(
-                    f"{name} has shape {tuple(given.shape)}, which does not fit {whose}, "
-                    f"{tuple(wanted[whose][0].shape)}; it must be {shape} with {asked} as {whose} "
-                    "has."
+                    f"{name} has shape {tuple(given.shape)}, but {whose} has "
+                    f"{tuple(wanted[whose][0].shape)}; {name} must be {shape} with "
+                    f"{same}."
                 )
 
 

@@ -90,9 +90,9 @@ def asked_of(func: Any) -> Any:
     ]
     if len(stands_for) > 1:
         raise StreamBPError(
-            f"{getattr(func, '__qualname__', func)} stands in the place of several methods of "
-            f"torch.Tensor ({', '.join(stands_for)}), and was called with logits that do not exist "
-            "yet. Give each method a function of its own, or use StreamConfig(head=False)."
+            f"{getattr(func, '__qualname__', func)} replaces several methods of torch.Tensor "
+            f"({', '.join(stands_for)}), and was called with logits that do not exist yet. Write a "
+            "function for each method, or use StreamConfig(head=False)."
         )
     return getattr(TensorBase, stands_for[0]) if stands_for else func
 

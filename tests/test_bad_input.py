@@ -342,7 +342,7 @@ def a_group_of_one():
     [
         ("shift_labels", "labels were given without shift_labels"),
         ("position_ids", "position_ids are missing"),
-        ("mesh", "its mesh of one dimension or the order of its shards is not where"),
+        ("mesh", "did not find its one-dimensional mesh or its order of shards"),
         ("one split", "DeepSpeed Ulysses and torch's context parallelism both split this batch"),
     ],
 )

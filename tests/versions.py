@@ -10,6 +10,7 @@ import torch
 import transformers
 from packaging import version
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.aria import modeling_aria
 from transformers.models.bamba import modeling_bamba
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer
@@ -57,6 +58,12 @@ needs_falcons_documents = pytest.mark.skipif(
     "**kwargs" not in _told,
     reason="before transformers 5.17 Falcon-H1 tells its mixers nothing of packed rows",
 )
+needs_positions_in_layers = pytest.mark.skipif(
+    version.parse("5.24") <= NOW,
+    reason="from transformers 5.24 on GPT-J's layers are given cosines and sines, and no layer reads positions",
+)
+# The field of an output that holds the cache.
+CACHE_FIELD = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 # Chunks have a mask of bools where the whole has none.
 _takes_bools = "attention_mask.dtype == torch.bool" in inspect.getsource(GlmMoeDsaAttention.forward)
 INDEXERS_IN_CHUNKS = hasattr(Cache, "update_indexer") and _takes_bools
@@ -76,7 +83,11 @@ needs_deepseeks_picks = pytest.mark.skipif(
     not _masks_bools,
     reason="this transformers has no DeepSeek V3.2, or one that with padding reads later keys; patched it is refused",
 )
-IMAGES_IN_FULL_LAYERS = "Full attention: causal only" not in inspect.getsource(modeling_gemma4)
+# 5.5.0 and the newest give the mask of images to sliding layers alone.
+IMAGES_IN_FULL_LAYERS = not any(
+    mark in inspect.getsource(modeling_gemma4)
+    for mark in ("Full attention: causal only", "sliding_mask_kwargs[")
+)
 _rembert = inspect.getsource(modeling_rembert.RemBertModel.forward)
 needs_decoders_of_encoders = pytest.mark.skipif(
     "create_causal_mask" not in _rembert,

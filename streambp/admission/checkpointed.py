@@ -51,7 +51,9 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
     mixers = [] if rows is None else site.of(mixers_of)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if site.overwritten.inputs and torch.is_grad_enabled():  # [Note: writes through pointers]
+        if (
+            site.tests.overwritten.inputs and torch.is_grad_enabled()
+        ):  # [Note: writes through pointers]
             if args:
                 args = args[0].clone(), *args[1:]
             else:
@@ -88,10 +90,11 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
         if LazyMask.__name__ not in str(error):
             raise
         raise UnsupportedModelError(
-            f"{type(site.layer).__name__} cannot stream: {report.because}. Nor can it run whole, "
-            f"because it reads the attention mask itself ({error}). If its attention's forward was "
-            "replaced after streambp.patch, call that again: the layer then gets the model's own "
-            "mask. Otherwise use gradient checkpointing (streambp.unpatch(model))."
+            f"{type(site.layer).__name__} cannot stream: {report.because}. It cannot run unchunked "
+            f"either, because it reads the attention mask itself ({error}). If its attention's "
+            "forward was replaced after streambp.patch, call streambp.patch again: the layer then "
+            "gets the model's own mask. Otherwise use gradient checkpointing "
+            "(streambp.unpatch(model))."
         ) from error
 
 
@@ -224,12 +227,11 @@ class Repeatable:
                 return unpack(held)
             except CheckpointError as error:
                 raise BackwardError(
-                    f"{layer} was recomputed in backward, and kept other tensors for it than in "
-                    "forward: something that the layer is made of has changed since. Most likely a "
-                    "hook is gone that handed on its values in forward, and through which a tensor "
-                    "trains (an intervention or an adapter that starts as the identity). Let hooks "
-                    "stay until backward is over. Torch's checkpoint says: "
-                    f"{str(error).strip().splitlines()[0]}"
+                    f"{layer} was recomputed in backward and saved other tensors than in forward, "
+                    "because a part of the layer has changed since. A common cause is a hook that "
+                    "was removed before backward and returned its input unchanged in forward (an "
+                    "adapter that starts as the identity). Remove hooks after backward only. "
+                    f"Torch's checkpoint says: {str(error).strip().splitlines()[0]}"
                 ) from error
 
         return saved_tensors_hooks(pack, unpacked)

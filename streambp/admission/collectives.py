@@ -44,7 +44,7 @@ class Watched(TorchDispatchMode):
         """Return the error that names the layer and the collective."""
         return UnsupportedModelError(
             f"{type(self.layer).__name__} makes collectives inside its forward ({self.seen}), as "
-            "under tensor or expert parallelism (DeepSpeed's AutoTP): each chunk would make them, "
+            "under tensor or expert parallelism (DeepSpeed's AutoTP). Each chunk would make them, "
             "and ranks with other numbers of chunks would wait for ever. Use DDP, ZeRO or FSDP2 "
             "around whole decoder layers, or run the model unpatched (streambp.unpatch(model))."
         )

@@ -83,17 +83,17 @@ def stream_layer(
     """
     call = admit(site, args, kwargs, rows, strategy, forks)
     if isinstance(call, CallReport):
-        site.last = call
+        site.last_call.report = call
         try:
             with site.weights_for_once(
                 args, kwargs, call.because or "its only token cannot be tried in chunks"
             ):
                 return strategy.whole(site, args, kwargs, call)
         except Exception:
-            site.forget(call.because)
+            site.tests.forget(call.because)
             raise
     longest = (call.plan.longest, call.why_longer) if call.plan.longest > call.plan.size else None
-    site.last = CallReport(
+    site.last_call.report = CallReport(
         None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan
     )
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
@@ -136,10 +136,10 @@ def admit(
     if rows is not None:
         _tell_of_documents(site, rows, arguments)
     marked = None if rows is None else rows.number
-    if site.warm is not None and not may_edit_gradients(site.layer):
-        site.adopt(arguments.kind, look)
+    if site.tests.warm_up is not None and not may_edit_gradients(site.layer):
+        site.tests.reuse_result(arguments.kind, look)
     # Reasons to run unchunked that need no trial, or that a trial has found.
-    findings = site.found(arguments.kind)
+    findings = site.tests.result(arguments.kind)
     because = (
         (look.hooks.why_whole() if look.hooks.routing else None)
         or findings.because
@@ -154,24 +154,24 @@ def admit(
     call.look = look
     trained = look.trained
     list_them = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
-    call.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(
+    call.backward.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(
         look, trained
     )
     # A tested kind streams. A new kind is tested first, on a few random tokens.
     if (
         findings.judged
         and call.autocast in findings.seen_writing
-        and site.knows(findings, call.plan)
+        and site.tests.cover(findings, call.plan)
     ):
         return call
     failed, verdict = _tried(call)
     if not verdict.streams:
         if arguments.tells:  # its kernels ignore or misread the document arguments
-            site.kernels_told = False
+            site.tests.kernels_take_documents = False
             return admit(site, args, kwargs, rows, strategy, forks)
         return CallReport(verdict.because, rows=rows)
     if failed is not None:
-        site.found(call.arguments.kind).doubt(broken(failed))
+        site.tests.result(call.arguments.kind).doubt(broken(failed))
         return CallReport(broken(failed), rows=rows)
     return call
 
@@ -186,10 +186,10 @@ def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
         return
     raise UnsupportedModelError(
         f"position_ids mark {rows.number} documents in packed rows, but no module inside "
-        f"{type(site.layer).__name__} can be called for one of them: the layer takes its "
-        "states as an argument, and would go on from one document to the next. Pass one "
-        "document per row, or let it go on, as the unpatched model does: "
-        "StreamConfig(documents='as_given')."
+        f"{type(site.layer).__name__} can be called for a single document. The layer takes its "
+        "states as an argument and would carry them from one document to the next. Pass one "
+        "document per row, or set StreamConfig(documents='as_given') to carry states over, as the "
+        "unpatched model does."
     )
 
 
@@ -199,19 +199,19 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
     """
     site = call.site
     if call.look.hooks.ids and has_data(call.hidden_states):
-        site.shown |= hooks_of_others(call.layer)
+        site.tests.hooks_run_in_tests |= hooks_of_others(call.site.layer)
     try:
         here = site.weights_here("trial", call.device)
         freely = replaced([site], "choices", [None])  # [Note: choices]
         # Layers of a split sequence exchange keys and values with other ranks themselves.
-        alone = no_collectives(call.layer) if type(call) is LayerCall else NOTHING
+        alone = no_collectives(call.site.layer) if type(call) is LayerCall else NOTHING
         with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
             found = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
         raise explained(error, site, call.plan) from error
-    site.hooks_tried |= call.look.hooks.places.keys()
+    site.tests.tested_hooks |= call.look.hooks.places.keys()
     return found
 
 
@@ -223,7 +223,7 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
         because, error = why_kept(call)
         failed = look_for_writes(call)
         verdict = can_stream(call)
-    findings = call.site.found(call.arguments.kind)
+    findings = call.site.tests.result(call.arguments.kind)
     if verdict.streams and because is not None:
         findings.judge(because)
         verdict = Verdict(False, because)
@@ -238,14 +238,16 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
 def _streamed(call: LayerCall, strategy: Strategy) -> Any:
     """Run the admitted call and return its result, with a graph if gradients are required."""
     site, hidden_states = call.site, call.hidden_states
-    parameters, inputs = call.parameters, call.arguments.inputs
+    parameters, inputs = call.backward.parameters, call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
-        if site.chooser is not None:
+        if site.saves_policy is not None:
             call.kept.choose(call.rows, functools.partial(can_keep_graph, call))
         weights = parameters.current()
         if site.weights is not None:
-            call.send_gradients, weights = site.weights.arriving(site.index, weights, call.device)
+            call.backward.send_gradients, weights = site.weights.arriving(
+                site.index, weights, call.device
+            )
         if site.offloader is not None:
             call.kept.store = site.offloader.open(site.index, call.device)
         reductions = site.of(reductions_of)
@@ -257,12 +259,13 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
     else:
         versions = versions_of(call.look)
         here = site.weights_here("forward", call.device)
-        with here, watching(call.look.hooks) if site.warm is not None else NOBODY as acted:
+        with here, watching(call.look.hooks) if site.tests.warm_up is not None else NOBODY as acted:
             output, *extras = strategy.forward(call, False)
-        site.refuse_untried(acted)
+        if acted:
+            site.tests.refuse_untested(acted, site.layer)
         if site.fingerprint.pending:
             site.fingerprint.learn(site.layer, call.look, versions)
-    by_place = dict(zip(call.extras, extras, strict=True))
+    by_place = dict(zip(call.form.extras, extras, strict=True))
     deliver(by_place, call.arguments.mappings)
     return call.wrap(output, by_place)
 
@@ -298,7 +301,7 @@ def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) 
     mask = attention_mask_of(arguments.named)
     if isinstance(mask, LazyMask):
         mask.ends = rows.ends
-    if site.kind.states.carries and site.kernels_told:
+    if site.kind.states.carries and site.tests.kernels_take_documents:
         names = arguments_that_tell(mixers_of(site.layer), len(rows.ends))
         if names:
             arguments.tell(rows.as_documents(names, arguments.hidden_states.device))

@@ -33,7 +33,7 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     names = state.changes()
     if not names:
         return []
-    call.look = call.site.fingerprint.learn(call.layer, call.look)
+    call.look = call.site.fingerprint.learn(call.site.layer, call.look)
     state.rewind()
     first = _once(call, x)
     state.end_run()
@@ -41,11 +41,11 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     again = _once(call, x)
     if bool(first.isfinite().all()) and not _repeats(first, again):
         raise OtherModelError(
-            f"{type(call.layer).__name__} gives something else at each call (it counts, or keeps a "
-            f"running scale): {', '.join(names)} changed while a few random tokens were computed, "
-            "and then the same tokens gave something else. Chunks of a sequence would be such "
-            "calls. Keep the value in a buffer (register_buffer): then the layer runs whole, and "
-            "its recomputation starts from the same value."
+            f"{type(call.site.layer).__name__} returns different values for the same tokens: "
+            f"{', '.join(names)} changed during a test on a few random tokens (a counter or a "
+            "running scale?). Chunks would change the value as well. Register the value as a "
+            "buffer (register_buffer): then the layer runs unchunked, and its recomputation "
+            "starts from the same value."
         )
     names = state.set_once()
     if names:  # a constant may be set at any time

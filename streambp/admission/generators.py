@@ -109,10 +109,10 @@ def on_trial(call: LayerCall) -> Iterator[Restored]:
 
     Enter it while the call is streaming, because streaming switches modules and configs.
     """
-    buffers, generators = buffers_of(call.layer), generators_of(call.site, call.look)
+    buffers, generators = buffers_of(call.site.layer), generators_of(call.site, call.look)
     with (
         in_place_of_buffers(buffers),
         generators_kept(generators),
-        Restored(call.layer) as restored,
+        Restored(call.site.layer) as restored,
     ):
         yield restored

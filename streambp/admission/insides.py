@@ -79,10 +79,10 @@ def _harmless(forward: Any) -> bool:
 def refuse_opacus(where: str) -> NoReturn:
     """Raise UnsupportedModelError: opacus' hooks would get chunks and batch gradients."""
     raise UnsupportedModelError(
-        f"{where} has hooks of opacus, which compute a gradient for each sample from what passes a "
-        "module in one forward and one backward. A streamed layer passes in chunks, whose "
-        "gradients are no sample's. Train with opacus without streambp: call "
-        "streambp.unpatch(model), or leave streambp.patch out."
+        f"{where} has hooks of opacus, which compute the gradient of each sample from one forward "
+        "and one backward of a module. A streamed layer calls the module once per chunk, so the "
+        "gradients would be of chunks, not of samples. Train with opacus without streambp "
+        "(streambp.unpatch(model))."
     )
 
 

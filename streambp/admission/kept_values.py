@@ -222,18 +222,18 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
 def _refuse(call: LayerCall, what: str) -> NoReturn:
     """Raise because of a stored value of a chunk, and run such calls unchunked from now on."""
     site = call.site
-    site.found(call.arguments.kind).judge(f"{KEEPS_VALUES} ({what})")
+    site.tests.result(call.arguments.kind).judge(f"{KEEPS_VALUES} ({what})")
     when = "did not when it was tried"
-    if site.warm is not None and site.warm.on:
-        site.warm.on = False
+    if site.tests.warm_up is not None and site.tests.warm_up.on:
+        site.tests.warm_up.on = False
         when = (
             "was set after streambp.warm_up, which lets hooks be set without a trial that add up "
             "or look on"
         )
     raise StreamBPError(
-        f"{type(call.layer).__name__}, or a hook inside it, keeps values of single chunks "
-        f"({what}), and {when}. Empty what was kept and repeat the step: from now on the layer "
-        "runs whole, which is exact."
+        f"{type(call.site.layer).__name__}, or a hook inside it, stores values of single chunks "
+        f"({what}), and {when}. Delete the stored values and repeat the step: from now on the "
+        "layer runs unchunked, which is exact."
     )
 
 
@@ -247,14 +247,14 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():
         return None, None
     roots = roots_of(site, call.look)
-    if not roots or site.found(call.arguments.kind).judged:
+    if not roots or site.tests.result(call.arguments.kind).judged:
         return None, None
     failed: Exception | None = None
     because = None
     try:
         generators, buffers = (
             generators_kept(generators_of(site, call.look)),
-            in_place_of_buffers(buffers_of(call.layer)),
+            in_place_of_buffers(buffers_of(call.site.layer)),
         )
         with (
             nothing_compiled(),
@@ -276,8 +276,8 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
         failed = error
     before = call.arguments.kind
     call.arguments.kind = tell(site, call.look, before, x)
-    if before != call.arguments.kind and before in site.findings:
-        remember(site.findings, call.arguments.kind, site.findings.pop(before))
+    if before != call.arguments.kind and before in site.tests.results:
+        remember(site.tests.results, call.arguments.kind, site.tests.results.pop(before))
     return because, failed
 
 
@@ -304,10 +304,9 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
     }
     if otherwise:
         raise UnsupportedModelError(
-            f"{type(call.layer).__name__}, or a hook inside it, keeps values that its unpatched "
-            "forward makes and streamed layers do not, such as weights of attention: "
-            f"{_named(otherwise)}. Take off what keeps them, pass output_attentions=True, with "
-            "which a call runs unpatched, or run the model unpatched (streambp.unpatch(model))."
+            f"{type(call.site.layer).__name__}, or a hook inside it, stores values that streamed layers "
+            f"do not compute, such as attention weights: {_named(otherwise)}. Remove the code that "
+            "stores the values, or pass output_attentions=True, so that the call runs unpatched."
         )
     return f"{KEEPS_VALUES} ({_named(differing)})"
 
@@ -332,7 +331,11 @@ class _Trial:
     def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots) -> None:
         self.call, self.x, self.upstream, self.roots = call, x, upstream, roots
         self.random = RandomState.capture(call.device)
-        wanted = call.hidden_states.requires_grad or call.arguments.inputs or call.parameters.groups
+        wanted = (
+            call.hidden_states.requires_grad
+            or call.arguments.inputs
+            or call.backward.parameters.groups
+        )
         self.graph = torch.is_grad_enabled() and bool(wanted) and may_have_graphs(call)
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
@@ -435,7 +438,7 @@ def _plain_dropout(call: LayerCall) -> Iterator[None]:
     """Context manager that disables dropout modules; all other modules have their own mode."""
     drops = [
         m
-        for m in call.layer.modules()
+        for m in call.site.layer.modules()
         if isinstance(m, nn.modules.dropout._DropoutNd) and m.training
     ]
     try:
@@ -452,7 +455,7 @@ def _as_in_a_step(call: LayerCall) -> Iterator[None]:
     """Context manager in which no graph is built, although grad mode stays on as in a step with a
     graph.
     """
-    parameters = Parameters(call.layer, call.device, call.site.of(slots_of))
+    parameters = Parameters(call.site.layer, call.device, call.site.of(slots_of))
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     given = (
         parameters.replaced([p.detach() for p in parameters.current()])

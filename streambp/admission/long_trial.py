@@ -52,15 +52,15 @@ def why_not_at_length(call: LayerCall) -> str | None:
                     raise
             chunks = max(2, chunks // 2)
     tried = call.plan[chunks - 1].stop
-    names = ", ".join(site.foreign)
+    names = ", ".join(site.tests.third_party_modules)
     if not alike:
         return (
             f"over {tried} tokens at once it computes something else than in chunks of "
             f"{call.plan.size}: {names} may depend on where a token is in the whole sequence"
         )
     if tried < length:
-        site.foreign_until = tried
-    findings = site.found(call.arguments.kind)
+        site.tests.max_tested_tokens = tried
+    findings = site.tests.result(call.arguments.kind)
     findings.tried = {ANY_SIZE: 0, **(findings.tried or {}), call.plan.size: length}
     return None
 

@@ -72,8 +72,8 @@ class OwnRun:
                 raise
             raise OtherModelError(
                 f"{self.named} streams a few random tokens and fails to compute them unpatched "
-                f"({type(error).__name__}: {error}), so that it cannot be told whether both are "
-                f"the same. {WHAT_TO_DO}"
+                f"({type(error).__name__}: {error}), so the two results cannot be compared. "
+                f"{WHAT_TO_DO}"
             ) from error
         self.result = [output.detach()]
         if output.requires_grad:
@@ -83,7 +83,7 @@ class OwnRun:
     @property
     def named(self) -> str:
         """Return the names of the layer and its attentions, for errors."""
-        layer = self.call.layer
+        layer = self.call.site.layer
         attentions = distinct_attentions([layer])
         names = {
             f"{type(a).__name__} with attn_implementation={own_implementation(a.config)!r}"
@@ -123,21 +123,23 @@ class OwnRun:
         if self.other_leaf is None:
             return None
         if getattr(self.other_leaf, FLAT_PARAMETER, False):
-            raise OtherModelError(f"{type(self.call.layer).__name__} {depends(self.other_leaf)}")
+            raise OtherModelError(
+                f"{type(self.call.site.layer).__name__} {depends(self.other_leaf)}"
+            )
         return f"it {depends(self.other_leaf)}, for which chunks would give no gradient"
 
     def _output(self, x: Tensor) -> Tensor:
         """Run the layer's own forward and return its output [..., B, T, h]."""
         call, length = self.call, x.shape[-2]
-        implementations = [_comparable(config) for config in call.configs]
+        implementations = [_comparable(config) for config in call.parts.configs]
         choices = call.site.choices
         choosing = NOTHING if choices is None else choices.at(Chunk(0, 0, length), x.shape[-3])
         with (
-            unrouted(call.configs, implementations),
-            recording(call.recorded),
+            unrouted(call.parts.configs, implementations),
+            recording(call.form.recorded),
             choosing,
             call.autocast.restored(),
-            watched_hooks(call.layer) as changing,
+            watched_hooks(call.site.layer) as changing,
         ):
             # The first tokens, without caches and states, and with the model's own masks.
             named = call.arguments.cut(Chunk(0, 0, length))
@@ -149,14 +151,14 @@ class OwnRun:
             )
             result = call.site.forward(call.arguments.as_given(x), **named)
         self.foreign = list(
-            dict.fromkeys([*foreign_parts(call.layer, call.site.previous), *changing])
+            dict.fromkeys([*foreign_parts(call.site.layer, call.site.previous), *changing])
         )
         hidden_states = result[0] if isinstance(result, tuple) else result
         return hidden_states.flatten(-2) if call.arguments.folds else hidden_states
 
     def _mask(self, mask: LazyMask, x: Tensor) -> Any:
         """Return a causal mask of x's [..., B, T, h] tokens, from the model's mask function."""
-        config = next(iter(self.call.configs), None)
+        config = next(iter(self.call.parts.configs), None)
         implementation = EAGER if config is None else _comparable(config)
         causal = {
             "batch_size": x.shape[-3],
@@ -179,8 +181,8 @@ class OwnRun:
 
 
 WHAT_TO_DO = (
-    "Put the original back, or run the model unpatched (streambp.unpatch(model)) with gradient "
-    "checkpointing."
+    "Restore the original function, or run the model unpatched (streambp.unpatch(model)) with "
+    "gradient checkpointing."
 )
 
 
@@ -202,8 +204,10 @@ def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor])
     if type(call) is not LayerCall:
         return None
     own = OwnRun(call, x, upstream, shadows)
-    call.site.foreign = own.foreign
-    call.site.found(call.arguments.kind).tried = {ANY_SIZE: 0 if own.foreign else sys.maxsize}
+    call.site.tests.third_party_modules = own.foreign
+    call.site.tests.result(call.arguments.kind).tried = {
+        ANY_SIZE: 0 if own.foreign else sys.maxsize
+    }
     return own
 
 
@@ -243,11 +247,11 @@ def why_unlike_unpatched(
         return None
     if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
         raise OtherModelError(
-            f"{own.named} computes something else unpatched than streamed: outputs or gradients "
-            "for a few random tokens differ by more than rounding. Its attention function, its "
-            "mask function or a forward below it was replaced by one that streaming does not call, "
-            "or a module inside it gives something else at each call (it counts, or keeps a "
-            f"running scale). {WHAT_TO_DO}"
+            f"{own.named} computes other values unpatched than streamed: outputs or gradients for "
+            "a few random tokens differ by more than rounding. A replaced attention function, "
+            "mask function or inner forward is a common cause, because streaming does not call "
+            "the replacement. Another cause is a module that counts or keeps a running scale. "
+            f"{WHAT_TO_DO}"
         )
     return own.why_whole()
 

@@ -102,17 +102,19 @@ def can_stream(call: LayerCall) -> Verdict:
             it.
         StreamBPError: the requested attention cannot compute the call.
     """
-    site, findings = call.site, call.site.found(call.arguments.kind)
+    site, findings = call.site, call.site.tests.result(call.arguments.kind)
     x = call.hidden_states.detach()
     if not x.numel():
         return Verdict(False, EMPTY)
     if findings.judged:  # layers that cannot stream return earlier
-        return Verdict(True) if site.knows(findings, call.plan) else _judged_at_length(call)
+        return Verdict(True) if site.tests.cover(findings, call.plan) else _judged_at_length(call)
     if not has_data(x):
         # the structure alone does not decide
         if not (site.kind.states.carries or site.kind.attention.reads_a_mask):
             return Verdict(False)
-        because = CONVOLVES if not site.kind.states.carries and _convolves(call.layer) else None
+        because = (
+            CONVOLVES if not site.kind.states.carries and _convolves(call.site.layer) else None
+        )
         if site.kind.states.carries:
             try:
                 with call.streaming(), on_trial(call), evaluated(call):
@@ -130,10 +132,14 @@ def can_stream(call: LayerCall) -> Verdict:
         call.arguments.cut(Chunk(0, 0, call.arguments.length))
     except StreamBPError as error:
         return Verdict(False, str(error))
-    if call.configs:
-        refuse_foreign_attention(distinct_attentions([call.layer]))
+    if call.parts.configs:
+        refuse_foreign_attention(distinct_attentions([call.site.layer]))
     because, certain, _ = _judged(call, x)
-    if because is not None or not certain or site.knows(site.found(call.arguments.kind), call.plan):
+    if (
+        because is not None
+        or not certain
+        or site.tests.cover(site.tests.result(call.arguments.kind), call.plan)
+    ):
         return Verdict(because is None, because)
     return _judged_at_length(call)
 
@@ -157,7 +163,7 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
     site, kind = call.site, call.arguments.kind
     found = _why_not(call, x)
     call.arguments.renamed(call.look.kind)  # without changes by the layer's own forward
-    findings = remember(site.findings, call.arguments.kind, site.findings.pop(kind))
+    findings = remember(site.tests.results, call.arguments.kind, site.tests.results.pop(kind))
     if found.because is not None and found.passes:
         findings.doubt(found.because)
     elif found.certain:
@@ -167,7 +173,7 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
 
 def _judged_at_length(call: LayerCall) -> Verdict:
     """Test if the call's own chunks agree with its full sequence. [Note: foreign insides]"""
-    findings = call.site.found(call.arguments.kind)
+    findings = call.site.tests.result(call.arguments.kind)
     with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
             because = why_not_at_length(call)
@@ -187,7 +193,7 @@ def _judged_at_length(call: LayerCall) -> Verdict:
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
     """Return why chunks differ; None if they do not. [Note: a trial leaves nothing]"""
-    if not call.site.kind.states.carries and _convolves(call.layer):
+    if not call.site.kind.states.carries and _convolves(call.site.layer):
         return Found(CONVOLVES)
     # separates the trial from a checkpoint around the model
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
@@ -211,7 +217,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
             except Exception as error:
                 found = _failed(call, x, upstream, error, state)
         if not found.passes:
-            call.look = call.site.fingerprint.learn(call.layer, call.look)
+            call.look = call.site.fingerprint.learn(call.site.layer, call.look)
     return found._replace(certain=found.certain and hidden_states.shape[-2] > CHUNK)
 
 
@@ -220,7 +226,7 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
     chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
     generators = generators_of(call.site, call.look)
     drawn = generator_states(generators)
-    with watched_hooks(call.layer, BACKWARD_HOOKS) as editing:
+    with watched_hooks(call.site.layer, BACKWARD_HOOKS) as editing:
         because = _try(call, x, upstream, chunk_size)
         if has_drawn(generators, drawn):
             return Found(DRAWS)
@@ -250,10 +256,11 @@ def _failed(
         raise error  # the requested attention cannot compute the call
     if failed_in_a_kernel(error, x.device):
         raise KernelError(
-            f"A kernel failed when {type(call.layer).__name__} was tried on {x.shape[-2]} tokens "
-            f"({type(error).__name__}: {error}). It would fail in training as well. Set another "
-            "attention in StreamConfig ('flash', or 'math', which uses torch's own products "
-            "alone), or run the model unpatched to see whether it fails there too."
+            f"A kernel failed when {type(call.site.layer).__name__} was tested on {x.shape[-2]} tokens "
+            f"({type(error).__name__}: {error}). The kernel would fail in training as well. Set "
+            "another attention in StreamConfig ('flash', or 'math', which uses torch's own "
+            "products alone), or run the model unpatched to see whether the kernel fails there "
+            "too."
         ) from error
     # Any other exception is due to the chunks, or to the call.
     state.rewind()
@@ -327,7 +334,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
         return None
     origin = Origin()
     kept = weakref.ref(origin)
-    before = buffers_of(call.layer)
+    before = buffers_of(call.site.layer)
     with in_place_of_buffers(before):
         mixes = _crosses(call, x, upstream, cut, origin)
         written = sorted({name for _, name in written_since(before)})
@@ -394,7 +401,7 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     """
     size = min(CHUNK, x.shape[-2] // 2)
     if size < LEAST_TOKENS or any(
-        parameter.is_inference() for parameter in call.layer.parameters()
+        parameter.is_inference() for parameter in call.site.layer.parameters()
     ):
         return None
     named = {**nothing_masked(call.arguments.named, x.shape[-2]), **in_one(call.arguments.named)}

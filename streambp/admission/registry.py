@@ -54,11 +54,11 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
             raise UnsupportedModelError(
                 f"{found}. A streamed layer would not call it: streambp computes softmax attention "
                 "itself, with the masks that transformers describes, so another model would be "
-                "trained. Choose one of transformers' own (model.set_attn_implementation('sdpa')) "
-                "and put its function back, or run the model unpatched (streambp.unpatch(model)) "
-                "with gradient checkpointing. To split sequences over ranks, use DeepSpeed Ulysses "
-                "or torch's context parallelism (accelerate's sp_size with sp_backend='deepspeed', "
-                "or cp_size)."
+                "trained. Choose one of transformers' own "
+                "(model.set_attn_implementation('sdpa')), or run the model unpatched "
+                "(streambp.unpatch(model)). Sequences are split over ranks by DeepSpeed Ulysses "
+                "or torch's context parallelism (accelerate's sp_size with "
+                "sp_backend='deepspeed', or cp_size)."
             )
 
 

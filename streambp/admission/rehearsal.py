@@ -181,7 +181,9 @@ def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that gives the layer weights as after training. [Note: a trial]"""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
-    return Parameters(call.layer, call.device, call.site.of(slots_of)).shadowed(with_random_zeros)
+    return Parameters(call.site.layer, call.device, call.site.of(slots_of)).shadowed(
+        with_random_zeros
+    )
 
 
 def with_random_zeros(parameter: Tensor) -> Tensor:

@@ -165,11 +165,10 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
             inner = _wrapped(layer)
             if inner is not None:
                 raise UnsupportedModelError(
-                    f"A {type(layer).__name__} is around each {type(inner).__name__} of "
-                    f"{type(model).__name__}, or around some, so that streambp cannot tell what "
-                    "the layer itself is. Call streambp.patch first and put the "
-                    f"{type(layer).__name__} around the patched layers then, or leave it out: "
-                    "streamed layers need no gradient checkpointing."
+                    f"{type(model).__name__} has a {type(layer).__name__} around some or all of "
+                    f"its {type(inner).__name__} layers, so streambp cannot identify the layer "
+                    f"itself. Remove the {type(layer).__name__} (streamed layers need no gradient "
+                    "checkpointing), or add it after streambp.patch."
                 )
 
 

@@ -61,8 +61,8 @@ def unread_products(
     """Return the Linear products that this layer's refill and recomputation can skip."""
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
-    if call.site.found(call.arguments.kind).adopted:  # [Note: hooks after a warm-up]
-        return UnreadProducts(states=any(known.states for known in call.site.unread.values()))
+    if call.site.tests.result(call.arguments.kind).adopted:  # [Note: hooks after a warm-up]
+        return UnreadProducts(states=any(known.states for known in call.site.tests.unread.values()))
     with nothing_compiled():
         return _find_unread(call, linears, needs_input)
 
@@ -77,7 +77,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
         The layer's exception, if it raised: `can_stream` judges if the layer can be chunked.
     """
     site, x = call.site, call.hidden_states.detach()
-    findings = site.found(call.arguments.kind)
+    findings = site.tests.result(call.arguments.kind)
     if (
         call.autocast in findings.seen_writing
         or not has_data(x)
@@ -95,13 +95,13 @@ def look_for_writes(call: LayerCall) -> Exception | None:
                 call.streaming(),
                 few_tokens(call, x, chunks[-1].stop, turned) as tokens,
             ):
-                site.overwritten = _writes(call, tokens, chunks)
+                site.tests.overwritten = _writes(call, tokens, chunks)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             failed = error
             continue
-        site.turns = turned
+        site.tests.at_last_positions = turned
         if x.shape[-2] > CHUNK:
             findings.seen_writing |= {call.autocast}
         return None
@@ -242,7 +242,7 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
 
     Writes to its input that autograd detects are judged elsewhere.
     """
-    linears, known = call.site.linears, call.site.overwritten
+    linears, known = call.site.linears, call.site.tests.overwritten
     products: list[tuple[str, Tensor, Tensor]] = []
     prefix = causal_prefix(call, chunks[-1].stop)
     states: States = {}
@@ -353,7 +353,7 @@ class Trial:
     def gradients_of(self, found: Recomputed) -> list[Tensor | None]:
         """Return the same gradients [...] for a finished recomputation."""
         parameters = [
-            parameter for parameter in self.call.layer.parameters() if parameter.requires_grad
+            parameter for parameter in self.call.site.layer.parameters() if parameter.requires_grad
         ]
         with self.random.replayed():
             return gradients_of(found.outputs, [*found.leaves, *parameters])
@@ -372,7 +372,7 @@ def _find_unread(
     like = call.kept.store.peek("x", 0)
     chunks = call.first_chunks(TRIED)
     known = has_data(like)
-    with few_tokens(call, like, chunks[-1].stop, call.site.turns) as x:
+    with few_tokens(call, like, chunks[-1].stop, call.site.tests.at_last_positions) as x:
         trial = Trial(call, linears, x, chunks, needs_input, RandomState.capture(call.device))
         ran: list[Recomputed] = []
 

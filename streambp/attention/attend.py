@@ -1,13 +1,13 @@
-"""One chunk's attention over its prefix, block by block, and its gradients.
+"""Compute one chunk's attention over its prefix, block by block, and its gradients.
 
 [Note: prefix accumulation order] Chunks are differentiated from the last to the first. The keys of
-chunk i are read by the queries of chunks i, i + 1, ...; so when chunk i's own backward has added
-its part, the accumulators' slice [s, e) is complete and can be handed to autograd as the gradient
+chunk i are read by the queries of chunks i, i + 1, ... So once chunk i's own backward has added its
+part, the accumulators' slice [s, e) is complete. Autograd then receives the slice as the gradient
 of this chunk's K and V.
 
-[Note: scores under autocast] q, k and v come in autocast's dtype. From there on autocast is off
-(`interface.py`, here in backward): it would round the scores of plain products and their logsumexp,
-of which fused kernels are handed the merged one and take it for float32.
+[Note: scores under autocast] q, k and v arrive in autocast's dtype. Attention then disables
+autocast: in forward by `interface.py`, in backward here. Autocast would round the scores of plain
+products and their logsumexp. Fused kernels receive the merged logsumexp and assume float32.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ Layout = Spans | DenseMask
 
 
 class Params(NamedTuple):
-    """How one attention call attends to a chunk.
+    """Settings of one attention call for a chunk.
 
-    scale: factor of q @ k^T, before softcap * tanh(scores / softcap); softcap None: no tanh.
-    dropout: the probability to drop a weight; seed: of the first block, block i draws its mask with
-    seed + i.
+    Attributes:
+        backend: kernels that compute the blocks.
+        scale: factor of q @ k^T, applied before softcap * tanh(scores / softcap).
+        softcap: limit of the scores; None: no tanh.
+        dropout: probability to drop a weight.
+        seed: seed of the first block's dropout mask; block i uses seed + i.
     """
 
     backend: Backend
@@ -46,8 +49,8 @@ class Params(NamedTuple):
     seed: int
 
     def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
-        """What the kernels of the plan's blocks need beside q, k and v, on `device`; a tile when
-        its turn comes."""
+        """Return the `Task` of each block of the plan, with tensors on `device`. Tasks with tiles
+        or ends are generated when their block's turn comes."""
         if plan.by_place and self.dropout == 0.0:
             return list(
                 map(functools.partial(Task, scale=self.scale, softcap=self.softcap), plan.blocks)
@@ -57,14 +60,15 @@ class Params(NamedTuple):
         )
 
     def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
-        """A MASK block needs its tile [B or 1, H or 1, q, k]; a VARLEN block cu_q and cu_k,
-        [documents + 1] in int32."""
+        """Build the task of one block. A MASK block needs its tile [B or 1, H or 1, q, k]; a VARLEN
+        block needs cu_q and cu_k, [documents + 1] in int32."""
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
             tile = layout.tile(block.q0, block.q1, block.k0, block.k1, device)
         elif block.kind is Kind.VARLEN:
-            key = (block.cu_q, block.cu_k, device)  # once for all layers: an upload stops the host
+            # cached for all layers: an upload synchronizes the host
+            key = (block.cu_q, block.cu_k, device)
             if key not in layout.derived:
                 layout.derived[key] = upload(block, device)
             ends = layout.derived[key]
@@ -84,9 +88,8 @@ def attend_blocks(
     """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2).
 
     Args:
-        plan: the blocks, if they are known.
-        keep_wide: keep o as it is before rounding where backward can use it. [Note: rounded
-            outputs]
+        plan: the blocks; None: plan them here.
+        keep_wide: also return o before rounding, if backward can use it. [Note: rounded outputs]
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
@@ -95,21 +98,22 @@ def attend_blocks(
         )
     keep_wide = keep_wide and set(plan.kernels) == {MATH}
     size = site.value_size
-    merged, padded = (
-        MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None),
-        size != site.width,
-    )
+    merged = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None)
+    padded = size != site.width
     (whole,) = cut((0, q.shape[0], 0, q.shape[1]), q)
     visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
     for number, ((block, k, v), task) in enumerate(visits):
-        covers, queries = (
-            plan.covers[number],
-            (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start),
-        )
-        o, lse = plan.kernels[number].forward(whole if covers else cut(queries, q)[0], k, v, task)
-        merged.add(number, narrowed(o, size) if padded else o, lse)
+        q_here = whole
+        if not plan.covers[number]:
+            queries = (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
+            (q_here,) = cut(queries, q)
+        o, lse = plan.kernels[number].forward(q_here, k, v, task)
+        if padded:
+            o = narrowed(o, size)
+        merged.add(number, o, lse)
     attended = merged.result()
-    attended = attended if sink is None else with_sink(attended, sink)
+    if sink is not None:
+        attended = with_sink(attended, sink)
     if attended.o.dtype == q.dtype:
         return attended
     return Attended(attended.o.to(q.dtype), attended.lse, attended.o if keep_wide else None)
@@ -118,9 +122,8 @@ def attend_blocks(
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
     """Merge one more key, read by every query, with logit sink [H] and value zero.
 
-    The merged lse is all that the blocks' backward needs; the sink's own gradient is
-    -sum over queries of exp(sink - lse) * (do . o), because each weight shrinks by its product with
-    the sink's.
+    The blocks' backward needs the merged lse alone. The sink's own gradient is -sum over queries of
+    exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's weight.
     """
     sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
     lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
@@ -129,39 +132,42 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
 
 
 class PrefixRead(torch.autograd.Function):
-    """One chunk's k and v in, the prefix's out. What comes back for the prefix goes into the
-    accumulators, as in `PrefixAttention`."""
+    """Autograd function from one chunk's k and v to the keys and values of its prefix. Backward
+    adds the prefix's gradients to the accumulators, like `PrefixAttention`."""
 
     @staticmethod
     def forward(
         ctx: Any, k: Tensor, v: Tensor, site: KVBuffer, chunk: Chunk
     ) -> tuple[Tensor, Tensor]:
-        """K [B, H_kv, e, D] and V up to the chunk's end, as views of the buffers.
+        """Return K [B, H_kv, e, D] and V up to the chunk's end, as views of the buffers.
 
-        The chunk's own k [B, H_kv, C, D] and v are there for the graph alone: `site` holds their
-        values already.
+        The chunk's own k [B, H_kv, C, D] and v only connect the graph: `site` holds their values
+        already.
         """
-        ctx.site, ctx.chunk = site, chunk
+        ctx.site = site
+        ctx.chunk = chunk
         ctx.set_materialize_grads(False)
         return site.read(chunk)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Adds dK [B, H_kv, e, D] and dV to the accumulators; gives the chunk's own part [B, H_kv,
-        C, D], in k's dtype."""
-        own, parts = slice(ctx.chunk.start, ctx.chunk.stop), list[Tensor | None]()
+        """Add dK [B, H_kv, e, D] and dV to the accumulators. Return the gradients of the chunk's
+        own k and v [B, H_kv, C, D], in the dtypes of K and V."""
+        own = slice(ctx.chunk.start, ctx.chunk.stop)
+        parts = list[Tensor | None]()
         for total, grad, like in zip(
             ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True
         ):
             if grad is not None:
                 ctx.site.add_once(total[:, : ctx.chunk.stop], grad.transpose(1, 2))
-            # complete: [Note: prefix accumulation order]
+            # The slice is complete. [Note: prefix accumulation order]
             parts.append(total[:, own].transpose(1, 2).to(like.dtype))
         return *parts, None, None
 
 
 class PrefixAttention(torch.autograd.Function):
-    """One chunk's attention over its prefix; q, k, v and a sink's logits in, [B, C, H, D_v] out."""
+    """Autograd function of one chunk's attention over its prefix, from q, k, v and a sink's logits
+    to [B, C, H, D_v]."""
 
     @staticmethod
     def forward(
@@ -176,41 +182,55 @@ class PrefixAttention(torch.autograd.Function):
         params: Params,
         saved: Attended | None,
     ) -> Tensor:
-        """o [B, C, H, D_v] in q's dtype.
+        """Return o [B, C, H, D_v] in q's dtype.
 
         Args:
             q: [B, H, C, D].
-            k, v: [B, H_kv, C, D] and [B, H_kv, C, D_v], for the graph alone: `site` holds their
-                values already.
-            sink: [H], the logits of one more key; None: there is none.
-            saved: what the same chunk's attention gave in forward; None: attend again.
+            k: [B, H_kv, C, D], only to connect the graph: `site` holds its values already.
+            v: [B, H_kv, C, D_v], only to connect the graph.
+            sink: [H], the logits of one more key; None: no sink.
+            saved: result of the same chunk's attention in forward; None: attend again.
         """
         attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
         o = attended.o.contiguous()
-        ctx.save_for_backward(q, o if attended.wide is None else attended.wide, attended.lse, sink)
-        ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
+        unrounded = attended.wide
+        if unrounded is None:
+            unrounded = o
+        ctx.save_for_backward(q, unrounded, attended.lse, sink)
+        ctx.site = site
+        ctx.layout = layout
+        ctx.chunk = chunk
+        ctx.params = params
         return o.view_as(o)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """From do [B, C, H, D_v]: dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the
-        sink's gradient [H].
+        """Return dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the sink's gradient
+        [H], from do [B, C, H, D_v].
 
-        dK and dV of the chunks before go into the accumulators of `site`. [Note: prefix
+        dK and dV of earlier chunks are added to the accumulators of `site`. [Note: prefix
         accumulation order]
         """
         q, o, lse, sink = ctx.saved_tensors
         # [B, C, H, D]. [Note: one layout]
-        q, do = (q.transpose(1, 2).contiguous(), grad.contiguous())
-        site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
+        q = q.transpose(1, 2).contiguous()
+        do = grad.contiguous()
+        site = ctx.site
+        layout = ctx.layout
+        chunk = ctx.chunk
+        params = ctx.params
         plan: BlockPlan = params.backend.plan(
             layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD
         )
         summed = SummedQueries(q, plan, chunk)
-        size, width = site.value_size, site.width
-        do_wide, o_wide = do, o  # [B, C, H, width]. [Note: padded values]
+        size = site.value_size
+        width = site.width
+        # [B, C, H, width]. [Note: padded values]
+        do_wide = do
+        o_wide = o
         if size != width:
-            do_wide, o_wide = widened(do, width), widened(o, width)
+            do_wide = widened(do, width)
+            o_wide = widened(o, width)
         do_whole, q_whole, o_whole = cut((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
         uncast = without_autocast(q.device.type)  # [Note: scores under autocast]
         visits = zip(
@@ -219,25 +239,26 @@ class PrefixAttention(torch.autograd.Function):
             strict=True,
         )
         for number, ((block, k, v), task) in enumerate(visits):
-            queries = b0, b1, t0, t1 = (
-                block.b0,
-                block.b1,
-                block.q0 - chunk.start,
-                block.q1 - chunk.start,
-            )
-            do_here, q_here, o_here, lse_here = do_whole, q_whole, o_whole, lse
+            do_here = do_whole
+            q_here = q_whole
+            o_here = o_whole
+            lse_here = lse
             if not plan.covers[number]:
-                do_here, q_here, o_here = cut(queries, do_wide, q, o_wide)
-                lse_here = lse[b0:b1, :, t0:t1]
+                t0 = block.q0 - chunk.start
+                t1 = block.q1 - chunk.start
+                do_here, q_here, o_here = cut((block.b0, block.b1, t0, t1), do_wide, q, o_wide)
+                lse_here = lse[block.b0 : block.b1, :, t0:t1]
             with uncast:
                 dq, dk, dv = plan.kernels[number].backward(
                     do_here, q_here, k, v, o_here, lse_here, task
                 )
             summed.add(number, dq)
-            site.add(block, dk, dv if size == width else narrowed(dv, size))
+            if size != width:
+                dv = narrowed(dv, size)
+            site.add(block, dk, dv)
         dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
         dsink = None
-        if ctx.needs_input_grad[3]:  # as `with_sink` says
+        if ctx.needs_input_grad[3]:  # see `with_sink`
             weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
             products = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [B, C, H]
             dsink = -(weight.transpose(1, 2) * products).sum((0, 1)).view_as(sink).to(sink.dtype)

@@ -1,4 +1,4 @@
-"""Which kernels attend, and into which blocks a chunk's attention is cut for them; what torch's own
+"""Choose the kernels that attend, and plan the blocks of a chunk for them. Predict what torch's own
 attention would do."""
 
 from __future__ import annotations
@@ -48,16 +48,21 @@ from streambp.errors import AttentionChoiceError
 
 
 class Use(enum.Enum):
-    """What blocks are for, which decides how many keys they have."""
+    """Purpose of blocks, which limits the number of keys in a block."""
 
     FORWARD = "forward"  # keys and values lie in one buffer
-    BACKWARD = "backward"  # dK and dV come back, so they are limited
-    STREAMED = "streamed"  # keys and values come to the device in tiles
+    BACKWARD = "backward"  # limited, because dK and dV are returned, too
+    STREAMED = "streamed"  # keys and values reach the device in tiles
 
 
 class Used(NamedTuple):
-    """That a kernel, by its name, attends blocks of a kind. because: why there was no other one to
-    choose."""
+    """A kernel, and a kind of blocks that it attended.
+
+    Attributes:
+        kernel: name of the kernel.
+        kind: kind of the blocks.
+        because: reason why no other kernel could be chosen; "" otherwise.
+    """
 
     kernel: str
     kind: Kind
@@ -68,14 +73,16 @@ class Used(NamedTuple):
 class BlockPlan:
     """The blocks of a chunk, ordered by their keys. [Note: tiles]
 
-    Args:
-        kernels: of each block.
-        depth: the most blocks that a query is in. complete: every query is in one.
-        covers: for each block, whether all of the chunk's queries are in it.
-        by_place: what is read in a block follows from where it is, without a tile or the ends of
-            documents.
-        all_read: each query reads some key of the first block, and of each other one that it is in.
-        used: what attends which kinds of blocks.
+    Attributes:
+        blocks: the blocks.
+        kernels: kernel of each block.
+        depth: largest number of blocks that contain the same query.
+        complete: True if every query is in a block.
+        covers: for each block, whether the block contains all of the chunk's queries.
+        by_place: True if positions alone decide which pairs count, without a tile or document ends.
+        all_read: True if each query reads a key in the first block, and in every other block that
+            contains the query.
+        used: the kernels, each with the kinds of its blocks.
     """
 
     blocks: tuple[Block, ...]
@@ -90,12 +97,13 @@ class BlockPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Kernels in order of preference; each block goes to the first that takes it, in the shape that
-    this one wants.
+    """Kernels in order of preference. Each block goes to the first kernel that takes it. The first
+    kernel decides block sizes.
 
-    Args:
-        width: columns of V in its buffer, more than D_v; None: as many. [Note: padded values]
-        because: why plain products are the only kernel; "" if they are not.
+    Attributes:
+        kernels: the kernels; the last one takes every block.
+        width: columns of V in its buffer, more than D_v; None: D_v columns. [Note: padded values]
+        because: reason why plain products are the only kernel; "" otherwise.
     """
 
     kernels: tuple[Kernel, ...]
@@ -104,36 +112,44 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """That of the preferred kernel."""
+        """Return the name of the preferred kernel."""
         return self.kernels[0].name
 
     def kernel(self, block: Block) -> Kernel:
-        """The first kernel that takes the block."""
+        """Return the first kernel that takes the block."""
         for kernel in self.kernels[:-1]:
             if kernel.takes(block):
                 return kernel
-        return self.kernels[-1]  # plain products take what others leave over
+        return self.kernels[-1]  # plain products take every block that is left
 
     def tiling(self, use: Use) -> Tiling:
-        """The limits of blocks for this use, as the preferred kernel wants them.
+        """Return the limits of blocks for this use, as the preferred kernel wants them.
 
-        tail: the next kernel's, if the preferred one refuses short blocks. masked: those of the
-        kernel for MASK blocks.
+        The field `tail` belongs to the next kernel, if the preferred kernel refuses short blocks.
+        The field `masked` belongs to the kernel for MASK blocks.
         """
-        limited, masked, native_window, native_varlen = list[Tiling](), None, False, False
+        limited = list[Tiling]()
+        masked = None
+        native_window = False
+        native_varlen = False
         for kernel in self.kernels:
-            tiling, most = kernel.tiling, kernel.tiling.k_block
-            if use is not Use.BACKWARD:
-                most = tiling.k_forward if use is Use.FORWARD else min(most or K_BLOCK, K_BLOCK)
-            limited.append(
-                tiling if most == tiling.k_block else dataclasses.replace(tiling, k_block=most)
-            )
-            masked = masked or (limited[-1] if Kind.MASK in kernel.kinds else None)
-            native_window, native_varlen = (
-                native_window or tiling.native_window,
-                native_varlen or tiling.native_varlen,
-            )
-        first, tail = limited[0], limited[1] if limited[0].few is not None else None
+            tiling = kernel.tiling
+            most = kernel.tiling.k_block
+            if use is Use.FORWARD:
+                most = tiling.k_forward
+            elif use is Use.STREAMED:
+                most = min(most or K_BLOCK, K_BLOCK)
+            if most != tiling.k_block:
+                tiling = dataclasses.replace(tiling, k_block=most)
+            limited.append(tiling)
+            if masked is None and Kind.MASK in kernel.kinds:
+                masked = tiling
+            native_window = native_window or tiling.native_window
+            native_varlen = native_varlen or tiling.native_varlen
+        first = limited[0]
+        tail = None
+        if first.few is not None:
+            tail = limited[1]
         return dataclasses.replace(
             first,
             tail=tail,
@@ -143,7 +159,8 @@ class Backend:
         )
 
     def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
-        """The blocks of `rows` rows of a chunk; made once for all layers that share the layout."""
+        """Return the blocks of `rows` rows of a chunk. The plan is made once for all layers that
+        share the layout."""
         key = (self, chunk.start, chunk.stop, use)
         plan: BlockPlan | None = layout.derived.get(key)
         if plan is not None:
@@ -155,23 +172,27 @@ class Backend:
             sorted(layout.blocks(chunk.start, chunk.stop, tiling), key=operator.attrgetter("k0"))
         )
         whole = 0, rows, chunk.start, chunk.stop
-        kernels, covers, kinds, used = list[Kernel](), list[bool](), set[Kind](), set[Used]()
+        kernels = list[Kernel]()
+        covers = list[bool]()
+        kinds = set[Kind]()
+        used = set[Used]()
         for block in blocks:
             kernel = self.kernel(block)
             kernels.append(kernel)
             covers.append((block.b0, block.b1, block.q0, block.q1) == whole)
             kinds.add(block.kind)
             used.add(Used(kernel.name, block.kind, self.because))
-        depth, covered = (
-            (len(blocks), rows * (chunk.stop - chunk.start))
-            if blocks and all(covers)
-            else _depth(blocks)
-        )
+        queries = rows * (chunk.stop - chunk.start)
+        if blocks and all(covers):
+            depth = len(blocks)
+            covered = queries
+        else:
+            depth, covered = _depth(blocks)
         plan = layout.derived[key] = BlockPlan(
             blocks,
             tuple(kernels),
             depth,
-            complete=covered == rows * (chunk.stop - chunk.start),
+            complete=covered == queries,
             covers=tuple(covers),
             by_place=kinds.isdisjoint((Kind.MASK, Kind.VARLEN)),
             all_read=any(covers[:1]) and kinds <= {Kind.FULL, Kind.CAUSAL},
@@ -181,9 +202,10 @@ class Backend:
 
 
 def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
-    """The most blocks that a query is in, and how many queries of all rows are in one.
+    """Return the largest number of blocks that contain the same query, and the number of queries of
+    all rows that are in a block.
 
-    Blocks of different groups of rows never share a query.
+    Groups of rows are counted one by one, because blocks of different groups never share a query.
     """
     depth = covered = 0
     for b0, b1 in {(block.b0, block.b1) for block in blocks}:
@@ -192,7 +214,8 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
         inside = since = 0
         for position, change in edges:
             covered += (b1 - b0) * (position - since) * (inside > 0)
-            inside, since = inside + change, position
+            inside = inside + change
+            since = position
             depth = max(depth, inside)
     return depth, covered
 
@@ -201,7 +224,8 @@ FLASH_4 = "flash-attn-4"  # the package of FlashAttention-4
 
 
 def platform_of(device: torch.device) -> Platform:
-    """The platform of a device in this process, now: switches change at any time."""
+    """Return the platform of a device in this process, read anew because switches change at any
+    time."""
     switches = torch.backends.cuda
     flash_on = switches.flash_sdp_enabled()
     version = _numbers(torch.__version__)[:2]
@@ -212,10 +236,13 @@ def platform_of(device: torch.device) -> Platform:
     if flash is not None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             flash_4 = _numbers(importlib.metadata.version(FLASH_4))
+    cudnn = 0
+    if torch.backends.cudnn.is_available():
+        cudnn = torch.backends.cudnn.version() or 0
     return Platform(
         "cuda",
         torch.cuda.get_device_capability(device),
-        (torch.backends.cudnn.version() or 0) if torch.backends.cudnn.is_available() else 0,
+        cudnn,
         version,
         torch.version.hip is not None,
         flash,
@@ -231,8 +258,8 @@ def platform_of(device: torch.device) -> Platform:
 
 @functools.lru_cache
 def _numbers(version: str) -> Version:
-    """(4, 0, 0, 18) of "4.0.0b18", (2, 13, 0) of "2.13.0+cu130"; a pre-release has one number more
-    than its release."""
+    """Return the numbers of a version: (4, 0, 0, 18) for "4.0.0b18", (2, 13, 0) for "2.13.0+cu130".
+    A pre-release has one number more than its release."""
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
@@ -245,25 +272,26 @@ def choose_backend(
     sink: bool = False,
     platform: Platform | None = None,
 ) -> Backend:
-    """The backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
+    """Return the backend for tensors like q [B, H, T, D] and v [B, H_kv, T, D_v].
 
-    "auto" takes no kernel that torch's own attention would not take: cuDNN only where
-    `prefers_cudnn`, FlashAttention and the CPU's fused kernel only where
-    `torch.backends.cuda.flash_sdp_enabled()`, memory-efficient attention where these cannot, if it
-    is on. Plain products are what is left. A kernel that is named is taken whatever these say, but
-    beside it none that is switched off.
+    "auto" takes only kernels that torch's own attention would take. cuDNN requires `prefers_cudnn`.
+    FlashAttention and the CPU's fused kernel require `torch.backends.cuda.flash_sdp_enabled()`.
+    Memory-efficient attention, if enabled, serves calls that these kernels refuse. Plain products
+    serve the rest. A kernel chosen by name ignores these switches, but no disabled kernel is used
+    beside it.
 
-    With a sink, "auto" on a CPU takes plain products for half precision: unpatched models attend
-    eagerly there, and the fused kernel's backward, from an o that is rounded, has thrice the error
-    in q and k. [Note: rounded outputs] With D_v != D it takes plain products on a CPU, too, as
-    torch does; "flash" pads there as on CUDA.
+    With a sink, "auto" on a CPU takes plain products for half precision, because unpatched models
+    attend eagerly there. The fused kernel's backward uses a rounded o, which triples the error in q
+    and k. [Note: rounded outputs] With D_v != D, "auto" on a CPU takes plain products too, as torch
+    does; "flash" pads there as on CUDA.
 
     Args:
-        platform: what the rules ask about; None: what `platform_of` finds for q's device now.
+        platform: device and software that the rules examine; None: the result of `platform_of` for
+            q's device.
 
     Raises:
-        AttentionChoiceError: the wanted backend cannot do it; "auto" never raises, "math" does
-            everything.
+        AttentionChoiceError: the wanted backend cannot attend this call. "auto" never raises;
+            "math" supports everything.
     """
     if wanted == "math":
         return PLAIN_PRODUCTS
@@ -280,16 +308,10 @@ PLAIN_PRODUCTS = Backend((MATH,), because="attention='math'")
 def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Backend:
     if wanted == "auto" and here.device == "cpu" and sink and call.dtype in HALF:
         return Backend((MATH,), because="attention sinks in half precision on a CPU")
-    no_flash, no_cudnn = (
-        next(why_not_flash(call, here), None),
-        next(why_not_cudnn(call, here), None),
-    )
-    if (
-        no_flash is None
-        and wanted == "auto"
-        and here.device == "cpu"
-        and call.size != call.value_size
-    ):
+    no_flash = next(why_not_flash(call, here), None)
+    no_cudnn = next(why_not_cudnn(call, here), None)
+    pads_on_cpu = here.device == "cpu" and call.size != call.value_size
+    if no_flash is None and wanted == "auto" and pads_on_cpu:
         no_flash = f"queries and keys have head size {call.size}, values {call.value_size}"
     flash = no_flash is None and here.flash_on
     efficient = here.efficient_on and next(why_not_efficient(call, here), None) is None
@@ -298,10 +320,8 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
         kernel = CPU_FLASH
     elif here.hip:
         kernel = SQUARE_FLASH
-    elif here.flash == "FA4" and here.torch < (
-        2,
-        12,
-    ):  # whose operators raise in a window's backward
+    elif here.flash == "FA4" and here.torch < (2, 12):
+        # the operators of FlashAttention-4 raise in the backward of a window
         kernel = WINDOWLESS_FLASH
     square = call.pair == (call.padded, call.padded)
     if no_cudnn is None and (wanted == "cudnn" or (wanted == "auto" and prefers_cudnn(here))):
@@ -317,29 +337,38 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
             return Backend((kernel, MATH), width=call.size)
         return Backend((PADDED[kernel], MATH))
     if wanted == "auto":
-        switched_off = None if here.flash_on else "FlashAttention is switched off"
-        because = f"FlashAttention cannot: {no_flash}" if no_flash else switched_off or ""
-        return Backend((EFFICIENT, MATH)) if efficient else Backend((MATH,), because=because)
+        if efficient:
+            return Backend((EFFICIENT, MATH))
+        because = ""
+        if no_flash:
+            because = f"FlashAttention cannot: {no_flash}"
+        elif not here.flash_on:
+            because = "FlashAttention is switched off"
+        return Backend((MATH,), because=because)
+    reason = no_flash if wanted == "flash" else no_cudnn
     raise AttentionChoiceError(
-        f"attention={wanted!r} cannot attend here: {no_flash if wanted == 'flash' else no_cudnn}. "
-        "Set attention='auto' or 'math' in StreamConfig."
+        f"attention={wanted!r} cannot attend here: {reason}. Set attention='auto' or 'math' in "
+        "StreamConfig."
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class AsSdpa:
-    """A layer's attention calls, unpatched and with transformers' sdpa.
+    """A layer's attention calls as the unpatched model would compute them with transformers' sdpa.
 
-    same: it computes what streamed attention computes; it knows no softcap and no sinks. heads: so
-    many have their scores [B, H, T, T] built, because no fused kernel takes the call; 0: none.
+    Attributes:
+        same: True if sdpa computes the same as streamed attention; sdpa knows no softcap and no
+            sinks.
+        heads: number of heads for which sdpa builds the scores [B, H, T, T], because no fused
+            kernel takes the call; 0: none.
     """
 
     same: bool = True
     heads: int = 0
 
     def with_call(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, same: bool) -> AsSdpa:
-        """With one more, of q [B, H, C, D], k [B, H_kv, C, D] and v [B, H_kv, C, D_v], as many
-        queries as keys."""
+        """Return a copy with one more call, of q [B, H, C, D], k [B, H_kv, C, D] and v [B, H_kv, C,
+        D_v]. The call has one key for each query."""
         grouped = q.shape[1] != k.shape[1]
         fused = not has_data(q) or torch._fused_sdp_choice(
             q, k, v, None, dropout, True, enable_gqa=grouped

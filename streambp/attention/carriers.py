@@ -1,11 +1,11 @@
-"""How the chunks of a layer get at the keys and values of the chunks before: what stands in for its
-mask and its cache.
+"""Connect the chunks of a layer to the keys and values of earlier chunks, by replacing the layer's
+mask and cache.
 
-[Note: carriers] A layer's kind is chosen once, by `admission/stacks.py`. It is two objects: an
-attention carrier, here, and a state carrier (`recurrent/carriers.py`). The step asks them what it
-hands to a chunk, and never what kind a layer is of.
+[Note: carriers] `admission/stacks.py` chooses a layer's kind once. A kind is two objects: an
+attention carrier from this module, and a state carrier (`recurrent/carriers.py`). The step asks the
+two carriers for a chunk's arguments, and never which kind a layer is.
 
-    `NoAttention`        the layer reads no keys                                nothing stands in for anything
+    `NoAttention`        the layer reads no keys                                nothing is replaced
     `ThroughInterface`   it attends through transformers' attention interface   an `AttentionPoint` for its mask
     `Picking`            the same, over keys that an indexer picks              the point, and the indexer's forward
     `OverCache`          it attends by itself over what its cache returns       a `ChunkCache`, and its mask cut
@@ -37,9 +37,14 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Layout(NamedTuple):
-    """What the queries of a whole sequence may read, and where no chunk may end. [Note: chunk ends]
+    """Keys that the queries of a whole sequence may read, and positions where no chunk may end.
+    [Note: chunk ends]
 
-    told: the argument that told of packed documents, and how many there are; None: none did.
+    Attributes:
+        spans: keys of each query.
+        barriers: positions where no chunk may end.
+        told: (argument that marks packed documents, number of documents); None: no argument marks
+            any.
     """
 
     spans: Spans | DenseMask
@@ -48,7 +53,7 @@ class Layout(NamedTuple):
 
 
 class NoAttention:
-    """A layer that reads no keys (a recurrence alone), and what the other carriers have in common.
+    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers.
 
     Attributes:
         costs: text of `describe` about the costs.
@@ -71,85 +76,93 @@ class NoAttention:
     returns_weights = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """The configs by which the layer's attention is sent to ours while it streams; none if it
-        stays its own."""
+        """Return the configs that route the layer's attention to streambp while the layer streams;
+        an empty list if the layer keeps its own attention."""
         return attention_configs(layer) if self.ours else []
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Why the layer cannot be cut with these arguments; None if it can. The mask among them may
-        become another.
+        """Return the reason why the layer cannot be chunked with these arguments, or None. The mask
+        among the arguments may be replaced.
 
         Args:
             x: hidden_states [..., B, T, h].
-            documents: how many of them position_ids mark in packed rows; None: they mark none.
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
         """
         return None
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """What each query of hidden_states x [..., B, T, h] may read: read off the mask, whichever
-        it is."""
-        mask, (batch_size, length) = attention_mask_of(named), x.shape[-3:-1]
-        # nobody reads it, or the layer itself does
+        """Read from the mask, of whichever type, the keys that each query of hidden_states x [...,
+        B, T, h] may read."""
+        mask = attention_mask_of(named)
+        batch_size, length = x.shape[-3:-1]
+        barriers: tuple[Barrier, ...] = ()
+        # attention does not read the mask, or the layer reads it itself
         if not self.reads_a_mask and not isinstance(mask, LazyMask):
-            return Layout(
-                Spans.causal(batch_size, length), mask.barriers if isinstance(mask, OwnMask) else ()
-            )
+            if isinstance(mask, OwnMask):
+                barriers = mask.barriers
+            return Layout(Spans.causal(batch_size, length), barriers)
         spans = resolve(
             mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device
         )
-        barriers = spans.barriers if isinstance(spans, DenseMask) else ()
-        return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)
+        if isinstance(spans, DenseMask):
+            barriers = spans.barriers
+        told = mask.told if isinstance(mask, LazyMask) else None
+        return Layout(spans, barriers, told)
 
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
     ) -> tuple[dict[str, Any], Read | None]:
-        """A chunk's arguments with what stands in for its mask and cache, and what its cache does
-        with keys and values."""
+        """Return the chunk's arguments with mask and cache replaced, and the function that the
+        cache calls on new keys and values (None: no cache)."""
         return named, None
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """What the forward of a layer that is not cut runs in, and its arguments."""
+        """Return the context manager and the arguments for running the layer unchunked."""
         return routed(configs), args, kwargs
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """The arguments of the first `length` tokens with the masks that the model gives the layer
-        as unpatched.
+        """Return the arguments of the first `length` tokens, with the masks that the unpatched
+        model passes to the layer.
 
         Args:
-            mask: what the model's own mask function makes of ours.
+            mask: function from a `LazyMask` to the mask of the model's own mask function.
         """
         return named
 
 
 class ThroughInterface(NoAttention):
-    """A layer that attends through transformers' attention interface: the `AttentionPoint` travels
-    as its mask."""
+    """A layer that attends through transformers' attention interface. The layer receives the
+    `AttentionPoint` as its mask."""
 
     reads_a_mask = True
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """The layer's mask has to be ours, a tensor [B or 1, H or 1, T, T], or none; x: [..., B, T,
-        h]."""
+        """Return the reason to refuse the mask, or None for a `LazyMask`, a tensor [B or 1, H or 1,
+        T, T] or no mask.
+
+        Args:
+            x: hidden_states [..., B, T, h].
+        """
         mask = attention_mask_of(named)
-        known = (
-            mask is None
-            or isinstance(mask, LazyMask)
-            or (isinstance(mask, Tensor) and mask.dim() == 4)
-        )
-        return None if known else "its attention_mask is not for attention alone"
+        if mask is None or isinstance(mask, LazyMask):
+            return None
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            return None
+        return "its attention_mask is not for attention alone"
 
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
     ) -> tuple[dict[str, Any], Read | None]:
-        """The point in place of attention's mask."""
+        """Return the arguments with `point` in place of attention's mask, and None."""
         point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
         for name, value in named.items():
@@ -157,19 +170,23 @@ class ThroughInterface(NoAttention):
                 continue
             if isinstance(value, LazyMask):
                 found[name] = point
-            elif isinstance(value, Mapping) and any(
-                isinstance(part, LazyMask) for part in value.values()
-            ):
-                found[name] = {
-                    key: point if isinstance(part, LazyMask) else part
-                    for key, part in value.items()
-                }
+            elif isinstance(value, Mapping):
+                parts: dict[Any, Any] = {}
+                has_mask = False
+                for key, part in value.items():
+                    parts[key] = part
+                    if isinstance(part, LazyMask):
+                        parts[key] = point
+                        has_mask = True
+                if has_mask:
+                    found[name] = parts
         return {**named, **(found or {"attention_mask": point})}, None
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Each mask of ours becomes the model's; a layer without one is given a causal one."""
+        """Return the arguments with the model's own mask in place of each `LazyMask`. A layer
+        without a `LazyMask` receives a causal mask."""
         found = {name: _own_masks(value, mask) for name, value in named.items()}
         if not isinstance(attention_mask_of(named), LazyMask):
             found["attention_mask"] = mask(LazyMask())
@@ -178,11 +195,11 @@ class ThroughInterface(NoAttention):
 
 @dataclasses.dataclass(frozen=True)
 class Replaced(NoAttention):
-    """A layer whose attention's class has another forward than it was written with: it runs whole,
-    with the model's own masks.
+    """A layer whose attention class has another forward than its source code. The layer runs
+    unchunked, with the model's own masks.
 
-    Args:
-        by: what stands there, by name.
+    Attributes:
+        by: name of the forward that replaces the original.
     """
 
     by: str
@@ -191,19 +208,19 @@ class Replaced(NoAttention):
 
     @property
     def why_not_split(self) -> str:  # type: ignore[override]
-        """It attends to this rank's shard alone."""
+        """Return the reason: the replacement attends to this rank's shard alone."""
         return f"{self.by} attends in its place, to this rank's shard"
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str:
-        """It is never cut, whatever its hidden states x [..., B, T, h]."""
+        """Return the reason to refuse every chunk, whatever the hidden states x [..., B, T, h]."""
         return (
             f"{self.by} stands in the place of its attention's forward, and attends in its own way"
         )
 
 
-# arguments that neither are masks of ours nor hold some
+# types of arguments that contain no `LazyMask`
 PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
@@ -212,9 +229,9 @@ class Picking(ThroughInterface):
     """A layer whose attention names the keys that its queries read: sparse attention with an
     indexer. [Note: indexers]
 
-    Args:
-        kept: how many keys its own indexer picks for a query; None: it reads what an earlier
-            layer's has picked.
+    Attributes:
+        kept: number of keys that the layer's own indexer picks for a query; None: the layer reads
+            the picks of an earlier layer.
     """
 
     kept: int | None = None
@@ -224,21 +241,20 @@ class Picking(ThroughInterface):
 
     @property
     def costs(self) -> str:  # type: ignore[override]
-        """What `describe` says of it."""
+        """Return the text of `describe` about the costs."""
         found = (
             "sparse attention: plain products with all keys before, which are masked if they are "
             "not picked"
         )
-        return (
-            found
-            if self.kept is None
-            else f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
-        )
+        if self.kept is None:
+            return found
+        return f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """As unpatched, with the model's own masks: nothing stands in for an indexer there."""
+        """Return the context manager and the arguments for running the layer unchunked, with the
+        model's own masks. Its indexer is not replaced there."""
         own = [own_implementation(config) or EAGER for config in configs]
 
         def mask(lazy: LazyMask) -> Any:
@@ -254,11 +270,11 @@ class Picking(ThroughInterface):
 
 @dataclasses.dataclass(frozen=True)
 class OverCache(NoAttention):
-    """A layer that attends by itself: the cache that it gets returns the prefix. See
+    """A layer that attends by itself over the prefix that its cache returns. See
     `attention/own.py`.
 
-    Args:
-        argument: the name of the argument that takes the cache.
+    Attributes:
+        argument: name of the argument that takes the cache.
     """
 
     argument: str
@@ -268,40 +284,48 @@ class OverCache(NoAttention):
         "before exist"
     )
     why_not_split = "it attends by itself, to this rank's shard"
-    in_tiles = False  # all of its keys are read at once
+    in_tiles = False  # the layer reads all keys at once
     returns_weights = True
     ours = False
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """The layer's mask becomes an `OwnMask`; x: [..., B, T, h].
+        """Replace the layer's mask by an `OwnMask`. Return the reason why the layer cannot be
+        chunked, or None.
+
+        Args:
+            x: hidden_states [..., B, T, h].
 
         Raises:
-            UnsupportedModelError: its attention is not told of packed documents, and the model's
-                recurrent layers are.
+            UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
+                layers separate and this layer's attention does not.
         """
-        mask, length = attention_mask_of(named), x.shape[-2]
+        mask = attention_mask_of(named)
+        length = x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
-        causal = OwnMask(torch.empty(0, device=x.device)) if mask is None and by_sdpa else None
-        found = causal or own_mask(mask, length, by_sdpa)
+        found: OwnMask | str
+        if mask is None and by_sdpa:
+            found = OwnMask(torch.empty(0, device=x.device))
+        else:
+            found = own_mask(mask, length, by_sdpa)
         if isinstance(found, str):
             return found
         if documents is not None and found.mask.dim() < 4:
             raise UnsupportedModelError(
-                f"position_ids mark {documents} documents of packed rows, which the attention of "
-                f"{type(layer).__name__} is not told of: its mask knows padding alone, while the "
-                "model's recurrent layers would compute the documents apart. Pass one document per "
-                "row, or StreamConfig(documents='as_given') to let all layers go on from one to "
-                "the next, as the unpatched model does."
+                f"position_ids mark {documents} documents of packed rows, but the attention of "
+                f"{type(layer).__name__} does not separate them: its mask marks padding alone. The "
+                "model's recurrent layers would separate the documents. Pass one document per "
+                "row, or set StreamConfig(documents='as_given') so that no layer separates "
+                "documents, as in the unpatched model."
             )
         because = why_picked_blocks_stay_whole(
             layer, named.get("position_ids"), found, length, by_sdpa
         )
         if because is not None:
             return because
-        # Which gives an empty query 0, in a chunk as in the whole; with a position bias it is given
-        # another mask.
+        # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
+        # sdpa another mask.
         if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
             found = dataclasses.replace(found, empty=None)
         named["attention_mask"] = found
@@ -310,9 +334,11 @@ class OverCache(NoAttention):
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
     ) -> tuple[dict[str, Any], Read | None]:
-        """A cache that returns the prefix, and the mask's part for the chunk's queries."""
+        """Return the chunk's arguments and the function that its cache calls. The cache returns the
+        prefix; the mask is cut to the chunk."""
         assert isinstance(point, ChunkMask)
-        chunk, mask = point.chunk, named["attention_mask"]
+        chunk = point.chunk
+        mask = named["attention_mask"]
 
         def read(
             k: Tensor, v: Tensor
@@ -323,50 +349,49 @@ class OverCache(NoAttention):
             self.argument: ChunkCache(chunk.start, read),
             "attention_mask": mask.cut(chunk),
         }
-        changed.update(
-            {
-                name: named[name][..., : chunk.stop]
-                for name in PER_KEY
-                if isinstance(named.get(name), Tensor)
-            }
-        )
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., : chunk.stop]
         return {**named, **changed}, read
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """The model's own mask, cut to these tokens."""
-        keys = {
-            name: named[name][..., :length]
-            for name in PER_KEY
-            if isinstance(named.get(name), Tensor)
-        }
-        return {**named, "attention_mask": named["attention_mask"].cut(Chunk(0, 0, length)), **keys}
+        """Return the arguments with the model's own mask, cut to the first `length` tokens."""
+        changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., :length]
+        return {**named, **changed}
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
-    """Every distinct config that the layer's modules read their attention implementation from."""
-    found = {
-        id(m.config): m.config
-        for m in layer.modules()
-        if isinstance(getattr(m, "config", None), PreTrainedConfig)
-    }
+    """Return every distinct config from which the layer's modules read their attention
+    implementation."""
+    found: dict[int, PreTrainedConfig] = {}
+    for module in layer.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
     return list(found.values())
 
 
 def attention_mask_of(named: Mapping[str, Any]) -> Any:
-    """What the layer will hand to its attention as its mask.
+    """Return the mask that the layer will pass to its attention.
 
-    Some layers get a second mask, of padding, for what else mixes tokens in them, by the name of
-    attention_mask or in one dictionary with attention's: attention's is the one that our mask
-    function made.
+    Some layers receive a second mask, of padding, for other modules that mix tokens. The second
+    mask is named attention_mask, or shares a dictionary with attention's mask. Attention's mask is
+    the one that streambp's mask function made.
     """
     for value in named.values():
         if type(value) in PLAIN:
             continue
-        for mask in value.values() if isinstance(value, Mapping) else (value,):
-            if isinstance(mask, LazyMask):
-                return mask
+        if isinstance(value, LazyMask):
+            return value
+        if isinstance(value, Mapping):
+            for part in value.values():
+                if isinstance(part, LazyMask):
+                    return part
     return named.get("attention_mask")
 
 

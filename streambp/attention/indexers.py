@@ -1,12 +1,12 @@
-"""The indexers of sparse attention: which keys each query of a chunk reads.
+"""Run the indexers of sparse attention, which pick the keys that each query of a chunk reads.
 
 [Note: indexers] An indexer (DeepSeek V3.2, GLM 5) scores all keys up to a query in each of its
-heads, and picks the highest sums. It has no gradient. Its forward is the model's own, called for a
-few queries at a time, so that of its scores [B, queries, heads, keys] in float32 no more than
-`SCORES` bytes exist; its keys [B, T, D] are collected over the chunks and dropped after the
-forward. The picks are kept for backward, whose recomputation does not score again: rounding could
-let it choose another key than forward did, and its gradient would be that of another function. A
-refill needs none.
+heads, and picks the highest sums. An indexer has no gradient. Its forward is the model's own,
+called for a few queries at a time. So its scores [B, queries, heads, keys] in float32 take no more
+than `SCORES` bytes. Its keys [B, T, D] are collected over the chunks and dropped after the forward.
+The picks are saved for backward, whose recomputation does not score again. Rounding could make a
+second scoring choose another key than forward did, and the gradient would be another function's. A
+refill needs no picks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SCORES = 2**28  # bytes of an indexer's scores in all of its heads; its operator
 
 
 def indexers_of(module: nn.Module) -> list[nn.Module]:
-    """The modules inside that pick keys."""
+    """Return the modules inside `module` that pick keys."""
     return [part for part in module.modules() if INDEXER in type(part).__name__]
 
 
 @contextlib.contextmanager
 def picking(indexers: Sequence[nn.Module], point: AttentionPoint) -> Iterator[None]:
-    """Within, these modules pick keys for the queries of the point's chunk, or know what they have
-    picked."""
+    """Context manager in which these modules pick keys for the queries of the point's chunk, or
+    return their saved picks."""
     assert isinstance(point, ChunkMask)
     before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
     for number, indexer in enumerate(indexers):
@@ -62,12 +62,12 @@ def _pick(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """[B, C, k] in int32: the keys that the chunk's queries read."""
+    """Return the keys that the chunk's queries read, [B, C, k] in int32."""
     named = dict(inspect.signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments)
     named.pop(next(iter(named)))
     x: Tensor = next(value for value in named.values() if isinstance(value, Tensor))  # [B, C, h]
     if point.stage is Stage.REFILL:
-        # the layer stops before it reads them
+        # the layer stops before reading the picks
         return x.new_empty(*x.shape[:2], 0, dtype=torch.int32)
     if point.picks is not None:
         picks = point.picks[number]
@@ -86,8 +86,9 @@ def _few_queries_at_a_time(
     named: dict[str, Any],
     x: Tensor,
 ) -> Tensor:
-    """[B, C, k] for x [B, C, h]."""
-    chunk, rows = point.chunk, x.shape[0]
+    """Return the picks [B, C, k] for x [B, C, h], computed for a few queries at a time."""
+    chunk = point.chunk
+    rows = x.shape[0]
     heads: int = getattr(indexer, INDEX_HEADS)
     caches = cache_parameters(type(indexer).forward)
     step = max(1, SCORES // (4 * heads * chunk.stop))
@@ -98,7 +99,7 @@ def _few_queries_at_a_time(
             stop = min(start + step, chunk.stop)
             # [1, queries, k]
             found.append(forward(**_part(named, caches, number, point, row, rows, start, stop)))
-        # the first queries may have fewer keys, pick all, and the first once more
+        # The first queries may have fewer keys: they pick all, and key 0 repeatedly.
         most = found[-1].shape[-1]
         picks.append(
             torch.cat(
@@ -123,7 +124,8 @@ def _part(
     Args:
         caches: names of the arguments that take a cache.
     """
-    prefix, chunk = point.prefix, point.chunk
+    prefix = point.prefix
+    chunk = point.chunk
 
     def cut(x: Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[0] not in (1, rows) or x.shape[1] != chunk.stop - chunk.start:
@@ -131,7 +133,7 @@ def _part(
         return _row(x, row)[:, start - chunk.start : stop - chunk.start]
 
     def read(k: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
-        """k [1, 1, queries, D] -> all up to the last of them, [1, 1, stop, D]."""
+        """Store k [1, 1, queries, D] and return all keys up to the last query, [1, 1, stop, D]."""
         keys = prefix.index_keys.get(number)
         if keys is None:
             # [B, T, D]
@@ -153,5 +155,5 @@ def _part(
 
 
 def _row(x: Tensor, row: int) -> Tensor:
-    """[1, ...] of [B or 1, ...]."""
+    """Return one row of x, [1, ...] of [B or 1, ...]."""
     return x if len(x) == 1 else x[row : row + 1]

@@ -1,5 +1,4 @@
-"""Our entry in transformers' attention interface, and the switch that sends a model's attention to
-it."""
+"""Register streambp in transformers' attention interface, and route a model's attention to it."""
 
 from __future__ import annotations
 
@@ -33,11 +32,12 @@ from streambp.known_names import (
 
 NAME = "streambp"
 NOTHING_CAST = contextlib.nullcontext()
-OURS = (AttentionPoint, LazyMask)  # what streamed models have for masks
+OURS = (AttentionPoint, LazyMask)  # types of masks in streamed models
 UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS})
 
 
-@torch.compiler.disable  # compiled code around it breaks here: the blocks of a chunk differ from chunk to chunk
+# Breaks the graph of compiled code around it, because each chunk has other blocks.
+@torch.compiler.disable
 def stream_attention(
     module: nn.Module,
     query: Tensor,
@@ -49,32 +49,46 @@ def stream_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [B, H, C, D], key and value [B, H_kv, C, D] -> [B, C,
-    H, D_v].
+    """Attend as an attention function of transformers: query [B, H, C, D], key and value [B, H_kv,
+    C, D] -> [B, C, H, D_v].
 
-    In a streamed layer `attention_mask` is the `AttentionPoint` that the layer was called with; it
-    knows the prefix and the spans, so a `sliding_window` passed as well is already in it. In a
-    layer that does not stream it is the model's own (a `LazyMask`, a 4-D tensor, or None for
-    causal), and the sequence is attended whole, as one chunk. Keys from elsewhere than the queries'
-    sequence (cross-attention to an image) are attended as the model's sdpa does it. Raises
-    UnsupportedModelError where the module attends in a way that streambp does not support, such as
-    is_causal=False.
+    In a streamed layer `attention_mask` is the `AttentionPoint` that the layer was called with. The
+    point knows the prefix and the spans, so a `sliding_window` argument is already part of the
+    spans. In a layer that does not stream, `attention_mask` is the model's own: a `LazyMask`, a 4-D
+    tensor, or None for causal. The sequence is then attended as one chunk. Keys from another
+    sequence (cross-attention to an image) are attended by the model's sdpa.
+
+    Raises:
+        UnsupportedModelError: the module attends in a way that streambp does not support, such as
+            is_causal=False.
     """
     ours = isinstance(attention_mask, OURS)
     if not ours:
         own = _met_by_chance(getattr(module, "config", None))
-        eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
-        function = None if own is None else AttentionInterface().get(own, eager)
+        function = None
+        if own is not None:
+            eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
+            function = AttentionInterface().get(own, eager)
         if function is not None:
-            # the module left it to us to mask what was not picked
+            # the module expects us to mask the keys that were not picked
             if kwargs.get(PICKS) is not None:
                 attention_mask = _only_picked(attention_mask, kwargs[PICKS], key.shape[2])
-            given = kwargs if softcap is None else {**kwargs, "softcap": softcap}
+            if softcap is not None:
+                kwargs["softcap"] = softcap
             found: tuple[Tensor, None] = function(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                **kwargs,
             )
             return found
-    foreign, sink, picks = list[str](), None, None
+    foreign = list[str]()
+    sink = None
+    picks = None
     if not kwargs.keys().isdisjoint(UNUSUAL):
         foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
@@ -84,11 +98,12 @@ def stream_attention(
         or key.shape[2] != query.shape[2]
     )
     if elsewhere:
-        foreign += [name for name in SINKS if kwargs.get(name) is not None] + ["softcap"] * (
-            softcap is not None
-        )
-        # sdpa would read that as causal from the first key on, for a chunk as for the whole.
-        foreign += ["no mask over keys from elsewhere"] * (attention_mask is None and is_causal)
+        foreign += [name for name in SINKS if kwargs.get(name) is not None]
+        if softcap is not None:
+            foreign.append("softcap")
+        # Without a mask, sdpa would be causal from the first key on, for every chunk.
+        if attention_mask is None and is_causal:
+            foreign.append("no mask over keys from elsewhere")
     elif not is_causal:
         foreign.append("is_causal=False")
     if foreign:
@@ -97,7 +112,8 @@ def stream_attention(
             "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
             "(streambp.unpatch(model))."
         )
-    if elsewhere:  # token by token, as far as queries go: the model's own sdpa is right for a chunk of them as well
+    # Queries are independent of each other, so the model's own sdpa is right for a chunk of them.
+    if elsewhere:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
@@ -118,8 +134,8 @@ def stream_attention(
 
 
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
-    """A 4-D mask [B, 1, S, T], in bool or to be added, without the keys that no picks [B, S, k]
-    name."""
+    """Return a 4-D mask [B, 1, S, T], bool or additive, that excludes all keys but picks [B, S,
+    k]."""
     if not isinstance(mask, Tensor):
         raise UnsupportedModelError(
             f"Attention is given keys that an indexer picked, and {type(mask).__name__} in place "
@@ -128,27 +144,27 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
         )
     picked = torch.zeros(*picks.shape[:2], length, dtype=torch.bool, device=picks.device)
     picked = picked.scatter_(-1, picks.long(), True)[:, None]  # [B, 1, S, T]
-    return (
-        mask & picked
-        if mask.dtype == torch.bool
-        else mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
-    )
+    if mask.dtype == torch.bool:
+        return mask & picked
+    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
 def _unusual(
     mask: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Of a call's arguments the names of those that are refused, a sink's logits [H] and picks [B,
+    """Return the names of a call's arguments that are refused, a sink's logits [H], and picks [B,
     S, k]."""
     given = {name for name, value in kwargs.items() if value is not None}
-    foreign, picks = [name for name in FOREIGN_ARGUMENTS if name in given], kwargs.get(PICKS)
+    foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
+    picks = kwargs.get(PICKS)
     if picks is not None and not (isinstance(mask, AttentionPoint) and mask.takes_picks):
         foreign.append(PICKS)
     return foreign, next((kwargs[name] for name in SINKS if name in given), None), picks
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
-    """transformers' mask function for our attention: a `LazyMask`."""
+    """Return a `LazyMask`: transformers' mask function for our attention. A config that is not
+    routed in this thread gets the mask of its own implementation."""
     own = _met_by_chance(config)
     function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
     return function(config=config, **description)
@@ -175,12 +191,12 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Chunk
 
 
 class Routed(str):
-    """`NAME` in a config's place for its own implementation, which it remembers. [Note: routed
-    configs]
+    """`NAME` in a config, in place of the config's own implementation. [Note: routed configs]
 
-    Args:
-        own: the config's own implementation; a copied or pickled config has that again.
-        config: id of the config. holders: one for each `routed` that holds it.
+    Attributes:
+        own: the config's own implementation, which a copied or pickled config gets back.
+        config: id of the config.
+        holders: one object for each `routed` that uses the name.
     """
 
     own: str | None
@@ -189,7 +205,9 @@ class Routed(str):
 
     def __new__(cls, own: str | None, config: PreTrainedConfig) -> Routed:
         self = super().__new__(cls, NAME)
-        self.own, self.config, self.holders = own, id(config), set()
+        self.own = own
+        self.config = id(config)
+        self.holders = set()
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -197,7 +215,7 @@ class Routed(str):
 
 
 LOCK = threading.RLock()  # held while a config's name changes
-# The names that `routed` of this thread holds, by id.
+# Names that `routed` holds in this thread, by id.
 HERE: contextvars.ContextVar[Mapping[int, Routed]] = contextvars.ContextVar(
     "streambp_routed", default=MappingProxyType({})
 )
@@ -206,37 +224,40 @@ COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
 )
 
 
-# a config's own asks more, and is asked in each layer of each pass
+# faster than the config's own attribute access, and called in each layer of each pass
 _plain = object.__getattribute__
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
-    """The attention implementation that the config names outside of `routed`, from within or
-    without."""
+    """Return the attention implementation that the config names outside of `routed`, whether routed
+    now or not."""
     name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
 
 def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager[None]:
-    """Within, models with these configs use `stream_attention` and `LazyMask`. Sub-configs are left
-    alone.
+    """Context manager in which models with these configs use `stream_attention` and `LazyMask`.
+    Sub-configs are unchanged.
 
-    Our name enters transformers' tables here, so that a model unpickled in a process that never
-    called `patch` runs; no model outside of `routed` uses it.
+    Our name enters transformers' tables here, so a model unpickled in a process without `patch`
+    runs. No model outside of `routed` uses the name.
 
     [Note: routed configs] Models share config objects, and threads run models. So a config has our
     name from the first of its `routed` in any thread to the last one's end, and then its own again.
-    A thread that is not within a `routed` of its own, and meets our name because another is, is
-    sent on to the implementation that the config names.
+    Another thread may find our name without a `routed` of its own. Its calls go on to the
+    implementation that the config names.
     """
-    return contextlib.nullcontext() if all(map(_is_here, configs)) else _routed(configs)
+    if all(map(_is_here, configs)):
+        return contextlib.nullcontext()
+    return _routed(configs)
 
 
 @contextlib.contextmanager
 def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionInterface.register(NAME, stream_attention)
     AttentionMaskInterface.register(NAME, stream_mask)
-    here, holder = HERE.get(), object()
+    here = HERE.get()
+    holder = object()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
     try:
         for config in configs:
@@ -267,14 +288,14 @@ def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
 
 
 def _is_here(config: PreTrainedConfig) -> bool:
-    """Whether this thread is within `routed` with it."""
+    """True if this thread is within `routed` with the config."""
     return id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get()
 
 
 @contextlib.contextmanager
 def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
-    """Within `routed`, in this thread: models with these configs attend with these
-    implementations."""
+    """Context manager within `routed`: models with these configs attend with these implementations
+    in this thread."""
     before = COMPARED.set(
         {id(config): name for config, name in zip(configs, implementations, strict=True)}
     )
@@ -285,8 +306,9 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
 
 
 def _met_by_chance(config: object) -> str | None:
-    """The implementation that the config is to have in this thread, where it is not ours: within
-    `unrouted` the one given there, outside of `routed` the config's own. [Note: routed configs]"""
+    """Return the implementation that the config must use in this thread, or None if that is ours.
+    Within `unrouted` the caller has named it; outside of `routed` it is the config's own. [Note:
+    routed configs]"""
     if not isinstance(config, PreTrainedConfig):
         return None
     compared = COMPARED.get().get(id(config))

@@ -1,25 +1,25 @@
 """Kernels for one block of attention: forward to (o, lse), backward from the *merged* (o, lse).
 
-A block is a rectangle of the attention matrix (`spans.Block`). Forward gives its own softmax's
-output and logsumexp. Backward is handed the output and logsumexp of the whole row, over all its
-blocks; every kernel recomputes the weights as exp(score - lse), so the parts it returns add up to
-the exact gradient (DESIGN.md section 2, "Block attention").
+A block is a rectangle of the attention matrix (`spans.Block`). Forward returns the output and the
+logsumexp of the block's own softmax. Backward receives the output and logsumexp of the complete
+row, merged over all its blocks. Every kernel recomputes the weights as exp(score - lse), so the
+parts that it returns add up to the exact gradient (DESIGN.md section 2, "Block attention").
 
 Shapes: q [B, H, Tq, D]; k [B, H_kv, Tk, D]; v [B, H_kv, Tk, D_v]; o, do [B, H, Tq, D_v]; lse [B, H,
 Tq] in float32, float64 for float64 inputs. A query that reads nothing has o = 0 and lse = -inf.
 
-[Note: one layout] torch keeps cuDNN's graphs by the sizes and strides of q, k and v. The strides of
-o, dO and the logsumexp are part of a graph but not of its key, so for one key they must always be
-the same, or a later call reads them wrongly. So `cut` makes all of q, o, dO, K and V from
-contiguous [B, T, H, D] tensors: sizes and strides of a block's q and v fix those of its o and dO,
-which have D_v columns. Where a block has one row, its strides do not depend on T, so other lengths
-find the same graphs.
+[Note: one layout] torch caches cuDNN's graphs by the sizes and strides of q, k and v. The strides
+of o, dO and the logsumexp are part of a graph but not of its key. So for one key these strides must
+always be the same, or a later call reads the tensors wrongly. Therefore `cut` makes q, o, dO, K and
+V from contiguous [B, T, H, D] tensors. Sizes and strides of a block's q and v then fix the strides
+of its o and dO, which have D_v columns. The strides of a block with one row do not depend on T, so
+other lengths find the same graphs.
 
 [Note: padded values] FlashAttention has one head size for q, k and v. If D_v < D, v and dO get
-columns of zeros behind. The scores, their logsumexp and the weights P do not contain v, so nothing
-changes but o = P v, dP = dO v^T and dv = P^T dO: o and dv get columns of zeros, which are dropped,
-and dP sums more zeros. So dq and dk are the same, too. The zeros must be there: what lies in memory
-may be NaN.
+columns of zeros behind. The scores, their logsumexp and the weights P do not contain v: only o = P
+v, dP = dO v^T and dv = P^T dO change. o and dv get columns of zeros, which are dropped, and dP sums
+more zeros. So dq and dk are the same, too. The columns must be zeros, because uninitialized memory
+may hold NaN.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from streambp.device import has_data
 
 aten = torch.ops.aten
 K_BLOCK = 16384
-CUDNN_FEW = (
-    256  # under it cuDNN does not fill a device; under 64 it refuses blocks, or gets them wrong
-)
+# Shorter blocks do not fill a device; below 64 cuDNN refuses blocks or computes wrong numbers.
+CUDNN_FEW = 256
 
 
 class Task(NamedTuple):
-    """What a kernel needs to know beside the tensors."""
+    """Arguments of a kernel beside the tensors."""
 
     block: Block
     scale: float
@@ -55,10 +54,12 @@ class Task(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A kernel for one block of attention, without a state of its own. Shapes are those of the
-    module's docstring.
+    """A stateless kernel for one block of attention. The module's docstring defines the shapes.
 
-    kinds: of blocks that it can compute; tiling: how large it wants them.
+    Attributes:
+        name: name of the kernel.
+        kinds: kinds of blocks that the kernel can compute.
+        tiling: block sizes that the kernel prefers.
     """
 
     name: str
@@ -66,42 +67,50 @@ class Kernel(Protocol):
     tiling: Tiling
 
     def takes(self, block: Block) -> bool:
-        """Whether it can compute a block: one of its kinds, of its few lengths if it has some, and
-        on the diagonal if it is causal and the kernel does not align queries to the last keys."""
-        kind, tiling = block.kind, self.tiling
-        if kind not in self.kinds or (
-            kind is Kind.CAUSAL
-            and not tiling.bottom_right
-            and (block.q0, block.q1) != (block.k0, block.k1)
-        ):
+        """True if the kernel can compute a block: its kind, and its lengths if the kernel takes few
+        lengths. A causal block must lie on the diagonal, unless the kernel aligns queries to the
+        last keys."""
+        kind = block.kind
+        tiling = self.tiling
+        if kind not in self.kinds:
             return False
-        return tiling.few is None or (
-            tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0)
-        )
+        is_square = (block.q0, block.q1) == (block.k0, block.k1)
+        if kind is Kind.CAUSAL and not tiling.bottom_right and not is_square:
+            return False
+        if tiling.few is None:
+            return True
+        return tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq], of the softmax over this
-        block's keys alone."""
+        """Return o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq], of the softmax over
+        this block's keys alone."""
         ...
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of this block.
+        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of this block.
 
         Args:
             do: [B, H, Tq, D_v], the gradient of the merged o.
-            o, lse: [B, H, Tq, D_v] and [B, H, Tq], merged over all blocks of these queries.
-            task: as in forward, with the same seed.
+            o: [B, H, Tq, D_v], merged over all blocks of these queries.
+            lse: [B, H, Tq], merged over all blocks of these queries.
+            task: the task of forward, with the same seed.
         """
         ...
 
 
 def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
-    """Of contiguous tensors [B, T, H, D] the part that is `here`, rows [b0, b1) and tokens [t0,
-    t1), as views [b, H, t, D]. [Note: one layout]"""
+    """Return rows [b0, b1) and tokens [t0, t1) of contiguous tensors [B, T, H, D], as views [b, H,
+    t, D]. [Note: one layout]
+
+    Args:
+        here: (b0, b1, t0, t1).
+    """
     b0, b1, t0, t1 = here
-    rows, tokens, parts = b1 - b0, t1 - t0, list[Tensor]()
+    rows = b1 - b0
+    tokens = t1 - t0
+    parts = list[Tensor]()
     for x in whole:
         _, length, heads, size = x.shape
         token = heads * size
@@ -112,32 +121,34 @@ def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
 
 
 def widened(x: Tensor, width: int) -> Tensor:
-    """x [..., D] with columns of zeros behind, [..., width]; x itself if it has so many. [Note:
-    padded values]"""
+    """Return x [..., D] with columns of zeros behind, [..., width]; x itself if D is `width`.
+    [Note: padded values]"""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def narrowed(x: Tensor, size: int) -> Tensor:
-    """The first `size` columns of x [..., width], as a view. [Note: padded values]"""
+    """Return the first `size` columns of x [..., width], as a view. [Note: padded values]"""
     return x if x.shape[-1] == size else x[..., :size]
 
 
 class MathKernel(Kernel):
-    """Plain matrix products in promote_types(dtype, float32); serves every kind, dropout, softcap
-    and any head size."""
+    """Plain matrix products in promote_types(dtype, float32), for every kind that needs no native
+    support, with dropout, softcap and any head size."""
 
     name = "math"
     kinds = frozenset(Kind) - {Kind.VARLEN, Kind.WINDOW}
     tiling = Tiling(q_block=512, k_block=2048, k_forward=2048)
 
     def takes(self, block: Block) -> bool:
-        """Any size of its kinds: its causal tiles know where queries and keys are."""
+        """True if the block is of one of its kinds. Any size works, because causal tiles compare
+        positions."""
         return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D_v] and lse [B, H, Tq], both in promote_types(dtype, float32)."""
+        """Return o [B, H, Tq, D_v] and lse [B, H, Tq], both in promote_types(dtype, float32)."""
         # [B, H_kv, G, Tq, Tk]
-        scores, v = (self._masked(self._scores(q, k, task), q, k, task), _wide(v))
+        scores = self._masked(self._scores(q, k, task), q, k, task)
+        v = _wide(v)
         lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
         weights = _weights(scores, lse)  # [B, H_kv, G, Tq, Tk]
         keep = _dropout_mask(weights, task)
@@ -149,8 +160,8 @@ class MathKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in promote_types(dtype,
-        float32).
+        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
+        promote_types(dtype, float32).
 
         The dropout mask is drawn again from the task's seed.
         """
@@ -166,7 +177,8 @@ class MathKernel(Kernel):
         keep = _dropout_mask(weights, task)
         dropped = weights
         if keep is not None:
-            dropped, dweights = weights * keep, dweights * keep
+            dropped = weights * keep
+            dweights = dweights * keep
         dv = dropped.flatten(2, 3).mT @ do  # [B, H_kv, Tk, D_v]
         dscores = (weights * (dweights - delta[..., None]) * (slope * task.scale)).flatten(2, 3)
         dq = (dscores @ k).unflatten(2, weights.shape[2:4]).flatten(1, 2)  # [B, H, Tq, D]
@@ -177,7 +189,9 @@ class MathKernel(Kernel):
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         scores = _wide(q).unflatten(1, groups).flatten(2, 3) @ _wide(k).mT
         scores = (scores * task.scale).unflatten(2, (groups[1], q.shape[2]))  # [B, H_kv, G, Tq, Tk]
-        return scores if task.softcap is None else task.softcap * torch.tanh(scores / task.softcap)
+        if task.softcap is None:
+            return scores
+        return task.softcap * torch.tanh(scores / task.softcap)
 
     def _masked(self, scores: Tensor, q: Tensor, k: Tensor, task: Task) -> Tensor:
         groups = (k.shape[1], q.shape[1] // k.shape[1])
@@ -199,7 +213,7 @@ class CpuFlashKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D] in q's dtype."""
+        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=task.scale
@@ -209,7 +223,7 @@ class CpuFlashKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
+        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
         causal = task.block.kind is Kind.CAUSAL
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, causal, scale=task.scale
@@ -219,23 +233,25 @@ class CpuFlashKernel(Kernel):
 class FlashKernel(Kernel):
     """torch's FlashAttention on CUDA (grouped queries).
 
-    bottom_right: causal blocks may have more keys than queries. packs: it knows windows and the
-    documents of packed rows.
+    Args:
+        bottom_right: True if causal blocks may have more keys than queries.
+        packs: True if the kernel knows windows and the documents of packed rows.
     """
 
     name = "flash"
 
     def __init__(self, bottom_right: bool = True, packs: bool = True) -> None:
-        self.kinds = frozenset(
-            {Kind.FULL, Kind.CAUSAL, *((Kind.WINDOW, Kind.VARLEN) if packs else ())}
-        )
+        kinds = {Kind.FULL, Kind.CAUSAL}
+        if packs:
+            kinds |= {Kind.WINDOW, Kind.VARLEN}
+        self.kinds = frozenset(kinds)
         self.tiling = Tiling(
             k_block=K_BLOCK, bottom_right=bottom_right, native_window=packs, native_varlen=packs
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D] in q's dtype; VARLEN blocks go to the kernel as one packed row [T, H,
-        D]."""
+        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]. The kernel receives VARLEN
+        blocks as one packed row [T, H, D]."""
         assert q.shape[-1] == v.shape[-1], (
             "the operators need one head size; without data they do not notice"
         )
@@ -251,13 +267,13 @@ class FlashKernel(Kernel):
         o, lse, *_ = aten._flash_attention_forward(
             q, k, v, *lengths, 0.0, True, False, scale=task.scale, **window
         )
-        # varlen gives [H, T]
+        # a VARLEN block's lse is [H, T]
         return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[None]
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
+        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype."""
         kind = task.block.kind
         no_dropout = (
             torch.empty(2, dtype=torch.uint64, device=q.device),
@@ -279,15 +295,15 @@ class FlashKernel(Kernel):
 
 
 class CudnnKernel(Kernel):
-    """cuDNN's fused attention on Hopper and later; nearly twice FlashAttention-2, but causal only
-    for squares."""
+    """cuDNN's fused attention on Hopper and later. Nearly twice FlashAttention-2's speed, but
+    causal blocks must be squares."""
 
     name = "cudnn"
     kinds = frozenset({Kind.FULL, Kind.CAUSAL})
     tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, few=CUDNN_FEW)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D_v] in q's dtype."""
+        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq]."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=task.scale
@@ -297,8 +313,8 @@ class CudnnKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in q's dtype. [Note: one
-        layout]"""
+        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in q's dtype.
+        [Note: one layout]"""
         causal = task.block.kind is Kind.CAUSAL
         philox = torch.empty(0, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -307,21 +323,25 @@ class CudnnKernel(Kernel):
         )  # fmt: skip
 
 
-MATH, CPU_FLASH, FLASH, CUDNN = MathKernel(), CpuFlashKernel(), FlashKernel(), CudnnKernel()
-# ROCm's backward wants as many queries as keys. Windows and packed rows have other conventions
-# there (AOTriton's logsumexp of packed rows is [B, H, longest document]).
+MATH = MathKernel()
+CPU_FLASH = CpuFlashKernel()
+FLASH = FlashKernel()
+CUDNN = CudnnKernel()
+# ROCm's backward needs equal numbers of queries and keys. Its windows and packed rows have other
+# conventions (AOTriton's logsumexp of packed rows is [B, H, longest document]).
 SQUARE_FLASH = FlashKernel(bottom_right=False, packs=False)
-# FlashAttention-4's operators behind torch 2.11 do not differentiate windows, which documents of
-# packed rows may have.
+# FlashAttention-4's operators behind torch 2.11 do not differentiate windows. Documents of packed
+# rows may have windows, too.
 WINDOWLESS_FLASH = FlashKernel(packs=False)
 
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cu_seqlens of a VARLEN block's queries and keys, [documents + 1] each in int32."""
+    """Return cu_seqlens of a VARLEN block's queries and keys on `device`, [documents + 1] each in
+    int32."""
     cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
-    return cu_q, cu_q if block.cu_k == block.cu_q else torch.tensor(
-        block.cu_k, dtype=torch.int32, device=device
-    )
+    if block.cu_k == block.cu_q:
+        return cu_q, cu_q
+    return cu_q, torch.tensor(block.cu_k, dtype=torch.int32, device=device)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -329,19 +349,19 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); a query without any key has lse = -inf and weights 0, not NaN. [Note:
-    empty rows]"""
+    """Return exp(scores - lse). A query without any key has lse = -inf and weights 0, not NaN.
+    [Note: empty rows]"""
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
 
 
 def _dropout_mask(weights: Tensor, task: Task) -> Tensor | None:
-    """0 or 1 / (1 - p), the same in forward, recomputation and backward: it depends on nothing but
-    the task's seed."""
+    """Return the factors 0 or 1 / (1 - p) of the weights, or None without dropout. Forward,
+    recomputation and backward draw the same factors, because the task's seed decides alone."""
     if task.dropout == 0.0:
         return None
-    generator = (
-        torch.Generator(weights.device).manual_seed(task.seed) if has_data(weights) else None
-    )
+    generator = None
+    if has_data(weights):
+        generator = torch.Generator(weights.device).manual_seed(task.seed)
     draw = torch.rand(
         weights.shape, generator=generator, device=weights.device, dtype=torch.float32
     )
@@ -364,25 +384,25 @@ def _tile(task: Task, device: torch.device) -> Tensor | None:
 
 
 def _token_major(x: Tensor, kind: Kind) -> Tensor:
-    """[B, H, T, D] -> [B, T, H, D], or [T, H, D] of the single packed row."""
+    """Rearrange [B, H, T, D] to [B, T, H, D], or to [T, H, D] for the single packed row."""
     return x[0].transpose(0, 1) if kind is Kind.VARLEN else x.transpose(1, 2)
 
 
 def _head_major(x: Tensor, kind: Kind) -> Tensor:
-    """The inverse of `_token_major`."""
+    """Reverse `_token_major`."""
     return x.transpose(0, 1)[None] if kind is Kind.VARLEN else x.transpose(1, 2)
 
 
 def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], dict[str, int]]:
-    """FlashAttention's arguments: cu_seqlens of queries and keys (None unless packed), the longest
-    of each; the window."""
+    """Return FlashAttention's arguments: cu_seqlens of queries and keys (None unless packed), the
+    longest of each, and the window."""
     block = task.block
-    window = (
-        {}
-        if block.window is None
-        else {"window_size_left": block.window - 1, "window_size_right": 0}
-    )
+    window: dict[str, int] = {}
+    if block.window is not None:
+        window = {"window_size_left": block.window - 1, "window_size_right": 0}
     if block.kind is not Kind.VARLEN:
         return [None, None, block.q1 - block.q0, block.k1 - block.k0], window
-    longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (block.cu_q, block.cu_k)]
-    return [*(task.ends or upload(block, device)), *longest], window
+    ends = task.ends or upload(block, device)
+    longest_q = max(b - a for a, b in itertools.pairwise(block.cu_q))
+    longest_k = max(b - a for a, b in itertools.pairwise(block.cu_k))
+    return [*ends, longest_q, longest_k], window

@@ -1,4 +1,4 @@
-"""Kernels for head sizes that FlashAttention and cuDNN refuse. Shapes are those of `kernels`."""
+"""Kernels for head sizes that FlashAttention and cuDNN refuse. `kernels` defines the shapes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from streambp.attention.kernels import (
 )
 from streambp.attention.spans import Kind, Tiling
 
-LSE_ALIGNMENT = 32  # queries of the memory-efficient kernels' logsumexp are a multiple of it
+LSE_ALIGNMENT = 32  # the memory-efficient kernels' logsumexp has a multiple of this many queries
 
 
 class PaddedKernel(Kernel):
-    """Another kernel, for q, k and v that have not the one head size which it needs. [Note: padded
-    values]
+    """Another kernel, for q, k and v whose head sizes are padded to one. [Note: padded values]
 
-    They are padded for each block, unlike V in a padded buffer. So it is for blocks that another
-    kernel leaves over, and for head sizes that need more than V padded. Its blocks have few keys,
-    because copies of them exist.
+    Every block is padded anew, unlike V in a padded buffer. So this kernel serves blocks that
+    another kernel leaves over, and head sizes that need more than V padded. Its blocks have few
+    keys, because padding copies the keys.
     """
 
     def __init__(self, inner: Kernel) -> None:
@@ -43,7 +42,7 @@ class PaddedKernel(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D_v], a view, and lse [B, H, Tq]."""
+        """Return o [B, H, Tq, D_v], a view, and lse [B, H, Tq]."""
         width = _common(q, v)
         o, lse = self.inner.forward(_padded(q, width), _padded(k, width), _padded(v, width), task)
         return narrowed(o, v.shape[-1]), lse
@@ -51,19 +50,20 @@ class PaddedKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], views."""
-        width, size = _common(q, v), q.shape[-1]
+        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], as views."""
+        width = _common(q, v)
+        size = q.shape[-1]
         do, q, k, wide_v, o = (_padded(x, width) for x in (do, q, k, v, o))
         dq, dk, dv = self.inner.backward(do, q, k, wide_v, o, lse, task)
         return narrowed(dq, size), narrowed(dk, size), narrowed(dv, v.shape[-1])
 
 
 class EfficientKernel(Kernel):
-    """torch's memory-efficient attention on CUDA: any D and D_v. It takes one key head for each
-    query head.
+    """torch's memory-efficient attention on CUDA, for any D and D_v. The operator takes one key
+    head for each query head.
 
-    Its backward computes the row sums of dO * o itself and takes the logsumexp as given, so both
-    may be merged ones.
+    The operator's backward computes the row sums of dO * o itself and uses the logsumexp of its
+    caller, so both may be merged over blocks.
     """
 
     name = "efficient"
@@ -72,8 +72,10 @@ class EfficientKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of one with more queries."""
-        causal, groups = task.block.kind is Kind.CAUSAL, q.shape[1] // k.shape[1]
+        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of a tensor with more
+        queries."""
+        causal = task.block.kind is Kind.CAUSAL
+        groups = q.shape[1] // k.shape[1]
         o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
             q, _repeated(k, groups), _repeated(v, groups), None, True, 0.0, causal, scale=task.scale
         )
@@ -82,11 +84,15 @@ class EfficientKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in it or
-        wider."""
-        causal, groups = task.block.kind is Kind.CAUSAL, q.shape[1] // k.shape[1]
+        """Return dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
+        q's dtype or wider."""
+        causal = task.block.kind is Kind.CAUSAL
+        groups = q.shape[1] // k.shape[1]
         more = -lse.shape[2] % LSE_ALIGNMENT
-        lse = torch.nn.functional.pad(lse, (0, more), value=torch.inf) if more else lse.contiguous()
+        if more:
+            lse = torch.nn.functional.pad(lse, (0, more), value=torch.inf)
+        else:
+            lse = lse.contiguous()
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = kernels.aten._scaled_dot_product_efficient_attention_backward(
             do, q, _repeated(k, groups), _repeated(v, groups), None, o, lse, no_dropout, no_dropout, 0.0,
@@ -102,25 +108,27 @@ PADDED = MappingProxyType(
 
 
 def _common(q: Tensor, v: Tensor) -> int:
-    """The head size that q, k and v are padded to, a multiple of 8."""
+    """Return the head size to which q, k and v are padded, a multiple of 8."""
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """x [B, H, T, D] -> [B, H, T, width], with tokens before heads in memory. [Note: one layout]"""
-    return (
-        x
-        if x.shape[-1] == width
-        else widened(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
-    )
+    """Pad x [B, H, T, D] to [B, H, T, width], with tokens before heads in memory. [Note: one
+    layout]"""
+    if x.shape[-1] == width:
+        return x
+    return widened(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
 
 
 def _repeated(x: Tensor, groups: int) -> Tensor:
-    """[B, H_kv, T, D] -> [B, H, T, D]."""
+    """Repeat each key head for its query heads: [B, H_kv, T, D] -> [B, H, T, D]."""
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _summed(x: Tensor, groups: int) -> Tensor:
-    """[B, H, T, D] -> [B, H_kv, T, D], summed in float32 or wider."""
+    """Sum over the query heads of each key head: [B, H, T, D] -> [B, H_kv, T, D], in float32 or
+    wider."""
+    if groups == 1:
+        return x
     wide = torch.promote_types(x.dtype, torch.float32)
-    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide)
+    return x.unflatten(1, (-1, groups)).sum(2, dtype=wide)

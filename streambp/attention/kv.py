@@ -1,25 +1,25 @@
-"""Where the keys and values of one attention call are, and the accumulators of their gradients.
+"""Storage of one attention call's keys and values, and of the accumulators of their gradients.
 
-    KVBuffer    the whole sequence in one buffer on the device
-    KVTiles   a tile for each chunk; some stay on the device, the others come from the host and go back there
+    KVBuffer  the whole sequence in one buffer on the device
+    KVTiles   a tile for each chunk; some stay on the device, the others move to the host and back
 
-Attention asks both for the keys and values of its blocks, one block after the other, and adds to
-their gradients. Inside, tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
+Attention asks both classes for the keys and values of its blocks, one block after the other, and
+adds to their gradients. Inside, tokens come before heads, [B, T, H_kv, D]. [Note: one layout]
 
-[Note: one chunk] Where a chunk is the whole sequence, its own k and v are the buffers, if they lie
-as buffers do; and where one block is all of its attention, the gradients that the kernel gives are
-the accumulators, in the kernel's dtype. Nothing is copied, filled with zeros or added. A layer that
-writes to k or v after that would change what backward reads: their versions tell. A chunk that is
-retried after a lack of memory has new k and v, which replace the first ones. The first ones are not
-overwritten: another layer may share them, and would find their versions changed.
+[Note: one chunk] If a chunk is the whole sequence, its own k and v are the buffers, provided that
+their memory layout is the buffers'. If one block is all of its attention, the kernel's gradients
+are the accumulators, in the kernel's dtype. Nothing is copied, filled with zeros or added. A layer
+that writes to k or v afterwards would change what backward reads; their version counters detect the
+write. A chunk that is retried after running out of memory has new k and v, which replace the first
+tensors. The first tensors are not overwritten: another layer may share the tensors, and would find
+their versions changed.
 
-[Note: tiles] Chunk i reads tiles 0 .. i, so tile j is read by all chunks but the first j: the first
-tiles are those that stay on the device. Blocks are visited in the order of their keys, so that a
-tile comes in once for each chunk: into the next tile's copies falls the work on this one. A tile of
-accumulators is written back after each visit; in a chunk's own tile they are complete and never go
-back. [Note: prefix accumulation order]. What is computed with which numbers in which order is the
-same as in one buffer, up to where blocks end: gradients are equal to the bit if blocks are the
-same.
+[Note: tiles] Chunk i reads tiles 0 .. i, so all chunks but the first j read tile j. Therefore the
+first tiles stay on the device. Blocks are visited in the order of their keys, so each chunk loads a
+tile once. The next tile is copied while the kernel works on this tile. A tile of accumulators is
+written back after each visit. The accumulators in a chunk's own tile are complete and never go
+back. [Note: prefix accumulation order]. Numbers and order of operations are the same as in one
+buffer, except where blocks end: gradients are equal to the bit if blocks are the same.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.errors import BackwardError
 from streambp.offload.manager import HostTensors
 
-WORKING = (
-    4  # tiles on the device beside the resident ones: at work, coming, and two on their way out
-)
-# a block; K [b, H_kv, k, D] and V of its rows and keys
+# tiles on the device beside the resident ones: one in use, one arriving, two leaving
+WORKING = 4
+# (block, K [b, H_kv, k, D], V), with the block's rows and keys
 Visit = Iterable[tuple[Block, Tensor, Tensor]]
 
 
@@ -77,30 +76,38 @@ class KVBuffer:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
-        """From K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all tokens, contiguous; width: that V
-        is padded to."""
-        return cls(k, v) if width is None else cls(k, widened(v, width), columns=v.shape[3])
+        """Return the buffers for contiguous K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all
+        tokens.
+
+        Args:
+            width: number of columns to which V is padded; None: no padding.
+        """
+        if width is None:
+            return cls(k, v)
+        return cls(k, widened(v, width), columns=v.shape[3])
 
     @classmethod
     def of_one_chunk(cls, k: Tensor, v: Tensor) -> KVBuffer | None:
-        """The layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all tokens; None if they lie
-        otherwise, or in memory that holds more. [Note: one chunk]"""
+        """Use the layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all tokens as buffers.
+        Return None if their layout differs, their storage is larger, or they are inference tensors.
+        [Note: one chunk]"""
         own = k.transpose(1, 2), v.transpose(1, 2)
-        if not all(
-            x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes and not x.is_inference()
-            for x in own
-        ):
-            return None
+        for x in own:
+            if not x.is_contiguous() or x.is_inference():
+                return None
+            if x.untyped_storage().nbytes() != x.nbytes:
+                return None
         return cls(*own, versions=(k._version, v._version))
 
     def pack(self) -> None:
-        """Keep V without the columns of zeros, until it is read again."""
+        """Drop V's columns of zeros until V is read again."""
         if self.columns is not None and self.packed is None:
-            self.packed, self.v = self.width, narrowed(self.v, self.columns).contiguous()
+            self.v = narrowed(self.v, self.columns).contiguous()
+            self.packed = self.width
 
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
-        """dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32); zeros when
-        first asked for."""
+        """Return dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32). The
+        first call creates the accumulators as zeros."""
         if self.dk is None or self.dv is None:
             dtype = torch.promote_types(self.k.dtype, torch.float32)
             self.dk = torch.zeros_like(self.k, dtype=dtype)
@@ -108,35 +115,39 @@ class KVBuffer:
         return self.dk, self.dv
 
     def part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views: as tiles lie, which may
-        be made of them in backward."""
+        """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views. Their layout is
+        that of tiles, so backward may make tiles of them."""
         here = slice(chunk.start, chunk.stop)
         return self.k[:, here], narrowed(self.v[:, here], self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as
+        """Return K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as
         views."""
-        k, v = (
-            x[:, : chunk.stop].transpose(1, 2) for x in (self.k, narrowed(self.v, self.value_size))
-        )
-        return k, v
+        k = self.k[:, : chunk.stop]
+        v = narrowed(self.v, self.value_size)[:, : chunk.stop]
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
-        start, length = chunk.start, chunk.stop - chunk.start
+        start = chunk.start
+        length = chunk.stop - chunk.start
         self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
-        own = self.v.narrow(1, start, length) if self.columns is None else self.part(chunk)[1]
+        if self.columns is None:
+            own = self.v.narrow(1, start, length)
+        else:
+            own = self.part(chunk)[1]
         own.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """The blocks with views of the buffers.
+        """Return the blocks with views of the buffers.
 
         Raises:
-            BackwardError: the layer has written to K or V since they were attended to. [Note: one
+            BackwardError: the layer has written to K or V after attention read them. [Note: one
                 chunk]
         """
         if self.packed is not None:
-            self.v, self.packed = widened(self.v, self.packed), None
+            self.v = widened(self.v, self.packed)
+            self.packed = None
         if gradients and self.versions not in (None, (self.k._version, self.v._version)):
             raise BackwardError(
                 "A layer writes in place to keys or values that its attention has read, and "
@@ -150,24 +161,23 @@ class KVBuffer:
         return found
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """dk [b, H_kv, k, D] and dv are added where the block's rows and keys lie in the
-        buffers."""
+        """Add dk [b, H_kv, k, D] and dv to the accumulators, at the block's rows and keys."""
         batch, length = self.k.shape[:2]
-        if self.dk is None and (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0) == (
-            batch,
-            length,
-            length,
-        ):
-            self.dk, self.dv = dk.transpose(1, 2), dv.transpose(1, 2)  # [Note: one chunk]
+        sizes = (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0)
+        if self.dk is None and sizes == (batch, length, length):
+            # [Note: one chunk]
+            self.dk = dk.transpose(1, 2)
+            self.dv = dv.transpose(1, 2)
             self.added += 2
             return
-        rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
+        rows = slice(block.b0, block.b1)
+        keys = slice(block.k0, block.k1)
         for total, part in zip(self.grow_accumulators(), (dk, dv), strict=True):
             self.add_once(total[rows, keys], part.transpose(1, 2))
 
     def add_once(self, total: Tensor, part: Tensor) -> None:
-        """Add a part [...] to accumulators [...], unless an attempt before has done so: what counts
-        is that it came to its end, not that it began. [Note: once for each chunk]"""
+        """Add a part [...] to accumulators [...], unless an earlier attempt has done so. An
+        addition counts from its end on, not from its beginning. [Note: once for each chunk]"""
         if self.again:
             self.again -= 1
             return
@@ -175,16 +185,24 @@ class KVBuffer:
         self.added += 1
 
     def begin_backward(self, again: bool) -> None:
-        """A chunk is differentiated; again: for the second time. [Note: once for each chunk]"""
+        """Start the backward of a chunk.
+
+        Args:
+            again: True if the chunk is differentiated for the second time. [Note: once for each
+                chunk]
+        """
         self.added *= again
         self.again = self.added
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Views [B, H_kv, C, D] of the accumulators, which stay."""
+        """Return the chunk's part of the accumulators as views [B, H_kv, C, D]; the accumulators
+        stay."""
         dk, dv = self.grow_accumulators()
-        start, length = chunk.start, chunk.stop - chunk.start
+        start = chunk.start
+        length = chunk.stop - chunk.start
         if length < dk.shape[1]:
-            dk, dv = dk.narrow(1, start, length), dv.narrow(1, start, length)
+            dk = dk.narrow(1, start, length)
+            dv = dv.narrow(1, start, length)
         return dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -193,12 +211,16 @@ class KVTiles:
     chunk. [Note: tiles]
 
     Args:
-        index: which of the layer's attention calls.
-        keys: where K and V are kept. scratch: where the accumulators are between two chunks.
-        resident: how many of the first tiles stay on the device.
-        keeps_all: `keys` gets the resident tiles too, because they are saved for backward.
-        value_size: D_v. width: columns of V in blocks; tiles are kept, and come and go, with D_v of
-            them. [Note: padded values]
+        index: number of the attention call within the layer.
+        plan: the chunks.
+        keys: store of K and V.
+        scratch: store of the accumulators between two chunks.
+        resident: number of first tiles that stay on the device.
+        keeps_all: True if `keys` also receives the resident tiles, because they are saved for
+            backward.
+        value_size: D_v.
+        width: columns of V in blocks; stored and moved tiles have D_v columns. [Note: padded
+            values]
     """
 
     streams = True
@@ -220,48 +242,52 @@ class KVTiles:
         self.keeps_all = keeps_all
         self.value_size = value_size
         self.width = width or value_size
-        self._keys, self._scratch = keys, scratch
-        self._k, self._v, self._dk, self._dv = (
-            f"{part}.{index}" for part in ("k", "v", "dk", "dv")
-        )
+        self._keys = keys
+        self._scratch = scratch
+        self._k = f"k.{index}"
+        self._v = f"v.{index}"
+        self._dk = f"dk.{index}"
+        self._dv = f"dv.{index}"
         self._here: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Copy a chunk's K [B, H_kv, C, D] and V into a tile; tiles of the chunks before leave
-        unless they are resident.
+        """Copy a chunk's K [B, H_kv, C, D] and V into a tile. Tiles of earlier chunks leave the
+        device unless they are resident.
 
-        A store gets the tile if `keeps_all`, or if a later chunk will read it and it is not
-        resident.
+        A store receives the tile if `keeps_all`, or if the tile is not resident and a later chunk
+        reads it.
         """
         self._leave(list(self._here))
-        k, v = (
-            part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v)
-        )
+        k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        v = v.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         tile = KVBuffer(k, v)
-        # nobody else reads the last
+        # no other chunk reads the last tile
         if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:
             for name, part in ((self._k, tile.k), (self._v, tile.v)):
                 self._keys.put(name, chunk.index, part)
-                # to be computed again in backward; this pass needs it
+                # `keys` declined the tile, which backward recomputes; this pass still needs it
                 if not self._keys.has(name, chunk.index):
                     self._scratch.put(name, chunk.index, part)
         self._here[chunk.index] = tile
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """The blocks. Their tiles come to the device before and leave after.
+        """Generate the blocks with their keys and values. Tiles are loaded before their block and
+        leave after it.
 
-        A tile stays if it is resident, the chunk's own or one of the next block's.
+        A tile stays if it is resident, the chunk's own, or needed by the next block.
         """
         wanted = [self._tiles(block) for block in blocks]
-        if not blocks:  # padding that reads nothing
+        if not blocks:  # all queries are padding that reads nothing
             return
         own = self.plan.holding(blocks[0].q0)
         self._leave([index for index in self._here if index != own and index not in wanted[0]])
         for number, block in enumerate(blocks):
             for index in wanted[number]:
                 self._enter(index, gradients)
-            following = wanted[number + 1] if number + 1 < len(blocks) else range(0)
-            for index in following:  # it comes while the kernel is at work
+            following = range(0)
+            if number + 1 < len(blocks):
+                following = wanted[number + 1]
+            for index in following:  # load the next tile while the kernel runs
                 if index not in self._here:
                     for name in (self._k, self._v):
                         self._home(name, index).load(name, index)
@@ -278,14 +304,15 @@ class KVTiles:
             )
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """dk [b, H_kv, k, D] and dv are added tile by tile."""
+        """Add dk [b, H_kv, k, D] and dv to the accumulators, tile by tile."""
         rows = slice(block.b0, block.b1)
         for index, inside, of_block in self._overlaps(block):
             for total, part in zip(self._here[index].grow_accumulators(), (dk, dv), strict=True):
                 total[rows, inside].add_(part[:, :, of_block].transpose(1, 2))
 
     def take_gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """dK [B, H_kv, C, D] and dV of the chunk's tile, which leaves the device for good."""
+        """Return dK [B, H_kv, C, D] and dV of the chunk's tile, and remove the tile from the
+        device."""
         self._enter(chunk.index, gradients=True)
         return self._here.pop(chunk.index).take_gradients(chunk)
 
@@ -297,10 +324,10 @@ class KVTiles:
         tile = self._here[index]
         if gradients and tile.dk is None:
             if self._scratch.has(self._dk, index):
-                tile.dk, tile.dv = (
-                    self._scratch.borrow(self._dk, index),
-                    self._scratch.borrow(self._dv, index),
-                )
+                dk = self._scratch.borrow(self._dk, index)
+                dv = self._scratch.borrow(self._dv, index)
+                tile.dk = dk
+                tile.dv = dv
             else:
                 tile.grow_accumulators()
 
@@ -319,11 +346,12 @@ class KVTiles:
         return range(self.plan.holding(block.k0), self.plan.holding(block.k1 - 1) + 1)
 
     def _overlaps(self, block: Block) -> Iterator[tuple[int, slice, slice]]:
-        """The tiles of a block's keys: which, which of the tile's keys, and where these are among
-        the block's."""
+        """Yield, for each tile that holds keys of a block: its index, the slice of the tile's keys,
+        and the slice of the block's keys."""
         for index in self._tiles(block):
             chunk = self.plan[index]
-            k0, k1 = max(block.k0, chunk.start), min(block.k1, chunk.stop)
+            k0 = max(block.k0, chunk.start)
+            k1 = min(block.k1, chunk.stop)
             yield (
                 index,
                 slice(k0 - chunk.start, k1 - chunk.start),
@@ -333,11 +361,13 @@ class KVTiles:
     def _part(
         self, block: Block, which: Callable[[KVBuffer], Tensor], width: int | None = None
     ) -> Tensor:
-        """[b, H_kv, k, D], or with that many columns."""
+        """Return K or V of a block, [b, H_kv, k, D], padded to `width` columns if a width is
+        passed."""
         tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
         if width is not None and tiles[0][0].shape[3] != width:
             rows = block.b1 - block.b0
-            size, (heads, columns) = block.k1 - block.k0, tiles[0][0].shape[2:]
+            size = block.k1 - block.k0
+            heads, columns = tiles[0][0].shape[2:]
             padded = tiles[0][0].new_empty(rows, size, heads, width)
             padded[..., columns:] = 0.0
             for (tile, inside), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):
@@ -350,18 +380,19 @@ class KVTiles:
         return cut((0, block.b1 - block.b0, 0, block.k1 - block.k0), whole)[0]
 
 
-# keys and values of one attention call, and the accumulators of their gradients
+# storage of one attention call's keys, values and gradients
 Site = KVBuffer | KVTiles
 
 
 @dataclasses.dataclass
 class PrefixMemory:
-    """How much of the device the prefixes of one layer call may use, and where tiles go.
+    """Device memory that the prefixes of one layer call may use, and the stores of their tiles.
 
-    Args:
+    Attributes:
+        plan: the chunks.
         room: bytes; None: no limit, every prefix is one buffer.
-        scratch: a store for what lives no longer than one pass over the chunks.
-        saved: the store that keeps K and V for backward; None if they are not saved there.
+        scratch: returns a store for tensors that live for one pass over the chunks.
+        saved: the store that keeps K and V for backward; None if K and V are not saved in a store.
     """
 
     plan: ChunkPlan

@@ -1,15 +1,15 @@
-"""What a mask that follows no rule lets queries read, found out by looking at all of it, tile by
-tile.
+"""Scan a mask that follows no rule, tile by tile, to find out which keys its queries read.
 
 [Note: chunk ends] A chunk may end before position c if no query before c reads a key from c on. A
 causal mask allows every end. Where queries read ahead (image tokens their whole image, a prefix all
-of itself) the ends between are left out (`chunks.Barrier`), and chunks get other lengths. A mask
-without any end left is not causal in any sense and is refused.
+of itself), the ends between are left out (`chunks.Barrier`), and chunks get other lengths. A mask
+that leaves no end is not causal in any sense and is refused.
 
 [Note: empty queries] A query that may read nothing (padding on the left) gives 0, as in torch's
-sdpa and in FlashAttention. Added masks in eager attention give it the mean over all keys instead,
-those of later chunks too, which nothing causal can compute. Nobody reads what such a query gives,
-because nobody reads its key; its own label is all that differs.
+sdpa and in FlashAttention. Additive masks in eager attention give it the mean over all keys
+instead. The mean includes the keys of later chunks, so a causal computation cannot produce it. No
+query reads the key of an empty query, so nothing reads its output. Only its own label makes a
+difference.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from streambp.errors import UnsupportedMaskError
 
 SCAN = 1024
 
-# q0, q1, k0, k1 -> [B or 1, H or 1, q, k], True where it is read
+# (q0, q1, k0, k1) -> [B or 1, H or 1, q, k], True where a query reads a key
 ReadTile = Callable[[int, int, int, int], Tensor]
 
 
 def reads(tile: Tensor) -> Tensor:
-    """Which pairs of a mask tile [B or 1, H or 1, q, k] count, in bool.
+    """Return which pairs of a mask tile [B or 1, H or 1, q, k] count, in bool.
 
-    A bool tile says it itself; an added one leaves a pair out with the lowest number of its dtype,
-    or -inf.
+    A bool tile is its own result. An additive tile excludes a pair by the lowest number of its
+    dtype, or by -inf.
     """
     return tile if tile.dtype == torch.bool else tile > torch.finfo(tile.dtype).min / 2
 
 
 def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Barrier, ...]:
-    """Where no chunk may end, in any row or head; () for a causal mask. [Note: chunk ends]
+    """Find the positions where no chunk may end, in any row or head; () for a causal mask. [Note:
+    chunk ends]
 
-    Costs T^2 / 2 mask elements, SCAN^2 at a time, and one wait for the device.
+    The scan costs T^2 / 2 mask elements, SCAN^2 at a time, and one synchronization with the device.
     """
     position = torch.arange(length, device=device)
-    furthest = position.clone()  # [T] the last key that any row and head reads from a query
+    furthest = position.clone()  # [T], last key that a query reads in any row and head
     for q0 in range(0, length, SCAN):
         q1 = min(q0 + SCAN, length)
         for k0 in range(q0, length, SCAN):
@@ -59,7 +60,7 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
 
 
 def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
-    """The plan with its chunk ends outside of the barriers. A single chunk has no end to move.
+    """Move the plan's chunk ends out of the barriers. A single chunk has no end to move.
 
     Raises:
         UnsupportedMaskError: no end is left for several chunks.
@@ -70,19 +71,20 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
     if len(moved) == 1:
         raise UnsupportedMaskError(
             f"The attention mask is not causal: wherever the {plan.length} tokens are cut, a query "
-            "reads a key that comes after the cut. streambp needs a mask that allows an end of a "
-            "chunk somewhere: between images, after a prefix. Pass a chunk_size of at least "
+            "reads a key that comes after the cut. streambp needs at least one position without "
+            "such a query, between images or after a prefix. Pass a chunk_size of at least "
             f"{plan.length}, or run this batch unpatched (streambp.unpatch(model))."
         )
     return moved
 
 
 def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tensor | None, bool]:
-    """Queries that read nothing [B or 1, T], None if there are none; and whether what they give
-    matters to nobody else: all heads agree on them, and no query reads their keys. [Note: empty
-    queries]
+    """Find the queries that read nothing, [B or 1, T]; None if every query reads a key. [Note:
+    empty queries]
 
-    Costs T^2 mask elements and one wait for the device, two if there are any.
+    The second result is True if the empty queries are harmless: all heads agree on them, and no
+    query reads their keys. The scan costs T^2 mask elements and one synchronization with the
+    device, or two if a query is empty.
     """
     reading: list[Tensor] = []
     read: list[Tensor | None] = [None] * -(-length // SCAN)
@@ -90,7 +92,8 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
         anything: Tensor | None = None
         for index, k0 in enumerate(range(0, length, SCAN)):
             part = tile(q0, min(q0 + SCAN, length), k0, min(k0 + SCAN, length))
-            queries, keys = part.any(-1), part.any(-2)
+            queries = part.any(-1)
+            keys = part.any(-2)
             anything = queries if anything is None else anything | queries
             before = read[index]
             read[index] = keys if before is None else before | keys

@@ -1,9 +1,9 @@
-"""From transformers' description of a mask to spans, without ever building a [T, T] tensor.
+"""Turn transformers' description of a mask into spans, without ever building a [T, T] tensor.
 
-transformers builds masks from index functions. In their place stands `LazyMask`, which keeps their
-description instead of calling them. `resolve` then reads the spans off the parts that are known
-(2-D padding, window, packing) and checks them against the index function at the edges of every
-span. A mask that is no interval becomes a `DenseMask`, built tile by tile.
+transformers builds masks from index functions. `LazyMask` replaces a mask: it stores the
+description and does not call the index function. `resolve` reads the spans from the known parts
+(2-D padding, window, packing). The index function then confirms the spans at their edges. A mask
+that is no interval becomes a `DenseMask`, built tile by tile.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from streambp.known_names import DOCUMENT_ENDS
 
 
 class LazyMask:
-    """A mask as transformers describes it to its mask functions, `sdpa_mask` among them; `layout`
-    and `whole` cache what `resolve` and `resolve_whole` made of it, for all layers that share it.
+    """A mask as transformers describes it to its mask functions, `sdpa_mask` among them.
 
-    told: the argument that told `resolve` of packed documents, and how many there are; None: there
-    are none. ends: where the documents of each row end, for models that do not tell their masks;
-    None: what the mask says counts. tree: of rows in one packed row, what its queries read within a
-    window or without. [Note: tree of rows]
+    Attributes:
+        description: arguments of transformers' mask function.
+        layout: cached result of `resolve`, for all layers that share the mask.
+        whole: cached result of `resolve_whole`, for all layers that share the mask.
+        told: (argument that marks packed documents, number of documents); None: no documents.
+        ends: end positions of the documents of each row, for models whose masks ignore documents;
+            None: the mask decides.
+        tree: spans of several rows in one packed row, as a function of the window or None. [Note:
+            tree of rows]
     """
 
     def __init__(self, **description: Any) -> None:
@@ -44,15 +48,19 @@ class LazyMask:
         self.tree: Callable[[int | None], Spans] | None = None
 
     def __getitem__(self, index: Any) -> LazyMask:
-        """The same mask, for models that cut their masks to the queries at hand; all of them are at
-        hand here."""
+        """Return the same mask, for models that cut their masks to the current queries. Here every
+        query of the sequence is current.
+
+        Raises:
+            UnsupportedMaskError: the index selects a part of the positions.
+        """
         lengths = (None, None, self.description["q_length"], self.description["kv_length"])
         parts = index if isinstance(index, tuple) else (index,)
         for part, length in zip(parts, lengths, strict=False):
-            whole = isinstance(part, slice) and (
+            all_positions = isinstance(part, slice) and (
                 length is None or range(length)[part] == range(length)
             )
-            if not whole and part is not Ellipsis:
+            if not all_positions and part is not Ellipsis:
                 raise UnsupportedMaskError(
                     f"The model cuts its attention mask to {part} of {length} positions; streambp "
                     "attends whole sequences. Run this model unpatched (streambp.unpatch(model))."
@@ -62,25 +70,29 @@ class LazyMask:
 
 @dataclasses.dataclass(frozen=True)
 class DenseMask:
-    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]; bool (True is read) or added
-    to the scores.
+    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]: bool (True is read), or
+    added to the scores.
 
-    Args:
-        barriers: where no chunk may end, because a query before would read a key behind. [Note:
-            chunk ends]
+    Attributes:
+        batch_size: rows of the batch.
+        length: tokens of a row.
+        source: the mask that tiles are cut or built from.
+        barriers: positions where no chunk may end, because an earlier query would read a later key.
+            [Note: chunk ends]
     """
 
     batch_size: int
     length: int
     source: LazyMask | Tensor
     barriers: tuple[Barrier, ...] = ()
-    # by others
+    # caches of other modules
     derived: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
-        """MASK blocks of queries [start, stop), over keys up to a block's last query if causal, up
-        to `stop` otherwise."""
-        tiling, found = tiling.masked or tiling, list[Block]()
+        """Return MASK blocks of queries [start, stop). Keys end at a block's last query if the mask
+        is causal, otherwise at `stop`."""
+        tiling = tiling.masked or tiling
+        found = list[Block]()
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):
@@ -93,8 +105,8 @@ class DenseMask:
         return found
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
-        """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1), in bool or to be added, on
-        `device`."""
+        """Return the mask of queries [q0, q1) and keys [k0, k1) on `device`, [B or 1, H or 1, q,
+        k], bool or additive."""
         if isinstance(self.source, Tensor):
             return self.source[:, :, q0:q1, k0:k1].to(device)
         known = self.source.description
@@ -120,13 +132,13 @@ def resolve(
     cu_seq_lens: Tensor | None,
     device: torch.device,
 ) -> Spans | DenseMask:
-    """What the queries of this batch may read.
+    """Return the spans or the mask of this batch: the keys that its queries may read.
 
     Args:
-        mask: a `LazyMask`, a ready 4-D mask of the user's, or None for plain causal.
+        mask: a `LazyMask`, a 4-D mask tensor from the user, or None for plain causal.
         position_ids: [1 or B, T]; restarts mark packed documents, if there is no 2-D padding mask.
-        cu_seq_lens: [documents + 1] document boundaries of a single packed row; they win over plain
-            position_ids.
+        cu_seq_lens: [documents + 1], document boundaries of a single packed row; these take
+            precedence over plain position_ids.
 
     Raises:
         UnsharedError: rows share a prefix, and the mask is more than causal within a window.
@@ -140,7 +152,9 @@ def resolve(
             mask.layout = _from_description(
                 mask, batch_size, length, position_ids, cu_seq_lens, device
             )
-        else:  # a packed row, with a tree if a single row is causal, within a window or without. [Note: tree of rows]
+        else:
+            # The packed row gets a tree if the mask of a single row is causal, with or without a
+            # window. [Note: tree of rows]
             plain = _from_description(mask, 1, length, None, None, device)
             if not isinstance(plain, Spans) or plain != Spans.causal(1, length, plain.window):
                 raise UnsharedError("the attention mask is more than causal within a window")
@@ -164,7 +178,7 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
         )
     if not fits:
         raise UnsupportedMaskError(
-            f"The attention mask has shape {tuple(mask.shape)}; for this batch it must be "
+            f"The attention mask has shape {tuple(mask.shape)}. For this batch the mask must be "
             f"[{batch_size} or 1, heads or 1, {length}, {length}], or 2-D [{batch_size}, {length}] "
             "with 1 for tokens and 0 for padding."
         )
@@ -174,7 +188,7 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
             "mask.detach() if it is not trained, or run this model unpatched "
             "(streambp.unpatch(model))."
         )
-    if mask.is_meta or isinstance(mask, FakeTensor):  # without data it is taken for causal
+    if mask.is_meta or isinstance(mask, FakeTensor):  # without data the mask counts as causal
         return DenseMask(batch_size, length, mask)
     if mask.dtype != torch.bool:
         _, harmless = find_empty(
@@ -182,10 +196,10 @@ def _from_tensor(mask: Tensor, batch_size: int, length: int, device: torch.devic
         )
         if not harmless:
             raise UnsupportedMaskError(
-                "The added 4-D attention mask leaves a query without any key, though its own is "
-                "read by others, or in some heads. Softmax turns that into equal weights on all "
-                "keys, later ones too, which chunks cannot compute. Pass a bool mask (True is "
-                "read): there such a query reads nothing."
+                "The added 4-D attention mask leaves a query without any key, though other "
+                "queries or heads read this query's key. Softmax then weighs all keys equally, "
+                "later keys too, which chunks cannot compute. Pass a bool mask (True is read): a "
+                "query without keys then reads nothing."
             )
     return _dense(mask, batch_size, length, device)
 
@@ -204,13 +218,14 @@ def _from_description(
             f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} "
             "tokens. Pass an attention_mask of the same length as input_ids."
         )
-    padding, window = known.get("attention_mask"), known.get("local_size")
+    padding = known.get("attention_mask")
+    window = known.get("local_size")
     if padding is not None and bool(padding.all()):
         padding = None
     plain = known["mask_function"] is causal_mask_function and padding is None
     if mask.ends is not None and padding is None:
         spans = Spans(length, tuple(_documents(list(ends)) for ends in mask.ends), window)
-        # it tells of documents, or of none
+        # the mask separates the documents, or does not
         alike = (spans, Spans.causal(batch_size, length, window))
         if plain or any(agrees(found, known, None, device) for found in alike):
             mask.told = "position_ids", sum(map(len, spans.rows))
@@ -237,40 +252,39 @@ def _from_description(
         if packed is not None and rows != rows_of(batch_size, length, None, packed):
             raise UnsupportedMaskError(
                 f"cu_seq_lens ends its documents at {ends[:9]}..., but position_ids restart "
-                "elsewhere. Make them agree, or pass only one of them."
+                "elsewhere. Pass only one of the two."
             )
         return Spans(length, rows, window)
     spans = Spans(length, rows_of(batch_size, length, padding, packed), window)
-    return (
-        spans if agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
-    )
+    if agrees(spans, known, padding, device):
+        return spans
+    return _dense(mask, batch_size, length, device)
 
 
 def spans_of_tokens(
     batch_size: int, length: int, padding: Tensor | None, position_ids: Tensor
 ) -> Spans:
-    """The spans of causal sequences without a window, from what is known of their tokens.
+    """Return the spans of causal sequences without a window, from padding and positions of their
+    tokens.
 
     Args:
-        padding: [B, T], True for tokens; None: all are. A mask rules out packing, as in
+        padding: [B, T], True for tokens; None: no padding. A mask rules out packing, as in
             transformers.
         position_ids: [1 or B, T]; restarts mark packed documents.
 
     Raises:
         UnsupportedMaskError: the padding has holes.
     """
-    packed = (
-        find_packed_sequence_indices(position_ids.expand(batch_size, -1))
-        if padding is None
-        else None
-    )
+    packed = None
+    if padding is None:
+        packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     rows = rows_of(batch_size, length, padding, packed)
     if padding is not None:
         kept = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
         if kept != padding.sum(1).tolist():
             raise UnsupportedMaskError(
-                "The attention mask leaves out tokens between others. For sequences split over "
-                "ranks it may only mark padding on the left and on the right."
+                "The attention mask masks tokens in the middle of a row. For sequences split over "
+                "ranks it must mark padding on the left and on the right only."
             )
     return Spans(length, rows)
 
@@ -288,7 +302,8 @@ def _dense(
 def rows_of(
     batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None
 ) -> tuple[tuple[Run, ...], ...]:
-    """The runs of each row from a 2-D padding mask [B, T], or from document numbers [B, T]."""
+    """Return the runs of each row, from a 2-D padding mask [B, T] or from document numbers [B,
+    T]."""
     if packed is not None:
         rows = []
         for row in packed.cpu():
@@ -299,12 +314,15 @@ def rows_of(
         return Spans.causal(batch_size, length).rows
     rows = []
     for row in padding.cpu():
-        kept = row.nonzero().flatten()
-        first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (length, length)
-        runs = [Run(first, last, first)] if first < last else []
-        rows.append(
-            tuple(runs + ([Run(last, length, first, last)] if runs and last < length else []))
-        )
+        tokens = row.nonzero().flatten()
+        runs: list[Run] = []
+        if len(tokens):
+            first = int(tokens[0])
+            last = int(tokens[-1]) + 1
+            runs.append(Run(first, last, first))
+            if last < length:
+                runs.append(Run(last, length, first, last))
+        rows.append(tuple(runs))
     return tuple(rows)
 
 
@@ -325,10 +343,11 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 def agrees(
     spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device
 ) -> bool:
-    """Whether the index function reads the first and last key of every span, and neither neighbour
+    """True if the index function reads the first and last key of every span, and neither neighbour
     outside.
 
-    padding: [B, T] in bool, True for tokens.
+    Args:
+        padding: [B, T] in bool, True for tokens.
     """
     first, last = edges(spans, device)  # [B, T] each; an empty span has last < first
     query = torch.arange(spans.length, device=device).expand_as(first)
@@ -348,8 +367,8 @@ def agrees(
 
 
 def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first and the last key that each query reads, [B, T] each in int64; a query that reads
-    none has last < first."""
+    """Return the first and the last key that each query reads, [B, T] each in int64. A query that
+    reads no key has last < first."""
     first = torch.zeros(len(spans.rows), spans.length, dtype=torch.long, device="cpu")  # [B, T]
     last = torch.full_like(first, -1)
     query = torch.arange(spans.length, device="cpu")

@@ -1,16 +1,16 @@
-"""Adding up what blocks give: outputs by their logsumexp, gradients by their sum (DESIGN.md 2,
+"""Combine the results of blocks: outputs by their logsumexp, gradients by their sum (DESIGN.md 2,
 "Block attention").
 
-[Note: rounded outputs] Backward needs do . o of each query: with o rounded to half precision a
-query's score gradients no longer add up to zero, and sums over queries (biases, small projections)
-show it. FlashAttention's and cuDNN's backward take the rounded o. Plain products take the one
-before rounding where it is at hand, as eager attention's softmax does; and a sink scales o before
-it is rounded.
+[Note: rounded outputs] Backward needs do . o of each query. If o is rounded to half precision, a
+query's score gradients no longer add up to zero. Sums over queries (biases, small projections) then
+show the error. FlashAttention's and cuDNN's backward take the rounded o. Plain products take o
+before rounding if it is available, as eager attention's softmax does; and a sink scales o before it
+is rounded.
 
-A chunk's first block is not added to zeros: what a block that covers the whole chunk returns is
-what the next ones are added to. With two blocks, as in a plain chunk, nothing is written in
-float32: both are read, their sum is rounded once. With more, sums are kept in promote_types(dtype,
-float32) up to the last block, which writes the final dtype.
+A chunk's first block is not added to zeros. Its output, if it covers the whole chunk, is the tensor
+to which the next blocks are added. With two blocks, as in a plain chunk, nothing is written in
+float32: both outputs are read, and their sum is rounded once. With more blocks, sums stay in
+promote_types(dtype, float32) up to the last block, which writes the final dtype.
 """
 
 from __future__ import annotations
@@ -44,34 +44,39 @@ class Attended:
 
     @property
     def changed(self) -> bool:
-        """Whether the layer has written to o."""
+        """True if the layer has written to o."""
         return self.version is not None and self.o._version != self.version
 
 
 class MergedOutput:
-    """o and lse of a chunk from those of its blocks.
+    """Output and logsumexp of a chunk, merged from its blocks.
 
     Args:
-        q: [B, C, H, D] of the chunk. value_size: D_v.
-        wide: do not round o, more is to be done with it.
+        q: [B, C, H, D] of the chunk.
+        value_size: D_v.
+        wide: True if o must not be rounded, because later operations change it.
     """
 
     def __init__(
         self, q: Tensor, value_size: int, plan: BlockPlan, chunk: Chunk, wide: bool = False
     ) -> None:
-        self._plan, self._chunk = plan, chunk
+        self._plan = plan
+        self._chunk = chunk
         self._wide = torch.promote_types(q.dtype, torch.float32)
         self._dtype = self._wide if wide else q.dtype
-        self._like, self._shape = q, (*q.shape[:3], value_size)
+        self._like = q
+        self._shape = (*q.shape[:3], value_size)
         self._o: Tensor | None = None
         self._lse: Tensor | None = None
 
     def add(self, number: int, o: Tensor, lse: Tensor) -> None:
-        """o [b, H, t, D_v] and lse [b, H, t] of the plan's block of that number. Both are used
-        up."""
-        plan, block = self._plan, self._plan.blocks[number]
+        """Merge o [b, H, t, D_v] and lse [b, H, t] of the plan's block `number`. Both tensors may
+        be overwritten."""
+        plan = self._plan
+        block = self._plan.blocks[number]
         if plan.covers[number] and self._o is None:
-            self._o, self._lse = o.transpose(1, 2), lse
+            self._o = o.transpose(1, 2)
+            self._lse = lse
             return
         last = number == len(plan.blocks) - 1
         dtype = self._dtype if plan.depth <= 2 or (last and plan.covers[number]) else self._wide
@@ -79,20 +84,21 @@ class MergedOutput:
             self._o, self._lse = self._empty(dtype)
         assert self._lse is not None
         if plan.covers[number]:
-            out = self._o if self._o.dtype == dtype else self._o.new_empty(self._shape, dtype=dtype)
+            out = self._o
+            if out.dtype != dtype:
+                out = out.new_empty(self._shape, dtype=dtype)
             merge(self._o, self._lse, o.transpose(1, 2), lse, out, plan.all_read)
             self._o = out
             return
         self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
-        rows, columns = (
-            slice(block.b0, block.b1),
-            slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start),
-        )
+        rows = slice(block.b0, block.b1)
+        columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
         here = self._o[rows, columns]
         merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
 
     def result(self) -> Attended:
-        """o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]; the sums are used up.
+        """Return o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. The sums cannot
+        be used afterwards.
 
         A query that is in no block has o = 0 and lse = -inf.
         """
@@ -111,13 +117,16 @@ class MergedOutput:
 def merge(
     o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
 ) -> None:
-    """Of o and part_o [b, t, H, D], each the softmax over some keys, that over all of them, into
-    out, which may be o.
+    """Merge two partial attention outputs, each over some of the keys, into the output over all
+    keys.
 
     Args:
-        lse, part_lse: [b, H, t] in float32 or float64; lse is replaced. Where it is -inf, o is not
-            read. [Note: empty rows]
-        all_read: every query reads a key of both parts.
+        o: [b, t, H, D], not read where `lse` is -inf. [Note: empty rows]
+        lse: [b, H, t] in float32 or float64; replaced by the merged logsumexp.
+        part_o: [b, t, H, D], not read where `part_lse` is -inf.
+        part_lse: [b, H, t] in the dtype of `lse`.
+        out: [b, t, H, D], receives the result; may be `o`.
+        all_read: True if every query reads a key of both parts.
     """
     if not o.is_cpu and fits_triton(o, part_o, out):
         merge_in_triton(o, lse, part_o, part_lse, out)
@@ -128,12 +137,15 @@ def merge(
 def merge_in_torch(
     o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
 ) -> None:
-    """`merge` by torch's operators, which `merge_in_triton` is tested against.
+    """Merge like `merge`, by torch's operators. Tests compare `merge_in_triton` with this function.
 
     Args:
-        o, part_o, out: [b, t, H, D]; out is written and may be o.
-        lse, part_lse: [b, H, t]; lse is replaced.
-        all_read: no logsumexp is -inf: the same bits in half the time.
+        o: [b, t, H, D].
+        lse: [b, H, t]; replaced by the merged logsumexp.
+        part_o: [b, t, H, D].
+        part_lse: [b, H, t].
+        out: [b, t, H, D], receives the result; may be `o`.
+        all_read: True if no logsumexp is -inf: the same bits in half the time.
     """
     merged = torch.logaddexp(lse, part_lse)  # [b, H, t]
     # [Note: empty rows]
@@ -148,39 +160,44 @@ def merge_in_torch(
 
 
 class SummedQueries:
-    """dq of a chunk from those of its blocks. q: [B, C, H, D] of the chunk."""
+    """dq of a chunk, summed over its blocks.
+
+    Args:
+        q: [B, C, H, D] of the chunk.
+    """
 
     def __init__(self, q: Tensor, plan: BlockPlan, chunk: Chunk) -> None:
-        self._q, self._plan, self._chunk = q, plan, chunk
+        self._q = q
+        self._plan = plan
+        self._chunk = chunk
         self._dtype = q.dtype if plan.depth <= 2 else torch.promote_types(q.dtype, torch.float32)
         self._sum: Tensor | None = None
 
     def add(self, number: int, dq: Tensor) -> None:
-        """dq [b, H, t, D] of the plan's block of that number; used up."""
-        block, dq = self._plan.blocks[number], dq.transpose(1, 2)
+        """Add dq [b, H, t, D] of the plan's block `number`. The tensor may be overwritten."""
+        block = self._plan.blocks[number]
+        dq = dq.transpose(1, 2)
         if self._plan.covers[number]:
-            total = (
-                None
-                if self._sum is None
-                else self._sum.to(torch.promote_types(self._sum.dtype, self._dtype))
-            )
-            self._sum = dq if total is None else total.add_(dq)
+            if self._sum is None:
+                self._sum = dq
+            else:
+                dtype = torch.promote_types(self._sum.dtype, self._dtype)
+                self._sum = self._sum.to(dtype).add_(dq)
             return
-        rows, columns = (
-            slice(block.b0, block.b1),
-            slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start),
-        )
+        rows = slice(block.b0, block.b1)
+        columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
         alone = self._plan.depth == 1 and self._plan.complete
         if self._sum is None:
-            self._sum = (
-                torch.empty_like(self._q) if alone else torch.zeros_like(self._q, dtype=self._dtype)
-            )
+            if alone:
+                self._sum = torch.empty_like(self._q)
+            else:
+                self._sum = torch.zeros_like(self._q, dtype=self._dtype)
         if alone:
             self._sum[rows, columns].copy_(dq)
         else:
             self._sum[rows, columns].add_(dq)
 
     def result(self) -> Tensor:
-        """[B, H, C, D] in q's dtype."""
+        """Return dq [B, H, C, D] in q's dtype."""
         total = torch.zeros_like(self._q) if self._sum is None else self._sum
         return total.to(self._q.dtype).transpose(1, 2)

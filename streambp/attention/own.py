@@ -1,19 +1,19 @@
-"""Layers that attend by themselves over what their cache gives back: the cache they get is the
+"""Support layers that attend by themselves over the result of their cache: the cache returns the
 prefix.
 
 Models from before transformers' attention interface (GPT-J, GPT-Neo, CodeGen, BLOOM) call
-`cache.update(key, value)` and attend to what it returns. So a chunk's cache returns the keys and
-values up to the chunk's end, and the mask, which their model builds whole, is cut to the chunk.
-Exact, but the scores of one chunk against its prefix exist, as does the mask.
+`cache.update(key, value)` and attend to its result. So a chunk's cache returns the keys and values
+up to the chunk's end. The model builds the complete mask, which is cut to the chunk. The result is
+exact, but the scores of one chunk against its prefix exist in memory, as does the mask.
 
-Sparse attention that makes its own masks is served the same way (MiniMax M3, GLM 5 Next): which
-keys a query reads is a mask over its prefix, that the layer makes of the model's mask and of what
-an indexer gives. The indexer's keys come from the same cache and are one more prefix; picking has
-no gradient, so theirs is never asked for. Others: `indexers.py`.
+Sparse attention that makes its own masks (MiniMax M3, GLM 5 Next) is served the same way. The layer
+makes a mask over its prefix from the model's mask and an indexer's output. The indexer's keys come
+from the same cache and are one more prefix. Picking has no gradient, so the gradient of these keys
+is never requested. `indexers.py` serves other sparse attention.
 
 A query that reads nothing would get the mean over the keys of its prefix here, which depends on the
-chunks. It is made to read itself alone, with a value of zero that no other query reads. [Note:
-empty queries]
+chunks. Such a query reads itself alone instead, with a value of zero that no other query reads.
+[Note: empty queries]
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from streambp.source import written_forward
 
 @dataclasses.dataclass(frozen=True)
 class OwnMask:
-    """The mask of a layer that attends by itself, and what was found out about it.
+    """The mask of a layer that attends by itself, with the properties found by a scan.
 
-    Some are added to the scores. Of the others some say what is read and some what is not (MPT): in
-    a causal one the first query does not read the last key, which tells which.
+    A mask may be added to the scores. A bool mask may mark the keys that are read, or the keys that
+    are not read (MPT). The first query of a causal mask does not read the last key, which shows the
+    meaning of True.
 
-    Args:
+    Attributes:
         mask: [B or 1, H or 1, T, T]. Or [B, T], the real tokens, for a layer that makes its own
-            mask of them and of what its indexer picks (GLM 5 Next): of the prefix the indexer's
-            cached keys know. Or [0], where the call has none: sdpa takes a whole sequence for
-            causal, and has to be told of a prefix.
-        barriers: where no chunk may end. [Note: chunk ends]
-        empty: [B or 1, T], queries that read nothing; None if all read something.
+            mask of the tokens and of its indexer's picks (GLM 5 Next). The tokens of the prefix are
+            stored with the indexer's cached keys. Or [0], if the call has no mask: sdpa assumes a
+            causal mask for a whole sequence, but needs a mask for a prefix.
+        barriers: positions where no chunk may end. [Note: chunk ends]
+        empty: [B or 1, T], queries that read nothing; None if every query reads a key.
     """
 
     mask: Tensor
@@ -54,13 +55,15 @@ class OwnMask:
     empty: Tensor | None = None
 
     def read(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
-        """[B or 1, H or 1, q, k] in bool: whether queries [q0, q1) read keys [k0, k1)."""
+        """Return whether queries [q0, q1) read keys [k0, k1), [B or 1, H or 1, q, k] in bool."""
         tile = self.mask[:, :, q0:q1, k0:k1]
-        return tile != self.mask[:, :, :1, -1:] if tile.dtype == torch.bool else reads(tile)
+        if tile.dtype == torch.bool:
+            return tile != self.mask[:, :, :1, -1:]
+        return reads(tile)
 
     def cut(self, chunk: Chunk) -> Tensor:
-        """[B or 1, H or 1, C, e], with empty queries that read themselves; [B, C] of a mask of
-        tokens."""
+        """Return the mask of a chunk, [B or 1, H or 1, C, e], in which empty queries read
+        themselves; [B, C] of a mask of tokens."""
         if self.mask.dim() == 2:
             return self.mask[:, chunk.start : chunk.stop]
         if self.mask.dim() == 1:
@@ -78,41 +81,37 @@ class OwnMask:
         return part
 
     def values(self, v: Tensor, chunk: Chunk) -> Tensor:
-        """v [B, H_kv, C, D] of a chunk, zero for empty queries."""
-        return (
-            v
-            if self.empty is None
-            else v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
-        )
+        """Return v [B, H_kv, C, D] of a chunk, with zeros for empty queries."""
+        if self.empty is None:
+            return v
+        return v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
 
     def causal(self, length: int) -> OwnMask:
-        """A plain causal mask of its kind for the first tokens, without padding."""
+        """Return a plain causal mask of the same kind for the first `length` tokens, without
+        padding."""
         if self.mask.dim() == 2:
             return OwnMask(torch.ones_like(self.mask[:, :length]))
         if self.mask.dim() == 1:
             return self
         lower = torch.ones(length, length, dtype=torch.bool, device=self.mask.device).tril()
-        not_read = (
-            self.mask[:, :, :1, -1:]
-            if self.mask.dtype == torch.bool
-            else torch.finfo(self.mask.dtype).min
-        )
-        is_read = (
-            ~self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else self.mask.new_zeros(())
-        )
-        plain = torch.where(lower, is_read, not_read)
+        if self.mask.dtype == torch.bool:
+            not_read = self.mask[:, :, :1, -1:]
+            plain = torch.where(lower, ~not_read, not_read)
+        else:
+            lowest = torch.finfo(self.mask.dtype).min
+            plain = torch.where(lower, self.mask.new_zeros(()), lowest)
         return OwnMask(plain.expand(*self.mask.shape[:2], -1, -1))
 
 
 def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
-    """What is needed to cut a layer with this mask; or why it cannot be cut. Without data it is
-    taken for causal.
+    """Return the `OwnMask` for chunking a layer with this mask, or the reason why the layer cannot
+    be chunked. A mask without data counts as causal.
 
     Args:
-        by_sdpa: transformers' sdpa attends, which gives a query that reads nothing 0.
+        by_sdpa: True if transformers' sdpa attends, which gives 0 for a query that reads nothing.
     """
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] == length:
-        # Every query reads the first token where none of the rows starts with padding.
+        # Every query reads the first token if no row starts with padding.
         if by_sdpa or mask.is_meta or isinstance(mask, FakeTensor) or bool(mask[:, 0].all()):
             return OwnMask(mask)
         return "it attends by itself, with padding whose queries read a mean over all keys"
@@ -126,7 +125,8 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
     if mask.is_meta or isinstance(mask, FakeTensor):
         return OwnMask(mask)
     if mask.dtype == torch.bool:
-        corner, ends = mask[:, :, :1, -1:], mask[:, :, [0, -1]]
+        corner = mask[:, :, :1, -1:]
+        ends = mask[:, :, [0, -1]]
         if bool((ends == corner).all() | (corner.any() & ~corner.all())):
             return (
                 "it attends by itself, and its attention mask does not show what it means by True"
@@ -147,19 +147,20 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
 def why_picked_blocks_stay_whole(
     layer: nn.Module, positions: Any, mask: OwnMask, length: int, by_sdpa: bool
 ) -> str | None:
-    """Why a layer whose indexer picks blocks of keys (MiniMax M3) cannot be cut with these
-    arguments; None if it can.
+    """Return the reason why a layer whose indexer picks blocks of keys (MiniMax M3) cannot be
+    chunked with these arguments, or None.
 
-    The indexer compares position_ids with the places of keys, and looks at padding like at any
-    other key. Where positions are others, or padding comes before a token, a query may pick blocks
-    that its mask leaves nothing of. It gets the mean over all keys then, those of later chunks too.
+    The indexer compares position_ids with the positions of keys, and treats padding like any other
+    key. If position_ids differ from the positions, or padding precedes a token, a query may pick
+    blocks that its mask excludes completely. The query then gets the mean over all keys, including
+    the keys of later chunks.
 
     Args:
-        by_sdpa: as in `own_mask`; otherwise the model's other layers, too, give a query that reads
-            nothing such a mean.
+        by_sdpa: as in `own_mask`; if False, the model's other layers, too, give such a mean to a
+            query that reads nothing.
 
     Raises:
-        UnsupportedMaskError: they do, and the indexer reads it.
+        UnsupportedMaskError: other layers give such a mean, and the indexer reads the mean.
     """
     if not any(INDEX_UPDATE in _attributes(module) for module in layer.modules()) or not has_data(
         mask.mask
@@ -167,10 +168,10 @@ def why_picked_blocks_stay_whole(
         return None
     if mask.empty is not None and not by_sdpa:
         raise UnsupportedMaskError(
-            "The attention mask pads on the left. Eager attention gives a padding token the mean "
-            f"over all tokens, later ones too, and the indexer of {type(layer).__name__} reads it, "
-            "so chunks would pick other keys. Pad on the right, or load the model with "
-            "attn_implementation='sdpa'."
+            "The attention mask pads on the left. Eager attention computes for a padding token "
+            "the mean over all tokens, later tokens too, and the indexer of "
+            f"{type(layer).__name__} reads this mean, so chunks would pick other keys. Pad on the "
+            "right, or load the model with attn_implementation='sdpa'."
         )
     if isinstance(positions, Tensor) and not bool(
         (positions == torch.arange(length, device=positions.device)).all()
@@ -211,10 +212,8 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 def biases_positions(module: nn.Module) -> bool:
     """True if an attention inside adds a bias for each pair of positions.
 
-    Such an attention asks its cache where queries start, or receives the distances.
-
-    transformers' sdpa gets one finite mask of both then, by which an empty query reads the mean
-    over all keys.
+    Such an attention asks its cache where queries start, or receives the distances. The model's
+    sdpa then gets one finite mask of both, so an empty query reads the mean over all keys.
     """
     return any(
         QUERY_OFFSET in _attributes(part) or DISTANCES in _parameters(part)

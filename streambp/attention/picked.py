@@ -1,9 +1,9 @@
-"""Sparse attention: a mask of the keys that an indexer has picked for each query.
+"""Mask all keys but the picks of an indexer, for sparse attention.
 
 [Note: picked keys] The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by
-tile, for one block of queries and keys at a time: no mask of a chunk against its prefix exists, and
-none of the whole sequence. Where there are as many picks as keys up to the chunk's end, every key
-is picked, and the mask below is all that counts.
+tile, for one block of queries and keys at a time. So no mask of a chunk against its prefix exists,
+and none of the whole sequence. If the number of picks reaches the number of keys up to the chunk's
+end, every key is picked. Then only the mask below counts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from streambp.chunks import Chunk
 def visible(
     layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device
 ) -> Tensor:
-    """[B or 1, H or 1, q, k] of queries [q0, q1) and keys [k0, k1): bool (True is read), or to be
-    added to the scores."""
+    """Return which keys [k0, k1) each query of [q0, q1) may read, [B or 1, H or 1, q, k]. The dtype
+    is bool (True is read) or floating, to be added to the scores."""
     if isinstance(layout, DenseMask):
         return layout.tile(q0, q1, k0, k1, device)
     key = ("edges", device)
@@ -35,11 +35,13 @@ def visible(
 
 @dataclasses.dataclass(frozen=True)
 class PickedMask(DenseMask):
-    """What a chunk's queries may read of the keys that were picked for them. [Note: picked keys]
+    """The mask of a chunk's queries, restricted to the keys that were picked for them. [Note:
+    picked keys]
 
-    Args:
-        source: [B, C, k] the picks, in integers of any size.
-        below: what they may read at all. start: the chunk's first position.
+    Attributes:
+        source: [B, C, k], the picks, in integers of any size.
+        below: the mask of these queries without picks.
+        start: the chunk's first position.
     """
 
     below: Spans | DenseMask = dataclasses.field(kw_only=True)
@@ -49,16 +51,16 @@ class PickedMask(DenseMask):
     def of(
         cls, below: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor
     ) -> Spans | DenseMask:
-        """For picks [B, C, k] of a chunk of `length` positions; `below` itself if all keys are
-        picked."""
+        """Return the mask for picks [B, C, k] of a chunk in a sequence of `length` positions;
+        `below` itself if all keys are picked."""
         if picks.shape[-1] >= chunk.stop:
             return below
         barriers = below.barriers if isinstance(below, DenseMask) else ()
-        plans = below.derived.setdefault("picked", {})  # for all layers
+        plans = below.derived.setdefault("picked", {})  # shared by all layers
         return cls(len(picks), length, picks, barriers, plans, below=below, start=chunk.start)
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
-        """[B, H or 1, q, k], as in `DenseMask`."""
+        """Return the tile [B, H or 1, q, k], as in `DenseMask`."""
         assert isinstance(self.source, Tensor)
         read = visible(self.below, q0, q1, k0, k1, device)
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]
@@ -66,8 +68,6 @@ class PickedMask(DenseMask):
         picks = torch.where((picks >= 0) & (picks < elsewhere), picks, elsewhere)
         chosen = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
         chosen = chosen.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
-        return (
-            read & chosen
-            if read.dtype == torch.bool
-            else read.masked_fill(~chosen, torch.finfo(read.dtype).min)
-        )
+        if read.dtype == torch.bool:
+            return read & chosen
+        return read.masked_fill(~chosen, torch.finfo(read.dtype).min)

@@ -1,5 +1,4 @@
-"""Causal-prefix attention: a chunk's queries against the keys and values of everything up to the
-chunk's end.
+"""Causal-prefix attention: a chunk's queries attend to all keys and values up to the chunk's end.
 
 Life of one attention call site of one layer, for one batch:
 
@@ -32,7 +31,7 @@ from streambp.offload.manager import Access, HostTensors
 
 
 class Stage(enum.Enum):
-    """Which pass computes a chunk; the module's docstring says what each does with K and V."""
+    """Pass that computes a chunk. The module's docstring says how each pass treats K and V."""
 
     FORWARD = "forward"
     REFILL = "refill"
@@ -40,15 +39,20 @@ class Stage(enum.Enum):
 
 
 class RefillDone(Exception):  # noqa: N818 - control flow, never seen by users
-    """Raised inside the layer's forward once K and V are in the buffer: what follows would be
-    thrown away."""
+    """Raised inside the layer's forward once K and V are in the buffer, because a refill discards
+    the rest of the forward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SiteSize:
-    """Bytes that one token of an attention call takes in all rows: its K and V, the accumulators of
-    their gradients, and K and V on the device, with the zeros behind V where it is padded. [Note:
-    padded values]"""
+    """Bytes of one token of an attention call, in all rows.
+
+    Attributes:
+        keys: K and V.
+        sums: accumulators of the gradients of K and V.
+        resident: K and V on the device, with the zeros behind a padded V. [Note: padded values]
+        value_size: D_v.
+    """
 
     keys: int
     sums: int
@@ -57,7 +61,11 @@ class SiteSize:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None = None) -> SiteSize:
-        """k [B, H_kv, C, D], v [B, H_kv, C, D_v], of which V's buffer has `width` columns."""
+        """Return the bytes for k [B, H_kv, C, D] and v [B, H_kv, C, D_v].
+
+        Args:
+            width: columns of V in its buffer; None: D_v.
+        """
         wide = torch.promote_types(k.dtype, torch.float32).itemsize
         elements = (k.numel() + v.numel()) // k.shape[2]
         keys = elements * k.element_size()
@@ -70,10 +78,13 @@ class SiteSize:
 
 
 class Prefix:
-    """All attention calls of one layer over one batch: what their chunks share.
+    """State that the chunks of one layer share over one batch, for all of the layer's attention
+    calls.
 
-    `sites` are indexed by call order within the layer, which every chunk repeats. memory: how much
-    of the device they may use; None: no limit.
+    Attributes:
+        sites: K and V of each attention call, in call order within the layer, which every chunk
+            repeats.
+        memory: device memory that the sites may use; None: no limit.
     """
 
     def __init__(self, layout: Spans | DenseMask, length: int, attention: str) -> None:
@@ -81,33 +92,34 @@ class Prefix:
         self.length = length
         self.attention = attention
         self.sites: list[Site] = []
-        self.calls: int | None = None  # attention calls of a whole layer forward
+        self.calls: int | None = None  # number of attention calls in a layer forward
         self.filled_until = 0
-        self.overwritten = False  # the layer writes to what its attention gives
-        self.heads_first = False  # the layer attends by itself, and may take what it reads for a cache's [B, H_kv, e, D]
-        self.asked: dict[
-            tuple[int, int], tuple[Any, ...]
-        ] = {}  # scale, dropout and softcap, by chunk and attention call
+        self.overwritten = False  # the layer writes to its attention's output
+        # buffers are [B, H_kv, T, D]: a layer that attends by itself may rely on a cache's layout
+        self.heads_first = False
+        # scale, dropout and softcap, by chunk and attention call
+        self.asked: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.backends: dict[int, Backend] = {}  # of each attention call, chosen at its first chunk
         self.used: frozenset[Used] = frozenset()  # the kernels that attended in forward
         self.sdpa = AsSdpa()  # of all attention calls
         self.memory: PrefixMemory | None = None
         self.sizes_seen: list[SiteSize] = []
-        self.index_keys: dict[
-            int, Tensor
-        ] = {}  # [B, T, D] of each indexer, in forward. [Note: indexers]
+        # [B, T, D] of each indexer, in forward. [Note: indexers]
+        self.index_keys: dict[int, Tensor] = {}
         self.picked: list[Tensor] = []  # [B, C, k] of each indexer, for the chunk computed last
         self._scratch: HostTensors | None = None
 
     def restore(
         self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
     ) -> None:
-        """Keep K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk, in attention call `index`, for
-        the chunks that follow.
+        """Store K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk, in attention call `index`,
+        for the chunks that follow.
 
-        backward: their gradients will be needed, so the accumulators count as memory, too.
+        Args:
+            backward: True if gradients of K and V will be needed, so the accumulators count as
+                memory, too.
         """
-        if index < len(self.sites) and self.sites[index].lent:  # of an attempt that came to no end
+        if index < len(self.sites) and self.sites[index].lent:  # left by a failed attempt
             del self.sites[index:]
         if index == len(self.sites):
             width = self._width(index)
@@ -134,8 +146,12 @@ class Prefix:
         self.sites[index].write(chunk, k, v)
 
     def _buffer(self, like: Tensor, width: int | None = None) -> Tensor:
-        """[B, T, H_kv, D] for the whole sequence's, like those of a chunk [B, H_kv, C, D]; or with
-        `width` columns, those behind D zero."""
+        """Create a buffer [B, T, H_kv, D] of the sequence, for tensors like a chunk's [B, H_kv, C,
+        D].
+
+        Args:
+            width: number of columns, with zeros in the columns behind D; None: D.
+        """
         rows, heads, _, size = like.shape
         if self.heads_first:
             return like.new_empty(rows, heads, self.length, size).transpose(1, 2)
@@ -145,18 +161,18 @@ class Prefix:
         return buffer
 
     def _width(self, index: int) -> int | None:
-        """Columns of V in the buffer of an attention call; None: D_v."""
+        """Return the columns of V in the buffer of an attention call; None: D_v."""
         backend = self.backends.get(index)
         return None if backend is None else backend.width
 
     def note(self, plan: BlockPlan) -> None:
-        """A chunk was attended by this plan."""
+        """Record which kernels attended a chunk by this plan."""
         if not plan.used <= self.used:
             self.used |= plan.used
 
     def pack(self) -> None:
-        """K and V are kept as they are for a later backward pass: without the zeros behind V.
-        [Note: padded values]"""
+        """Free the zeros behind V and the indexers' tensors, because K and V wait for a later
+        backward. [Note: padded values]"""
         self.index_keys, self.picked = {}, []
         for site in self.sites:
             if isinstance(site, KVBuffer):
@@ -164,12 +180,12 @@ class Prefix:
 
     @property
     def backward_bytes(self) -> int:
-        """What all of it takes on the device in backward."""
+        """Return the bytes of all attention calls on the device in backward."""
         return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
     def flops(self, chunk: Chunk, attended: Attended) -> float:
-        """Of attending a chunk once: two products for each pair of a query and a key that it
-        reads."""
+        """Return the FLOPs of attending a chunk once: two products for each pair of a query and a
+        key in the query's span."""
         _, _, heads, size = attended.o.shape
         pairs = sum(
             block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is Kind.CAUSAL else 1.0)
@@ -178,8 +194,8 @@ class Prefix:
         return 4.0 * size * heads * pairs
 
     def resident_tiles(self, backward: bool) -> list[int | None]:
-        """For each attention call, how many of its tiles stay on the device; None: all, in one
-        buffer."""
+        """Return for each attention call the number of tiles that stay on the device; None: all
+        tokens in one buffer."""
         room, found = None if self.memory is None else self.memory.room, list[int | None]()
         for size in self.sizes_seen:
             if self.memory is None or room is None:
@@ -230,7 +246,7 @@ class Prefix:
             saved = self.memory.saved
         if self._scratch is None:
             self._scratch = self.memory.scratch()
-        # Tokens whose tiles go to the scratch store: all but the resident ones' and the last's.
+        # Tokens in tiles that move to the scratch store: neither resident tiles nor the last.
         moving = plan[len(plan) - 1].start - plan[resident].start if resident < len(plan) - 1 else 0
         self._scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
         keys, width = saved or self._scratch, self._width(index)
@@ -239,21 +255,35 @@ class Prefix:
         )
 
     def begin_backward(self, again: bool) -> None:
-        """A chunk is differentiated; again: for the second time. [Note: once for each chunk]"""
+        """Start the backward of a chunk.
+
+        Args:
+            again: True if the chunk is differentiated for the second time. [Note: once for each
+                chunk]
+        """
         for site in self.sites:
             if isinstance(site, KVBuffer):
                 site.begin_backward(again)
 
     def drop_buffers(self) -> None:
-        """Let go of K, V and their accumulators; a refill or `find_saved` brings K and V back."""
+        """Free K, V and their accumulators. A refill or `find_saved` restores K and V."""
         self.sites, self.filled_until, self._scratch = [], 0, None
         self.index_keys, self.picked = {}, []
 
 
 class AttentionCall(NamedTuple):
-    """What a layer hands to its attention for one chunk: q [B, H, C, D], k [B, H_kv, C, D], v [B,
-    H_kv, C, D_v], and the logits [H] of one more key, its sink, if it has one; picks [B, C, k], the
-    keys that each query reads, None: all. [Note: picked keys]"""
+    """Arguments of a layer's attention for one chunk.
+
+    Attributes:
+        q: [B, H, C, D].
+        k: [B, H_kv, C, D].
+        v: [B, H_kv, C, D_v].
+        scale: factor of q @ k^T.
+        dropout: probability to drop a weight.
+        softcap: limit of the scores; None: no limit.
+        sink: [H], the logits of one more key; None: no sink.
+        picks: [B, C, k], keys that each query reads; None: all keys. [Note: picked keys]
+    """
 
     q: Tensor
     k: Tensor
@@ -266,26 +296,29 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionPoint:
-    """Travels through the layer as `attention_mask` and says what its attention does with a chunk.
+    """Object that travels through the layer as `attention_mask` and computes a chunk's attention.
 
-    takes_picks: the layer's attention may name the keys that its queries read.
+    Attributes:
+        takes_picks: True if the layer's attention may name the keys that its queries read.
     """
 
     takes_picks = False
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """What attention gives, [B, C, H, D_v]."""
+        """Return the output of attention, [B, C, H, D_v]."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """After the layer's forward over the chunk."""
+        """Close the chunk after the layer's forward."""
         raise NotImplementedError
 
 
 class ChunkMask(AttentionPoint):
-    """A chunk attends to its prefix, which its own keys and values become part of.
+    """Attention of a chunk to its prefix, of which its own keys and values become a part.
 
-    picks: [B, C, k] of each indexer, as forward picked; None: they pick now. [Note: indexers]
+    Args:
+        picks: [B, C, k] of each indexer, as picked in forward; None: the indexers pick now. [Note:
+            indexers]
     """
 
     def __init__(
@@ -304,28 +337,28 @@ class ChunkMask(AttentionPoint):
         self.picked: list[Tensor] = []
         self.attended: list[Attended] = []
         self.call = 0
-        self.see: Callable[[str, Tensor], None] | None = (
-            None  # is given what attention is computed of
-        )
+        # receives q, k and v
+        self.see: Callable[[str, Tensor], None] | None = None
 
     __iter__ = None  # `0.0 in mask` would never end
 
     def __getitem__(self, index: Any) -> ChunkMask:
-        """Itself, for a layer that hands a part of its mask to its indexer, which takes no other
-        notice of it.
+        """Return itself, for a layer that passes a part of its mask to its indexer, which does not
+        read it.
 
         Raises:
-            TypeError: the layer has none, so that it reads its mask itself.
+            TypeError: the layer has no indexer, so the layer reads the mask itself.
         """
         if not self.takes_picks:
             raise TypeError(f"'{type(self).__name__}' object is not subscriptable")
         return self
 
     def attend(self, given: AttentionCall) -> Tensor:
-        """o [B, C, H, D_v] in q's dtype, with a graph in RECOMPUTE alone.
+        """Return o [B, C, H, D_v] in q's dtype, with a graph in RECOMPUTE alone.
 
         Raises:
             RefillDone: K and V of the layer's last attention call are in the buffer, in REFILL.
+            BackwardError: backward attends with another scale, dropout or softcap than forward.
             AttentionChoiceError: the configuration names a backend that cannot attend here.
             StreamBPError: the layer attends more than once to keys that an indexer picks.
         """
@@ -333,7 +366,7 @@ class ChunkMask(AttentionPoint):
         q, k, v, scale, dropout, softcap, sink, picks = given
         self.call += 1
         backend = prefix.backends.get(index)
-        # backward attends as forward did, whatever is switched on or off between them
+        # backward uses forward's kernels, even if torch's switches change in between
         if backend is None:
             backend = choose_backend(prefix.attention, q, v, dropout, softcap, sink is not None)
             prefix.backends[index] = backend
@@ -348,7 +381,7 @@ class ChunkMask(AttentionPoint):
             )
         if self.see is not None:
             for name, x in ((f"q.{index}", q), (f"k.{index}", k), (f"v.{index}", v)):
-                self.see(name, x.transpose(1, 2).flatten(2))  # as projections give them: no copy
+                self.see(name, x.transpose(1, 2).flatten(2))  # the layout of projections: no copy
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout > 0.0 else 0
         params = Params(backend, scale, softcap, dropout, seed)
         site = self._site(index, k, v)
@@ -378,14 +411,14 @@ class ChunkMask(AttentionPoint):
         return out.clone() if prefix.overwritten else out
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """This chunk's k and v [B, H_kv, C, D] -> those of everything up to its end, [B, H_kv, e,
-        D], for layers that attend by themselves."""
+        """Store this chunk's k and v [B, H_kv, C, D] and return all keys and values up to its end,
+        [B, H_kv, e, D]. Called for layers that attend by themselves."""
         self.call += 1
         self.prefix.heads_first = True
         site = self._site(self.call - 1, k, v)
         if self.stage is Stage.REFILL and self.call == self.prefix.calls:
             raise RefillDone
-        # `LayerCall.limit_prefix` leaves these layers' prefixes whole
+        # `LayerCall.limit_prefix` does not cut these layers' prefixes into tiles
         assert isinstance(site, KVBuffer)
         if self.stage is not Stage.RECOMPUTE:
             return site.read(self.chunk)
@@ -393,18 +426,19 @@ class ChunkMask(AttentionPoint):
         return both
 
     def finish(self) -> None:
-        """It must have attended the same number of times as ever.
+        """Check that the layer attended the same number of times as on other chunks, and record the
+        results.
 
         Raises:
-            StreamBPError: it attended more or fewer times.
+            StreamBPError: the layer attended more or fewer times.
         """
         prefix = self.prefix
         if prefix.calls is not None and self.call != prefix.calls:
             raise StreamBPError(
                 f"The layer called its attention {self.call} times on chunk {self.chunk.index} and "
-                f"{prefix.calls} times before. A layer that does not hand attention_mask to "
-                "transformers' attention interface, the same number of times for every chunk, "
-                "cannot be streamed. Please report this model."
+                f"{prefix.calls} times before. A streamed layer must pass attention_mask to "
+                "transformers' attention interface the same number of times in every chunk. "
+                "Please report this model."
             )
         prefix.calls, prefix.picked = self.call, self.picked
         for attended in self.attended:

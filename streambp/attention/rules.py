@@ -1,16 +1,15 @@
-"""Which kernels can attend a call, and which of them torch's own attention would take. One rule for
-each kernel.
+"""Decide which kernels can attend a call, and which kernel torch's own attention would take. One
+rule for each kernel.
 
-torch's operators are called directly, so the checks of `scaled_dot_product_attention` are not
-asked: these rules stand in their place. Tensors without data (meta, fake) pass through every
-operator with every head size; nothing but these rules keeps a trace from calling what a device
-refuses.
+torch's operators are called directly, so the checks of `scaled_dot_product_attention` do not run:
+these rules replace the checks. Tensors without data (meta, fake) pass through every operator with
+every head size. Only these rules keep a trace from calling an operator that a device refuses.
 
-Each rule yields the reasons why a kernel cannot attend, the first of which an
-`AttentionChoiceError` tells. It looks at the call's shapes and at the `Platform`: the device, the
-versions, torch's switches. `choose_backend` asks `platform_of` once for each attention call of a
-layer call. Tests and traces hand in a `Platform` of their own ("an H200 with torch 2.13"), so every
-rule can be tried where there is no device.
+Each rule yields the reasons why a kernel cannot attend; an `AttentionChoiceError` reports the
+first. A rule examines the call's shapes and the `Platform`: the device, the versions, torch's
+switches. `choose_backend` calls `platform_of` once for each attention call of a layer call. Tests
+and traces pass a `Platform` of their own ("an H200 with torch 2.13"), so every rule can be tested
+without a device.
 """
 
 from __future__ import annotations
@@ -25,32 +24,34 @@ from streambp.accumulate import HALF
 Version = tuple[int, ...]
 FLASH_LIMIT = 256  # head sizes of FlashAttention, of cuDNN on the devices that have them
 NATIVE = 128  # head sizes that cuDNN takes wherever it runs
-MLA = (192, 128)  # of multi-head latent attention: the pair beyond it that cuDNN takes
+MLA = (192, 128)  # (D, D_v) of multi-head latent attention, which cuDNN takes, too
 WIDE = (256, 256)
-LAST_FLASH_4 = (4, 0, 0, 18)  # whose functions return what torch 2.11 to 2.13 unpack
+LAST_FLASH_4 = (4, 0, 0, 18)  # the last whose functions return what torch 2.11 to 2.13 unpack
 
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """A device and the software on it, as far as kernels of attention depend on them.
+    """A device and its software, as far as kernels of attention depend on them.
 
-    Args:
-        device: its type: "cuda" (ROCm's devices, too), "cpu", "meta" (which stands for a CUDA
-            device that nothing is known of), or another.
-        capability: CUDA's compute capability, (9, 0) for an H200; None: it is no CUDA device, or
-            unknown.
-        cudnn: version of cuDNN's runtime as torch gives it, 92000 for 9.20.0; 0: there is none.
-        torch: major and minor version.
-        hip: torch was built for ROCm.
-        flash: the implementation that a user has put behind torch's FlashAttention operators with
-            `torch.nn.attention.activate_flash_attention_impl`, "FA3" or "FA4"; None: torch's own,
+    Attributes:
+        device: type of the device: "cuda" (ROCm's devices, too), "cpu", "meta" (a CUDA device
+            without known properties), or another.
+        capability: CUDA's compute capability, (9, 0) for an H200; None: no CUDA device, or unknown.
+        cudnn: version of cuDNN's runtime as torch reports it, 92000 for 9.20.0; 0: no cuDNN.
+        torch: major and minor version of torch.
+        hip: True if torch was built for ROCm.
+        flash: the implementation behind torch's FlashAttention operators, "FA3" or "FA4", if a user
+            called `torch.nn.attention.activate_flash_attention_impl`; None: torch's own,
             FlashAttention-2.
         flash_4: release and beta number of the package of FlashAttention-4, (4, 0, 0, 18) for
-            4.0.0b18; () without it.
-        cudnn_on, flash_on, efficient_on: what `torch.backends.cuda.enable_..._sdp` and
-            `sdpa_kernel` leave on.
-        cudnn_last: TORCH_CUDNN_SDPA_DEPRIORITIZED is 1.
-        deterministic: `torch.use_deterministic_algorithms(True)`, without warn_only.
+            4.0.0b18; () without the package.
+        cudnn_on: True if `torch.backends.cuda.enable_cudnn_sdp` and `sdpa_kernel` leave cuDNN
+            enabled.
+        flash_on: True if `enable_flash_sdp` and `sdpa_kernel` leave FlashAttention enabled.
+        efficient_on: True if `enable_mem_efficient_sdp` and `sdpa_kernel` leave memory-efficient
+            attention enabled.
+        cudnn_last: True if TORCH_CUDNN_SDPA_DEPRIORITIZED is 1.
+        deterministic: True for `torch.use_deterministic_algorithms(True)` without warn_only.
     """
 
     device: str
@@ -68,14 +69,21 @@ class Platform:
 
     @property
     def major(self) -> int:
-        """Of the compute capability; 0 if it is unknown."""
+        """Return the major number of the compute capability; 0 if unknown."""
         return 0 if self.capability is None else self.capability[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """What an attention call asks of a kernel: head sizes D of q and k and D_v of v, dtype, dropout
-    and softcap."""
+    """Properties of an attention call that a kernel must support.
+
+    Attributes:
+        size: D, head size of q and k.
+        value_size: D_v, head size of v.
+        dtype: dtype of q, k and v.
+        dropout: probability to drop a weight.
+        softcap: limit of the scores; None: no limit.
+    """
 
     size: int
     value_size: int
@@ -85,18 +93,18 @@ class AttentionShape:
 
     @property
     def padded(self) -> int:
-        """The head size that q, k and v have if they are padded to one, a multiple of 8. [Note:
+        """Return the head size of q, k and v after padding to one size, a multiple of 8. [Note:
         padded values]"""
         return -(-max(self.size, self.value_size) // 8) * 8
 
     @property
     def pair(self) -> tuple[int, int]:
-        """(D, D_v)."""
+        """Return (D, D_v)."""
         return self.size, self.value_size
 
 
 def why_not_fused(call: AttentionShape, here: Platform) -> Iterator[str]:
-    """Why no fused kernel can do it."""
+    """Yield the reasons why no fused kernel can attend the call."""
     if call.dropout > 0.0:
         yield f"it has no dropout, and the model's is {call.dropout}"
     if call.softcap is not None:
@@ -113,15 +121,14 @@ def why_not_fused(call: AttentionShape, here: Platform) -> Iterator[str]:
 
 
 def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
-    """Why neither FlashAttention nor the CPU's fused kernel can do it, with q, k and v padded to
-    one head size.
+    """Yield the reasons why neither FlashAttention nor the CPU's fused kernel can attend, with q, k
+    and v padded to one head size.
 
-    FlashAttention-2 checks D % 8, D <= 256 and D_v == D (flash_api.cpp); for backward on compute
-    capability 8.6, 8.9, 12.0 and 12.1 torch's own attention leaves D 200 to 224 out
+    FlashAttention-2 checks D % 8, D <= 256 and D_v == D (flash_api.cpp). PyTorch's own attention
+    excludes backward for D 200 to 224 on compute capability 8.6, 8.9, 12.0 and 12.1
     (`check_requires_grad_and_head_dim_gt192_...`, sdp_utils.cpp). FlashAttention-3 and -4 behind
-    torch's operators raise, they never fall back; their devices are those of
-    torch/nn/attention/_fa3.py and _fa4.py, their head sizes those of FlashAttention's own
-    interfaces.
+    torch's operators raise and never fall back. Files torch/nn/attention/_fa3.py and _fa4.py list
+    their devices, FlashAttention's own interfaces their head sizes.
     """
     yield from why_not_fused(call, here)
     if here.device == "cpu":
@@ -173,14 +180,15 @@ def why_not_flash(call: AttentionShape, here: Platform) -> Iterator[str]:
 
 
 def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
-    """Why cuDNN cannot do it, forward and backward.
+    """Yield the reasons why cuDNN cannot attend, forward and backward.
 
-    Head sizes are multiples of 8 and, beyond 128, exactly (D, D_v) = (192, 128) or (256, 256): what
-    torch 2.14 allows in backward (`check_cudnn_d256_bprop_head_dim`, ATen's sdp_utils.cpp), with
-    the runtimes from which cuDNN's frontend takes them (`pre_validate_node` of
-    scaled_dot_product_flash_attention.h): on 9.0 both from 9.13.0 (9.11 and 9.12 have a known fault
-    near (192, 128)); on 10.x (192, 128) from 9.11.0, and (256, 256) from 9.23.0 with torch 2.14,
-    whose frontend is the first to know it. 12.x has neither.
+    Head sizes are multiples of 8 and, beyond 128, exactly (D, D_v) = (192, 128) or (256, 256).
+    ATen's sdp_utils.cpp allows both in backward from torch 2.14 on
+    (`check_cudnn_d256_bprop_head_dim`). The runtimes are the first that cuDNN's frontend accepts
+    (`pre_validate_node` of scaled_dot_product_flash_attention.h). Compute capability 9.0 has both
+    from 9.13.0 (9.11 and 9.12 have a known fault near (192, 128)). Compute capability 10.x has
+    (192, 128) from 9.11.0. It has (256, 256) from 9.23.0 with torch 2.14, the first frontend for
+    this size. Compute capability 12.x has neither.
     """
     yield from why_not_fused(call, here)
     if here.device != "cuda":
@@ -218,22 +226,23 @@ def why_not_cudnn(call: AttentionShape, here: Platform) -> Iterator[str]:
 
 
 def prefers_cudnn(here: Platform) -> bool:
-    """Whether torch's own attention takes cuDNN before FlashAttention on this device.
+    """True if torch's own attention takes cuDNN before FlashAttention on this device.
 
-    That is `check_prefer_cudnn_attention` of ATen/native/transformers/cuda/sdp_utils.cpp, with the
-    switch `torch.backends.cuda.cudnn_sdp_enabled()`: compute capability 9.0, 9.3, 10.0 or 10.3
-    (torch 2.13 built for CUDA 13 takes any 9.x and 10.x; there are no others), cuDNN's runtime
-    newer than 9.15.0, and TORCH_CUDNN_SDPA_DEPRIORITIZED not 1. On 8.x and 12.x FlashAttention is
-    as fast or faster.
+    The rule is `check_prefer_cudnn_attention` of ATen/native/transformers/cuda/sdp_utils.cpp, with
+    the switch `torch.backends.cuda.cudnn_sdp_enabled()`. The rule requires compute capability 9.0,
+    9.3, 10.0 or 10.3, cuDNN's runtime newer than 9.15.0, and TORCH_CUDNN_SDPA_DEPRIORITIZED not 1.
+    Builds of torch 2.13 for CUDA 13 take any 9.x and 10.x, but no others exist. FlashAttention is
+    at least as fast on 8.x and 12.x.
     """
     newest = here.capability is not None and here.major in (9, 10) and here.capability[1] in (0, 3)
     return here.cudnn_on and not here.hip and newest and here.cudnn > 91500 and not here.cudnn_last
 
 
 def why_not_efficient(call: AttentionShape, here: Platform) -> Iterator[str]:
-    """Why torch's memory-efficient attention cannot do it: any D and D_v, multiples of 8 here.
+    """Yield the reasons why torch's memory-efficient attention cannot attend. Here D and D_v may be
+    any multiples of 8.
 
-    It is what torch's own attention takes where the head size is beyond FlashAttention's and
+    torch's own attention takes this kernel where the head size is beyond FlashAttention's and
     cuDNN's (512 in Gemma 4's global layers and DeepSeek V4). ROCm has another kernel behind the
     operator, which is not called.
     """

@@ -1,31 +1,31 @@
-"""Which keys each query may read, and the rectangles that cover them. Integers only.
+"""Keys that each query may read, and rectangles that cover them, in integers alone.
 
 Vocabulary:
 
-- span: the keys that one query may read. In causal models it is an interval: it starts at the
-  query's own document (or after the left padding, or where the window starts) and ends with the
+- span: the keys that one query may read. In causal models a span is an interval. It starts at the
+  query's own document (or after the left padding, or where the window starts). It ends with the
   query itself (or where the right padding starts).
 - run: consecutive queries of one row whose spans follow one rule.
-- block: a rectangle [q0, q1) x [k0, k1) of one or more rows, computed by one kernel call. Its kind
-  says which of its pairs count:
+- block: a rectangle [q0, q1) x [k0, k1) of one or more rows, computed by one kernel call. The kind
+  of a block decides which of its pairs count:
 
       FULL    all of them
-      CAUSAL k <= q, queries aligned to the last keys; a square on the diagonal unless the kernel
+      CAUSAL  k <= q, queries aligned to the last keys; a square on the diagonal unless the kernel
               knows bottom-right alignment
       BAND    k > q - window; the near edge of a sliding window, entirely below the diagonal
       WINDOW  q - window < k <= q, queries aligned to the last keys; for kernels that know windows
-      VARLEN one CAUSAL block for each document, windowed if a window is set; for kernels that take
-      cu_seqlens
+      VARLEN  one CAUSAL block for each document, windowed if a window is set; for kernels that
+              take cu_seqlens
       MASK    whatever a tile of the mask says
 
 Every (query, key) pair inside a span lies in exactly one block and counts there; no other pair
 counts.
 
-[Note: few shapes] cuDNN builds a graph for every new shape, for tenths of a second, and keeps it
-for good. So its blocks have few lengths, whatever the length of the sequence: multiples of `GRID`,
-and powers of two below. What is left over at the end, fewer than `Tiling.few`, goes to the next
-kernel, which takes any length. So do blocks of a few queries or keys, which cuDNN refuses or gets
-wrong.
+[Note: few shapes] cuDNN builds a graph for every new shape, for tenths of a second, and never frees
+the graph. So its blocks have few lengths, whatever the length of the sequence: multiples of `GRID`,
+and powers of two below. A remainder of fewer tokens than `Tiling.few` goes to the next kernel,
+which takes any length. Blocks of a few queries or keys do so, too, because cuDNN refuses these
+blocks or computes wrong numbers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from collections.abc import Iterator
 from typing import Any
 
 GRID = 8192
-JOINED = 2048  # keys of a document that began before its chunk: with no more it is in the call for the chunk's others
+# most keys of a document that began before its chunk and still joins the chunk's VARLEN call
+JOINED = 2048
 
 
 class Kind(enum.Enum):
-    """Which pairs of a block count: the table in the module's docstring."""
+    """Rule by which pairs of a block count: the table in the module's docstring."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -53,11 +54,16 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Queries [q0, q1) read keys from k0 on: up to themselves, or up to k1 (exclusive) where k1 is
-    given.
+    """Queries [q0, q1) that read keys from k0 on: up to themselves, or up to k1 (exclusive) if k1
+    is set.
 
-    shift: tokens between these keys and the queries that are not in the queries' row; a window does
-    not count them.
+    Attributes:
+        q0: first query.
+        q1: end of the queries, exclusive.
+        k0: first key.
+        k1: end of the keys, exclusive; None: each query's own position is its last key.
+        shift: number of tokens between these keys and the queries that belong to other rows; a
+            window does not count them.
     """
 
     q0: int
@@ -66,18 +72,27 @@ class Run:
     k1: int | None = None
     shift: int = 0
 
+    def within(self, start: int, stop: int) -> Run:
+        """Return the run of the queries in [start, stop)."""
+        if start <= self.q0 and self.q1 <= stop:
+            return self
+        return dataclasses.replace(self, q0=max(self.q0, start), q1=min(self.q1, stop))
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a backend wants its blocks to look like; None means no limit.
+    """Block sizes that a kernel prefers; None means no limit.
 
-    Args:
-        q_block, k_block: the most queries and keys of a block.
-        k_forward: the most keys where no dK and dV come back.
-        few: the least queries and keys, of few lengths. [Note: few shapes]. tail: for what is
-            fewer.
-        masked: for BAND and MASK.
-        bottom_right: CAUSAL blocks may have more keys than queries.
+    Attributes:
+        q_block: most queries of a block.
+        k_block: most keys of a block.
+        k_forward: most keys of a block where no dK and dV are returned.
+        few: fewest queries and keys of a block, if lengths must be few. [Note: few shapes]
+        tail: tiling of pieces shorter than `few`.
+        masked: tiling of BAND and MASK blocks.
+        bottom_right: True if CAUSAL blocks may have more keys than queries.
+        native_window: True if WINDOW blocks are allowed.
+        native_varlen: True if VARLEN blocks are allowed.
     """
 
     q_block: int | None = None
@@ -91,11 +106,11 @@ class Tiling:
     native_varlen: bool = False
 
     def takes(self, length: int) -> bool:
-        """Whether a block may have so many queries, or keys."""
+        """True if a block may have `length` queries, or keys."""
         return self.few is None or next(few_lengths(length, self.few, None), None) == length
 
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
-        """Cut [q0, q1); each piece with the tiling of its blocks."""
+        """Cut queries [q0, q1) into pieces, each with the tiling of its blocks."""
         found = list[tuple[int, int, Tiling]]()
         if self.few is None:
             for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
@@ -110,7 +125,7 @@ class Tiling:
         return found
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
-        """Cut [k0, k1)."""
+        """Cut keys [k0, k1) into pieces."""
         found = list[tuple[int, int]]()
         if self.few is None:
             for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
@@ -123,8 +138,8 @@ class Tiling:
 
 
 def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
-    """Pieces of at least `few`, up to `most` (a multiple of `GRID`), that leave less than `few`.
-    [Note: few shapes]"""
+    """Yield the lengths of pieces of at least `few`, up to `most` (a multiple of `GRID`), until
+    less than `few` is left. [Note: few shapes]"""
     while length >= few:
         piece = length - length % GRID or 1 << (length.bit_length() - 1)
         piece = min(piece, most or piece)
@@ -134,7 +149,7 @@ def few_lengths(length: int, few: int, most: int | None) -> Iterator[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows [b0, b1), queries [q0, q1), keys [k0, k1), all absolute."""
+    """Rows [b0, b1), queries [q0, q1) and keys [k0, k1), all absolute."""
 
     kind: Kind
     b0: int
@@ -149,7 +164,8 @@ class Block:
 
     @property
     def pairs(self) -> int:
-        """Pairs that a kernel computes for each row, masked ones among them."""
+        """Return the number of pairs that a kernel computes for each row, including masked
+        pairs."""
         if self.kind is Kind.VARLEN:
             steps = zip(self.cu_q, self.cu_q[1:], self.cu_k, self.cu_k[1:], strict=False)
             return sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in steps)
@@ -158,46 +174,47 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """The spans of a whole batch: the runs of each row, and the sliding window if there is one."""
+    """The spans of a batch: the runs of each row, and the sliding window if the layer has one."""
 
     length: int
     rows: tuple[tuple[Run, ...], ...]
     window: int | None = None
-    # by others
+    # caches of other modules
     derived: dict[Any, Any] = dataclasses.field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
     @classmethod
     def causal(cls, batch_size: int, length: int, window: int | None = None) -> Spans:
-        """Rows of one document without padding.
+        """Return the spans of rows with one document each and without padding.
 
-        A query reads all keys up to itself, or with a window the last `window` of them, itself
+        A query reads all keys up to itself, or with a window the last `window` keys, itself
         included.
         """
         return cls(length, ((Run(0, length, 0),),) * batch_size, window)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
-        """The blocks of queries [start, stop)."""
-        found, first, count = list[Block](), 0, len(self.rows)
+        """Return the blocks of queries [start, stop)."""
+        found = list[Block]()
+        first = 0
+        count = len(self.rows)
         for row in range(1, count + 1):
             if row < count and self.rows[row] == self.rows[first]:
                 continue  # rows with the same runs share their blocks
-            b0, b1, first, runs = first, row, row, self.rows[first]
+            b0 = first
+            b1 = row
+            first = row
             clipped = [
-                run if start <= run.q0 and run.q1 <= stop
-                else dataclasses.replace(run, q0=max(run.q0, start), q1=min(run.q1, stop))
-                for run in runs if run.q0 < stop and run.q1 > start
-            ]  # fmt: skip
+                run.within(start, stop) for run in self.rows[b0] if run.q0 < stop and run.q1 > start
+            ]
             packed = list[Run]()
             if tiling.native_varlen and len(clipped) > 1:
                 causal = [run for run in clipped if run.k1 is None]
                 if len(causal) > 1 and all(
                     a.q1 == b.q0 == b.k0 for a, b in itertools.pairwise(causal)
                 ):
-                    # Documents, one behind the other. The first is in one call with the others if
-                    # it begins in the chunk as well, or reads little of what is before the chunk,
-                    # which another kernel would read faster.
+                    # Consecutive documents share one call. A first document that began before the
+                    # chunk joins if it reads few earlier keys; otherwise another kernel is faster.
                     opening = causal[0]
                     joins = (
                         opening.k0 == opening.q0
@@ -205,15 +222,16 @@ class Spans:
                         or opening.q1 - opening.k0 <= JOINED
                     )
                     packed = causal if joins else causal[1:]
-                    clipped = [
-                        *causal[: len(causal) - len(packed)],
-                        *(run for run in clipped if run.k1 is not None),
-                    ]
+                    padded = [run for run in clipped if run.k1 is not None]
+                    clipped = causal[: len(causal) - len(packed)] + padded
             for run in clipped:
                 found += self._run_blocks(b0, b1, run, tiling)
-            if packed:  # one call for several documents, of which the first may have begun before its queries
-                k0, q0, end = self._first_key(packed[0]), packed[0].q0, packed[-1].q1
-                cu_q, cu_k = ((0, *(run.q1 - first for run in packed)) for first in (q0, k0))
+            if packed:  # one call for several documents; the first may begin before its queries
+                k0 = self._first_key(packed[0])
+                q0 = packed[0].q0
+                end = packed[-1].q1
+                cu_q = (0, *(run.q1 - q0 for run in packed))
+                cu_k = (0, *(run.q1 - k0 for run in packed))
                 for one in range(b0, b1):
                     found.append(
                         Block(Kind.VARLEN, one, one + 1, q0, end, k0, end, self.window, cu_q, cu_k)
@@ -221,7 +239,8 @@ class Spans:
         return found
 
     def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> list[Block]:
-        window, found = self.window, list[Block]()
+        window = self.window
+        found = list[Block]()
         if window is None:
             for q0, q1, pieces in tiling.queries(run.q0, run.q1):
                 if run.k1 is not None:
@@ -249,10 +268,13 @@ class Spans:
         step = min((tiling.masked or tiling).q_block or window, window)
         for q0 in range(run.q0, run.q1, step):
             q1 = min(q0 + step, run.q1)
-            # Keys below `full` are in some queries' windows only; from `stop` on, in some queries'
-            # past only.
+            # Only some queries' windows contain keys below `full`, and only some queries' pasts
+            # contain keys from `stop` on.
             reach = window + run.shift
-            full, stop = max(run.k0, q1 - reach), q0 if run.k1 is None else run.k1
+            full = max(run.k0, q1 - reach)
+            stop = q0
+            if run.k1 is not None:
+                stop = run.k1
             edge = max(run.k0, q0 - reach + 1)
             if edge < min(full, stop):
                 found.append(Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))
@@ -262,5 +284,5 @@ class Spans:
         return found
 
     def _first_key(self, run: Run) -> int:
-        """The first key that any query of a run reads."""
+        """Return the first key that any query of a run reads."""
         return run.k0 if self.window is None else max(run.k0, run.q0 - self.window + 1)

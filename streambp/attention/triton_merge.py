@@ -1,8 +1,7 @@
-"""Two blocks' attention outputs into one, in Triton: every element is read and written once.
+"""Merge two blocks' attention outputs in Triton: every element is read and written once.
 
-torch would write the weights' products and read them again. Numbers are those of
-`merge.merge_in_torch`, which this kernel is tested against (in Triton's interpreter where there is
-no GPU).
+torch would write the weights' products and read them again. The kernel computes the numbers of
+`merge.merge_in_torch`, with which tests compare it (in Triton's interpreter without a GPU).
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ if AVAILABLE:
         out_row, out_token, out_head, length,
         size: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
     ):  # fmt: skip
-        row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+        row = tl.program_id(2).to(tl.int64)
+        head = tl.program_id(1).to(tl.int64)
         token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
         there = token < length
         column = tl.arange(0, width)
@@ -44,7 +44,8 @@ if AVAILABLE:
         y = tl.load(part_lse, mask=there, other=-float("inf"))
         top = tl.maximum(x, y)
         safe = tl.where(top == -float("inf"), 0.0, top)  # [Note: empty rows]
-        weight, part_weight = tl.exp(x - safe), tl.exp(y - safe)
+        weight = tl.exp(x - safe)
+        part_weight = tl.exp(y - safe)
         total = weight + part_weight
         shrink = 1.0 / tl.where(total == 0.0, 1.0, total)
         o += row * o_row + head * o_head + token[:, None] * o_token + column[None, :]
@@ -54,14 +55,14 @@ if AVAILABLE:
         b = tl.load(part, mask=inside & (part_weight > 0.0)[:, None], other=0.0).to(tl.float32)
         merged = a * (weight * shrink)[:, None] + b * (part_weight * shrink)[:, None]
         tl.store(out, merged.to(out.dtype.element_ty), mask=inside)
-        # Each warp reads the logsumexp of its own tokens, and the first warp writes that of all:
-        # not before all have read.
+        # Each warp reads the logsumexp of its own tokens, and the first warp writes all of it: the
+        # barrier waits until every warp has read.
         tl.debug_barrier()
         tl.store(lse, safe + tl.log(total), mask=there)
 
 
 def fits_triton(*tensors: Tensor) -> bool:
-    """Whether outputs like these [b, t, H, D] can be merged here."""
+    """True if outputs like these [b, t, H, D] can be merged here."""
     if not AVAILABLE or not tensors[0].is_cuda:
         return False
     fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)
@@ -69,21 +70,23 @@ def fits_triton(*tensors: Tensor) -> bool:
 
 
 def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """`merge.merge` in one kernel, which computes in float32.
+    """Merge like `merge.merge`, in one kernel that computes in float32.
 
     Args:
-        o, part_o, out: [b, t, H, D] of `DTYPES`, the last dimension contiguous; out is written and
-            may be o.
-        lse, part_lse: [b, H, t] in float32, any strides; lse is replaced.
+        o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.
+        lse: [b, H, t] in float32, any strides; replaced by the merged logsumexp.
+        part_o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.
+        part_lse: [b, H, t] in float32, any strides.
+        out: [b, t, H, D] of `DTYPES`, the last dimension contiguous; receives the result, may be o.
     """
     rows, length, heads, size = o.shape
     if not o.numel():
         return
-    strides = (x.stride()[:3] for x in (o, lse, part_o, part_lse, out))
+    strides = [stride for x in (o, lse, part_o, part_lse, out) for stride in x.stride()[:3]]
     grid = (triton.cdiv(length, TOKENS), heads, rows)
     # Triton launches on the current device
     with torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext():
         _kernel[grid](
-            o, lse, part_o, part_lse, out, *(stride for three in strides for stride in three), length,
+            o, lse, part_o, part_lse, out, *strides, length,
             size=size, width=triton.next_power_of_2(size), tokens=TOKENS, num_warps=WARPS,
         )  # fmt: skip

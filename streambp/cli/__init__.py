@@ -15,6 +15,7 @@ from streambp.cli.app import app
 from streambp.cli.checks import check
 from streambp.errors import StreamBPError
 from streambp.launch import command as launcher
+from streambp.libraries import refuse_other_distribution
 from streambp.reporting import reason
 
 FAILED = 2
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        refuse_other_distribution()
         arguments = parse(words or ["--help"])
         if isinstance(arguments, int):
             return arguments if words else FAILED

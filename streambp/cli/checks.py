@@ -30,7 +30,8 @@ def check(arguments: Any) -> None:
     """
     if arguments.command == "launch" and arguments.extra:
         raise ConfigError(
-            f"{shown(arguments.extra[0])} is no flag; the command to run comes after --: {LAUNCH}."
+            f"{shown(arguments.extra[0])} is no flag of streambp launch. Write the command to run "
+            f"after --: {LAUNCH}."
         )
     if arguments.command == "plan":
         _check_plan(arguments)
@@ -178,8 +179,8 @@ def _lengths(file: Path) -> list[int]:
     if wrong is not None or not words:
         found = "no number" if wrong is None else shown(wrong)
         raise ConfigError(
-            f"--lengths {file} has {found}. It needs the tokens of each row, whole numbers from 1, "
-            "one a line."
+            f"--lengths {file} has {found}. Each line must hold the tokens of one row, a whole "
+            "number from 1."
         )
     return [int(word) for word in words]
 

@@ -51,8 +51,8 @@ def find_context_parallel() -> SplitOver | None:
         return SplitOver(mesh.get_group(), bool(getattr(options, CONTEXT_PARALLEL_BALANCED)))
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise UnsupportedModelError(
-            "torch's context parallelism splits the sequence over ranks, but its mesh of one "
-            "dimension or the order of its shards is not where torch 2.11 to 2.13 keep them "
-            f"({type(error).__name__}: {error}). Use one of these versions and a mesh of one "
-            "dimension, or run this model unpatched (streambp.unpatch(model))."
+            "torch's context parallelism splits the sequence over ranks, but streambp did not "
+            f"find its one-dimensional mesh or its order of shards ({type(error).__name__}: "
+            f"{error}). Use torch 2.11 to 2.13 with a mesh of one dimension, or run this model "
+            "unpatched (streambp.unpatch(model))."
         ) from error

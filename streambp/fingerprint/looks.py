@@ -7,7 +7,7 @@ compared with the previous list. Only after a difference is each value named and
 
     exact   compared between a forward and its backward, which would recompute another layer; a
             difference raises and is named
-    kind    decides which verdicts apply (`LayerSite.findings`, `unread`): structure alone, not
+    kind    decides which verdicts apply (`LayerTests.results`, `unread`): structure alone, not
             numbers, nor identities
 
 Values that the layer's own forward changes (counters, values stored for later) belong to neither

@@ -182,7 +182,10 @@ def token_log_probs(
     """
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown:
-        raise StreamBPError(f"metrics names {unknown}; it may name {list(METRICS)}.")
+        raise StreamBPError(
+            f"metrics names {unknown}, which streambp does not compute. Use some of "
+            f"{list(METRICS)}."
+        )
     check_tensors(
         hidden_states=(hidden_states, "... h", "floating"),
         weight=(weight, "V h", "floating"),

@@ -95,7 +95,7 @@ def read(source: Any) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"No DeepSpeed config could be read from {shown(source)} ({reason(error)}). Pass the "
-            "path of a JSON file that is there, the file's text, that as base64, or a dictionary."
+            "path of an existing JSON file, the file's text, the text in base64, or a dictionary."
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(

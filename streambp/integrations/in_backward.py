@@ -118,10 +118,10 @@ class Guard:
             # FSDP2 replaces a DTensor by the gathered weight.
             if id(weight) not in there and not isinstance(weight, DTensor):
                 raise ConfigError(
-                    f"{name} has an optimizer in backward, and is no parameter of this "
-                    f"{type(module).__name__} any more (fully_shard, resize_token_embeddings and "
-                    "the like put others in its place), so that it would not train. Call remove() "
-                    "of the handle, and optimizer_in_backward again on the model as it is now."
+                    f"{name} has an optimizer in backward and is no longer a parameter of this "
+                    f"{type(module).__name__}, so the weight would not train. Calls such as "
+                    "fully_shard and resize_token_embeddings replace parameters. Call remove() of "
+                    "the handle, then optimizer_in_backward again."
                 )
             _refuse_engine(weight)
 

@@ -76,7 +76,8 @@ class TokenBatchSampler(Sampler[list[int]]):
             )
         if rank is not None and not 0 <= rank < num_replicas:
             raise ConfigError(
-                f"rank={rank} is not one of num_replicas={num_replicas}: 0 to {num_replicas - 1}."
+                f"rank={rank} is not one of num_replicas={num_replicas}. Pass a rank from 0 to "
+                f"{num_replicas - 1}."
             )
         if not self.lengths:
             raise ConfigError("lengths is empty. Give the number of tokens of each row.")

@@ -47,6 +47,6 @@ def remove(folder: Path | None = None) -> Path | None:
         return None
     except OSError as error:
         raise StreamBPError(
-            f"{file} cannot be removed ({error.strerror}). Remove it by hand."
+            f"{file} cannot be removed ({error.strerror}). Delete the file yourself."
         ) from error
     return file

@@ -7,14 +7,16 @@ Values that pass from chunk to chunk are in `carried`; tensors saved for backwar
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
 from streambp.attention.indexers import indexers_of, picking
@@ -53,79 +55,140 @@ LONG_FORKS = "prefixes that rows share end there, and its states leave no shorte
 LONG_STATES = "its states are handed on from {} tokens or more, and the rest of a sequence has less"
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerParts:
+    """Facts about a layer's modules that each call needs.
+
+    Attributes:
+        forward: the unpatched forward.
+        configs: the configs whose attention is routed to streambp.
+        indexers: the modules that pick keys. [Note: indexers]
+        runs_compiled: True if a module inside is compiled.
+        engine_hooks: the hook tables that hold engine hooks.
+        checkpointed: the modules with a `gradient_checkpointing` flag.
+    """
+
+    forward: Callable[..., Any]
+    configs: list[PreTrainedConfig]
+    indexers: list[nn.Module]
+    runs_compiled: bool
+    engine_hooks: list[dict[int, Any]]
+    checkpointed: list[nn.Module]
+
+    @classmethod
+    def of_site(cls, site: LayerSite) -> LayerParts:
+        """Return the facts, cached until the layer's structure changes."""
+
+        def find(layer: nn.Module) -> LayerParts:
+            hooks, checkpointed = switched_off(layer)
+            return cls(
+                site.forward,
+                site.of(site.kind.attention.configs),
+                site.of(indexers_of),
+                bool(site.of(compiled_inside)),
+                hooks,
+                checkpointed,
+            )
+
+        return site.of(find, "parts")
+
+
+@dataclasses.dataclass
+class ResultForm:
+    """Form of a layer's result.
+
+    Attributes:
+        recorded: keys that transformers' output collector records inside the layer.
+        collected: tensors that hooks recorded in the current chunk.
+        extras: the extra outputs, in the order of the Function's outputs.
+        is_tuple: True if the layer returns a tuple.
+        width: the number of return values behind the hidden states.
+    """
+
+    recorded: tuple[str, ...]
+    collected: Collected = dataclasses.field(default_factory=dict)
+    extras: list[Place] = dataclasses.field(default_factory=list)
+    is_tuple: bool = False
+    width: int = 0
+
+
+@dataclasses.dataclass
+class BackwardState:
+    """Data that a call's backward needs beside the saved tensors.
+
+    Attributes:
+        training: True if the layer was in training mode in forward.
+        gradients_of_a_parameter: number of gradients for each parameter in a backward pass.
+        parameters: the parameters in the layer's slots at the start of the call.
+        wanted: True for the input, and for each differentiable argument, that needs a gradient; set
+            when the Function runs.
+        seen: record of the layer at the end of forward. [Note: fingerprint]
+        witness: compares backward with forward; None: no comparison. [Note: witness]
+        send_gradients: moves the gradients of weights stored on the host; None: weights are on the
+            device.
+        situation: the arguments and the result of `LayerCall.situation`.
+    """
+
+    training: bool
+    gradients_of_a_parameter: int
+    parameters: Parameters = dataclasses.field(init=False)
+    wanted: tuple[bool, list[bool]] = dataclasses.field(init=False)
+    seen: SeenBefore | None = None
+    witness: Witness | None = None
+    send_gradients: Leave | None = None
+    situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+
+
 class LayerCall:
     """Arguments, chunk plan, carried values and saved tensors of one call of a layer. hidden_states
     is [..., B, T, h].
 
     Attributes:
+        rows: the number of rows B.
         plan: the chunks.
-        recorded: keys that transformers' output collector records inside the layer.
-        collected: tensors that hooks recorded in the current chunk.
-        autocast: the autocast state at the start of the call.
-        extras: the extra outputs, in the order of the Function's outputs.
-        look: snapshot of the layer at the start of the call.
-        seen: record of the layer at the end of forward. [Note: fingerprint]
-        parameters: the parameters in the layer's slots at the start of the call.
-        wanted: True for the input, and for each differentiable argument, that needs a gradient; set
-            when the Function runs.
-        witness: compares backward with forward; None: no comparison. [Note: witness]
-        send_gradients: moves the gradients of weights stored on the host; None: weights are on the
-            device.
-        gradients_of_a_parameter: number of gradients for each parameter in a backward pass.
         why_longer: why a chunk exceeds the requested length; empty: none does.
-        attempt: runs a function and returns its result, with a retry if `repeats`.
-        repeats: True if `attempt` may free saves and run the function again (`oom.py`).
+        parts: facts about the layer's modules.
+        packing: the documents of packed rows.
+        autocast: the autocast state at the start of the call.
+        look: snapshot of the layer at the start of the call.
+        carried: values that pass from chunk to chunk.
+        kept: tensors saved for backward.
+        attempt: runs a function and returns its result, with a retry if the policy has saves to
+            free (`oom.py`).
+        form: form of the layer's result.
+        backward: data that backward needs beside the saved tensors.
     """
 
     def __init__(self, site: LayerSite, arguments: Arguments) -> None:
         self.site = site
-        self.layer = site.layer
-        self.forward = site.forward
         self.arguments = arguments
         self.hidden_states: Tensor = arguments.hidden_states
         self.device = self.hidden_states.device
         del arguments.hidden_states
-        batch_size, length = self.hidden_states.shape[-3:-1]
-        self.rows = batch_size
+        self.rows, length = self.hidden_states.shape[-3:-1]
         if length == 0:
             raise StreamBPError(
                 "The sequence has no tokens (T = 0). Pass at least one token per row."
             )
-        self.plan = plan_of(site, batch_size, length, self.device)
-        self.configs = site.of(site.kind.attention.configs)
-        self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
-        collector = output_capturing._active_collector.get() or ()
-        self.recorded = tuple(
-            key for key in collector if key != "hidden_states" and not key.startswith("_")
-        )
-        self.collected: Collected = {}
-        self.indexers = site.of(indexers_of)
-        self.runs_compiled = bool(site.of(compiled_inside))
-        self.autocast = Autocast.capture(self.hidden_states.device)
-        self.training = site.layer.training
-        self.extras: list[Place] = []
-        self.look: Look
-        self.seen: SeenBefore | None = None
-        self.parameters: Parameters
-        self.wanted: tuple[bool, list[bool]]
-        self.send_gradients: Leave | None = None
-        self.witness: Witness | None = None  # set if a backward follows. [Note: witness]
-        self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = (
-            None  # arguments and cached key
-        )
+        self.plan = plan_of(site, self.rows, length, self.device)
         self.why_longer = ""
+        self.parts = LayerParts.of_site(site)
+        self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
+        self.autocast = Autocast.capture(self.device)
+        self.look: Look
         self.carried = self._carry()
         self._move_ends(arguments, site.kind.states.least)
-        self.gradients_of_a_parameter = len(self.plan.ends)  # in a backward pass
         self.kept = self._keep()
-        self.attempt, self.repeats, chooser = AT_ONCE, site.repeats, site.chooser
-        if self.repeats and chooser is not None:
+        self.attempt = AT_ONCE
+        if site.saves_policy is not None and site.repeats:
             self.attempt = functools.partial(
                 with_memory,
                 device=self.device,
-                let_go=functools.partial(chooser.let_go, self.kept),
-                check_room=functools.partial(chooser.check_room, self.kept),
+                let_go=functools.partial(site.saves_policy.let_go, self.kept),
+                check_room=functools.partial(site.saves_policy.check_room, self.kept),
             )
+        self.form = ResultForm(recorded_keys())
+        self.backward = BackwardState(site.layer.training, len(self.plan.ends))
 
     def _move_ends(self, arguments: Arguments, least: int) -> None:
         """Move chunk ends to positions where the layer can be split, and store why a chunk exceeds
@@ -137,10 +200,9 @@ class LayerCall:
         barriers = self.carried.layout.barriers
         if barriers:
             self._cut(move_ends(self.plan, barriers), LONG_MASK)
-        if self.packing.barriers:
-            self._cut(
-                self.plan.avoiding(merged((*barriers, *self.packing.barriers))), LONG_DOCUMENTS
-            )
+        documents = () if self.packing is ONE_DOCUMENT else self.packing.barriers
+        if documents:
+            self._cut(self.plan.avoiding(merged((*barriers, *documents))), LONG_DOCUMENTS)
         if arguments.forks:
             self._cut(self.plan.forked(arguments.forks, least), LONG_FORKS)
         elif least > 1:
@@ -199,13 +261,14 @@ class LayerCall:
             needs_input: True if the input needs a gradient.
         """
         asked = linears, needs_input, self.arguments.kind
-        if self._situation is None or any(map(operator.is_not, asked, self._situation[0])):
+        known = self.backward.situation
+        if known is None or any(map(operator.is_not, asked, known[0])):
             stops = [chunk.stop for chunk in self.first_chunks(TRIED)]
-            self._situation = (
+            known = self.backward.situation = (
                 asked,
                 (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops),
             )
-        return self._situation[1]
+        return known[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
         """Start recording this chunk, or one half of it. Return the callback for inputs of saved
@@ -215,21 +278,23 @@ class LayerCall:
             again: True in backward.
             half: name of the half; empty: the full chunk.
         """
-        if self.witness is None:
+        witness = self.backward.witness
+        if witness is None:
             return None
-        self.witness.begin((half, chunk.index), chunk.stop == self.plan.length, again)
-        return self.witness.see if self.witness.last else None
+        witness.begin((half, chunk.index), chunk.stop == self.plan.length, again)
+        return witness.see if witness.last else None
 
     def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for forward that records the inputs of the Linears whose outputs backward
         will skip. The layer's first backward skips no Linear. [Note: witness]
         """
+        witness = self.backward.witness
         linears = self.site.linears
-        unread = self.site.unread.get(self.situation(linears, self.wanted[0]))
-        if self.witness is None or unread is None or not unread.recompute:
+        unread = self.site.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
+        if witness is None or unread is None or not unread.recompute:
             return NOTHING
-        self.witness.left_out = unread.recompute.difference(self.kept.products)
-        return tapped(linears, self.witness.left_out, see=self.witness.see)
+        witness.left_out = unread.recompute.difference(self.kept.products)
+        return tapped(linears, witness.left_out, see=witness.see)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
@@ -239,21 +304,23 @@ class LayerCall:
         disabled inside the layer. Outputs recorded by hooks go to `collected`: in the model's own
         collector, chunks would count as layers.
         """
-        before, (hooks, modules) = self.collected, self.site.of(switched_off)
+        before = self.form.collected
+        hooks = self.parts.engine_hooks
+        modules = self.parts.checkpointed
         recorded: contextlib.AbstractContextManager[Collected] = contextlib.nullcontext({})
-        if self.recorded or output_capturing._active_collector.get() is not None:
-            recorded = recording(self.recorded)
+        if self.form.recorded or output_capturing._active_collector.get() is not None:
+            recorded = recording(self.form.recorded)
         with (
-            routed(self.configs),
+            routed(self.parts.configs),
             computed_as_written(modules) if modules or parametrize._cache_enabled else NOTHING,
             engine_hooks_silenced(hooks) if hooks else NOTHING,
-            recorded as self.collected,
+            recorded as self.form.collected,
             adapted(self.site.adapters) if self.site.adapters else NOTHING,
         ):
             try:
                 yield
             finally:
-                self.collected = before
+                self.form.collected = before
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the hidden states of a layer's result, and the tensors [B, C, ...] behind them by
@@ -263,10 +330,10 @@ class LayerCall:
             UnsupportedModelError: the layer returned another type.
         """
         if isinstance(result, Tensor) and result.dim() > 1:
-            self.returns_tuple, self.width = False, 0
+            self.form.is_tuple, self.form.width = False, 0
             return result.flatten(-2) if self.arguments.folds else result, {}
-        self.returns_tuple = isinstance(result, tuple)
-        hidden_states, *rest = result if self.returns_tuple else (result,)
+        self.form.is_tuple = isinstance(result, tuple)
+        hidden_states, *rest = result if self.form.is_tuple else (result,)
         if isinstance(hidden_states, Tensor) and self.arguments.folds:
             hidden_states = hidden_states.flatten(-2)
         if self.site.kind.attention.returns_weights and any(
@@ -279,11 +346,11 @@ class LayerCall:
             isinstance(part, Tensor) and part.shape[:2] == whole for part in found.values()
         ):
             raise UnsupportedModelError(
-                f"{type(self.layer).__name__} returns more than its hidden states and tensors [B, "
+                f"{type(self.site.layer).__name__} returns more than its hidden states and tensors [B, "
                 "T, ...] beside them, which streambp does not support. Use gradient checkpointing "
                 "for this model."
             )
-        self.width = len(rest)
+        self.form.width = len(rest)
         return hidden_states, found
 
     def wrap(self, hidden_states: Tensor, extras: dict[Place, Tensor]) -> Any:
@@ -292,9 +359,9 @@ class LayerCall:
 
         The inverse of `unwrap`.
         """
-        rest = [extras.get(Place(RETURNED, index)) for index in range(self.width)]
+        rest = [extras.get(Place(RETURNED, index)) for index in range(self.form.width)]
         hidden_states = self.arguments.as_given(hidden_states)
-        return (hidden_states, *rest) if self.returns_tuple else hidden_states
+        return (hidden_states, *rest) if self.form.is_tuple else hidden_states
 
     def compute(
         self,
@@ -318,22 +385,23 @@ class LayerCall:
         again = stage is Stage.RECOMPUTE and own
         saved = self.kept.attended() if again else None
         picks = self.kept.picks() if again and self.site.kind.attention.picks_keys else None
-        overwritten = self.site.overwritten
+        overwritten = self.site.tests.overwritten
         if overwritten.inputs:  # [Note: writes through pointers]
             states = (
                 None if states is None else {key: state.clone() for key, state in states.items()}
             )
             if prefix is not None or stage is not Stage.FORWARD:
                 hidden_chunk = hidden_chunk.clone()
-        if prefix is None and self.runs_compiled:
+        if prefix is None and self.parts.runs_compiled:
             # A chunk is a view with an offset and the sequence's stride, for which torch would
             # recompile.
             hidden_chunk = hidden_chunk.clone(memory_format=torch.contiguous_format)
         prefix = prefix or self.carried.prefix
         prefix.overwritten |= overwritten.attended
         mask = ChunkMask(prefix, chunk, stage, saved, picks)
-        if own and self.witness is not None and self.witness.last and stage is not Stage.REFILL:
-            mask.see = self.witness.see if "attn_out" in self.kept.saves else None
+        witness = self.backward.witness
+        if own and witness is not None and witness.last and stage is not Stage.REFILL:
+            mask.see = witness.see if "attn_out" in self.kept.saves else None
         return self.run(hidden_chunk, chunk, mask, leaves, states), mask.attended
 
     def run(
@@ -358,7 +426,7 @@ class LayerCall:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
-        picked = picking(self.indexers, point) if kind.attention.picks_keys else NOTHING
+        picked = picking(self.parts.indexers, point) if kind.attention.picks_keys else NOTHING
         choosing = (
             NOTHING
             if self.site.choices is None
@@ -366,30 +434,40 @@ class LayerCall:
         )
         if self.arguments.folds:
             hidden_chunk = self.arguments.as_given(hidden_chunk)
-        for tensors in self.collected.values():  # a chunk that raised must not keep its graph alive
+        for (
+            tensors
+        ) in self.form.collected.values():  # a chunk that raised must not keep its graph alive
             tensors.clear()
         with self.autocast.restored() if self.autocast.on else NOTHING, starting, picked, choosing:
             try:
-                result = self.forward(hidden_chunk, **named)
+                result = self.parts.forward(hidden_chunk, **named)
             except RefillDone:
                 point.finish()
                 return None
         point.finish()
         result = kind.states.collect(result, cache) if kind.states.carries else result
         hidden_states, returned = self.unwrap(result)
-        if returned or before or self.collected:
+        if returned or before or self.form.collected:
             output = collect(
                 hidden_states,
                 returned,
-                self.collected,
+                self.form.collected,
                 {name: (before[name], named[name]) for name in before},
             )
         else:
             output = ChunkOutput(hidden_states, {})
-        for tensors in self.collected.values():
+        for tensors in self.form.collected.values():
             tensors.clear()
         output.states = {} if cache is None else cache.after
         return output
+
+
+def recorded_keys() -> tuple[str, ...]:
+    """Return the keys that transformers' output collector records inside layers."""
+    collector = output_capturing._active_collector.get()
+    if not collector:
+        return ()
+    return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
 
 
 def plan_of(site: LayerSite, rows: int, length: int, device: torch.device) -> ChunkPlan:

@@ -24,7 +24,7 @@ from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall
 from streambp.layer.gradients import BackwardPass, mark, may_overwrite, reference_counts
 from streambp.layer.graphs import computed_with_graph, counting, refuse_kept, refuse_other_leaves
-from streambp.layer.oom import explained
+from streambp.layer.oom import AT_ONCE, explained
 from streambp.layer.outputs import ChunkOutput, Whole, put
 from streambp.layer.products import UnreadProducts, left_out, summed
 from streambp.layer.recompute import NOTHING, RandomState
@@ -41,7 +41,7 @@ class Strategy:
     Attributes:
         make: creates a call from the layer's site and arguments.
         forward: takes a call and a flag for saving; returns hidden_states of the full sequence,
-            then the extra outputs in the order of `call.extras`.
+            then the extra outputs in the order of `call.form.extras`.
         backward: accumulates the gradients.
         whole: runs a layer that cannot be chunked.
     """
@@ -67,14 +67,16 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         kept.find_products()
         if kept.watch is not None:
             kept.watch.mark()
-        call.witness = site.witness(call.hidden_states, call.autocast)
+        call.backward.witness = site.witness(call.hidden_states, call.autocast)
     with torch.no_grad(), call.streaming(), call.inputs_seen() if keep else NOTHING:
         for chunk in call.plan.chunks:
             # The chunk's start: random state, input, states of the chunk before.
             if keep:
                 kept.random.append(RandomState.capture(call.device))
             hidden_chunk = chunk.part(call.hidden_states, -2)
-            original = hidden_chunk.clone() if keep and site.overwritten.inputs else hidden_chunk
+            original = (
+                hidden_chunk.clone() if keep and site.tests.overwritten.inputs else hidden_chunk
+            )
             if carries:
                 states = carried.start(call.plan, chunk)
                 if keep:
@@ -94,9 +96,9 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     # End of forward: report the attention kernels; the prefix stays only if it holds saved keys and
     # values.
     if kept.graph is None:  # a kept graph is computed as in backward, which records no kernels
-        site.attended = carried.prefix.used
+        site.last_call.kernels = carried.prefix.used
     if keep:
-        site.sdpa = carried.prefix.sdpa
+        site.last_call.sdpa = carried.prefix.sdpa
         kept.seal(carried.prefix.backward_bytes)
     if keep and "kv" in kept.saves and not kept.moves_kv:
         carried.prefix.pack()
@@ -118,15 +120,17 @@ def _forward_chunk(
     """Return a chunk's output and attention results, without a graph, and capture the tensors to
     save.
     """
-    kept, witness = call.kept, call.witness
+    kept, witness = call.kept, call.backward.witness
     if again:
         kept.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
     see = call.seeing(chunk, again=False)
     if kept.keeps_graph:
-        with call.parameters.shadowed() as shadows:
-            graph = computed_with_graph(call, hidden_chunk, chunk, call.wanted, shadows, {})
+        with call.backward.parameters.shadowed() as shadows:
+            graph = computed_with_graph(
+                call, hidden_chunk, chunk, call.backward.wanted, shadows, {}
+            )
         kept.graph = graph
         if witness is not None:
             witness.see_output(original, graph.output.hidden_states)
@@ -147,8 +151,8 @@ def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
     call.
     """
     result = whole.pop(None)
-    call.extras = [place for place in whole if place is not None]
-    return result, *(whole[place] for place in call.extras)
+    call.form.extras = [place for place in whole if place is not None]
+    return result, *(whole[place] for place in call.form.extras)
 
 
 class StreamedLayer(torch.autograd.Function):
@@ -180,18 +184,19 @@ class StreamedLayer(torch.autograd.Function):
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
         count = len(call.arguments.differentiable)
-        call.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
+        call.backward.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
         versions = versions_of(call.look)
         try:
             hooks, here = call.look.hooks, call.site.weights_here("forward", call.device)
             with here, watching(hooks) if hooks.places else NOBODY as acted:
                 outputs = strategy.forward(call, True)
-            call.site.refuse_untried(acted)
+            if acted:
+                call.site.tests.refuse_untested(acted, call.site.layer)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             raise explained(error, call.site, call.plan) from error
-        call.seen = call.site.fingerprint.seen(call.layer, call.look, versions, acted)
+        call.backward.seen = call.site.fingerprint.seen(call.site.layer, call.look, versions, acted)
         if call.kept.store.copies:
             # The shape without storage: the tensors are offloaded.
             call.hidden_states = hidden_states.new_empty((), device="meta").expand_as(hidden_states)
@@ -223,7 +228,10 @@ class StreamedLayer(torch.autograd.Function):
             # Incoming gradients and accumulators; dx may be written into the incoming gradient's
             # buffer.
             work = BackwardPass(
-                call, len(parameters.groups), grad, dict(zip(call.extras, extra_grads, strict=True))
+                call,
+                len(parameters.groups),
+                grad,
+                dict(zip(call.form.extras, extra_grads, strict=True)),
             )
             if work.needs_input and not work.sums.alone:
                 if (
@@ -257,14 +265,18 @@ class StreamedLayer(torch.autograd.Function):
                 ctx.strategy.backward(call, work)
             # The comparison's results are read from the device once, at the end of the full
             # backward.
-            if call.witness is not None:
-                call.witness.end()
+            if call.backward.witness is not None:
+                call.backward.witness.end()
             call.carried.prefix.drop_buffers()
             call.carried.states, call.carried.upstream = {}, {}
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
             found = call.attempt(lambda _: work.sums.result(values))
-            found = found if call.send_gradients is None else call.send_gradients(values, found)
+            found = (
+                found
+                if call.backward.send_gradients is None
+                else call.backward.send_gradients(values, found)
+            )
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
@@ -296,10 +308,10 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     # Find the Linear outputs that backward never reads, once for each kind of call.
     linears = call.site.linears
     situation = call.situation(linears, work.needs_input)
-    unread = call.site.unread.get(situation)
+    unread = call.site.tests.unread.get(situation)
     if unread is None:
         found = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-        unread = remember(call.site.unread, situation, found)
+        unread = remember(call.site.tests.unread, situation, found)
     # Recompute keys and values of all chunks except the last, which writes its own. Skip the
     # recomputation if keys and values were saved, or if the layer has no attention.
     prefix, kept = call.carried.prefix, call.kept
@@ -315,9 +327,9 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     # Recompute and differentiate each chunk. Chunks of later queries are first: the dK and dV of a
     # chunk are complete when its own turn begins.
     left = unread.recompute.difference(call.kept.products)
-    if call.witness is not None:
-        left &= call.witness.left_out
-    with summed(linears, work.sums, left, call.witness):
+    if call.backward.witness is not None:
+        left &= call.backward.witness.left_out
+    with summed(linears, work.sums, left, call.backward.witness):
         for chunk in call.plan.backward:
             _chunk_backward(call, chunk, work, unread.states or any(work.wanted))
 
@@ -371,7 +383,7 @@ def _differentiated(
         of_states: the gradients of the chunk's end states.
         again: True in a retry; terms that the first attempt accumulated are not added again.
     """
-    if call.repeats:
+    if call.attempt is not AT_ONCE:
         work.sums.begin(again)
         call.carried.prefix.begin_backward(again)
     graph, call.kept.graph = call.kept.graph, None
@@ -389,8 +401,8 @@ def _differentiated(
             graph = computed_with_graph(
                 call, x, chunk, (work.needs_input, work.wanted), work.shadows, states
             )
-        if call.witness is not None:
-            call.witness.see_output(x, graph.output.hidden_states)
+        if call.backward.witness is not None:
+            call.backward.witness.see_output(x, graph.output.hidden_states)
     last, origin, output = chunk.stop == call.plan.length, graph.origin, graph.output
     outputs, upstream = work.upstream(output, chunk)
     for key, grad in of_states.items():  # [Note: states]
@@ -401,7 +413,7 @@ def _differentiated(
     starts = {key: state for key, state in states.items() if state.requires_grad} if states else {}
     wanted = [*targets, *starts.values(), *graph.shadows]
     if last:
-        refuse_other_leaves(call.layer, outputs, wanted)
+        refuse_other_leaves(call.site.layer, outputs, wanted)
     found: list[Tensor | None] = list(
         torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
     )

@@ -52,9 +52,9 @@ class BackwardPass:
         of_extras: dict[Place, Tensor | None],
     ) -> None:
         self.of_output, self.of_extras = of_output, of_extras
-        self.needs_input, self.wanted = call.wanted
+        self.needs_input, self.wanted = call.backward.wanted
         self.hidden_states: Tensor | None = None
-        self.sums = GradientSum(parameters, call.gradients_of_a_parameter)
+        self.sums = GradientSum(parameters, call.backward.gradients_of_a_parameter)
         self.shadows: list[Tensor] = []
         self._arguments = [
             d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs
@@ -62,7 +62,9 @@ class BackwardPass:
         self._buffers = [
             None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments
         ]
-        self._argument_sums = GradientSum(len(self._arguments), call.gradients_of_a_parameter)
+        self._argument_sums = GradientSum(
+            len(self._arguments), call.backward.gradients_of_a_parameter
+        )
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
         """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and

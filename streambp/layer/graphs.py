@@ -37,6 +37,7 @@ from streambp.distributed.engines import engine_hooks, held
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER
 from streambp.layer.call import LayerCall
+from streambp.layer.oom import AT_ONCE
 from streambp.layer.outputs import ChunkOutput
 from streambp.layer.side_effects import KEEPS
 from streambp.offload.costs import LayerSeen
@@ -76,10 +77,10 @@ class Started(torch.autograd.Function):
         """
         if not ctx.origin.trying:
             raise BackwardError(
-                "This loss uses a tensor that a hook inside a streamed layer kept when streambp "
-                "tried the layer on random tokens, at its first call. Empty what your hooks "
-                "collect after a first forward, or keep the last entry alone: from now on the "
-                "layer runs whole, and its hooks see the sequence once."
+                "This loss uses a tensor that a hook inside a streamed layer stored while "
+                "streambp tested the layer on random tokens, at its first call. Delete the stored "
+                "tensors after the first forward, or use the last one only: from now on the layer "
+                "runs unchunked, and its hooks run once."
             )
         return grad, None, None
 
@@ -120,9 +121,9 @@ def can_keep_graph(call: LayerCall) -> bool:
         len(call.plan) > 1
         or call.autocast.on
         or hooked
-        or held(call.layer).weights  # the graph would keep the weights gathered
+        or held(call.site.layer).weights  # the graph would keep the weights gathered
         or site.on_host  # the graph would hold a slot that other layers' weights need next
-        or site.overwritten.inputs
+        or site.tests.overwritten.inputs
         or site.kind.states.carries
         or site.kind.attention.picks_keys
         or not site.linears
@@ -168,12 +169,12 @@ def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iter
     Args:
         known: tensors [...] that are alive without the graph.
     """
-    if not call.repeats:
+    if call.attempt is AT_ONCE:
         yield
         return
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
     # without shadows
-    frozen = [weight for weight in call.layer.parameters() if not weight.requires_grad]
+    frozen = [weight for weight in call.site.layer.parameters() if not weight.requires_grad]
     there = {tensor.untyped_storage()._cdata for tensor in (*known, *frozen, *arguments)}
     sizes: dict[int, int] = {}
 
@@ -270,10 +271,11 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
         )
         return
     call.arguments.renamed(call.look.kind)  # forward may have excluded values from comparison
-    call.site.found(call.arguments.kind).judge(KEEPS)
+    call.site.tests.result(call.arguments.kind).judge(KEEPS)
     raise BackwardError(
-        f"{type(call.layer).__name__}, or a hook inside it, keeps tensors with their graph, and "
-        "did not when it was tried (does it collect for another loss from a later step on?). This "
-        "step's loss has no gradient through them. Empty what was kept, set gradients to zero and "
-        "repeat the step: from now on the layer runs whole, which is exact."
+        f"{type(call.site.layer).__name__}, or a hook inside it, stores tensors with their graph, and "
+        "did not when the layer was tested. A common cause is a second loss that starts at a "
+        "later step. This step's loss has no gradient through the stored tensors. Delete them, "
+        "set gradients to zero and repeat the step: from now on the layer runs unchunked, which "
+        "is exact."
     )

@@ -19,7 +19,8 @@ import torch
 
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
-from streambp.device import MEMORY_ERRORS, DeviceMemoryError, is_out_of_memory, make_room
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
+from streambp.errors import DeviceMemoryError
 from streambp.layer.site import LayerSite
 
 SMALL_CHUNK = 1024
@@ -63,14 +64,14 @@ def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceM
     """
     if isinstance(error, DeviceMemoryError):
         return error
-    site.advised = True
-    if site.chooser is not None:
-        site.chooser.failed()
+    site.last_call.error_has_advice = True
+    if site.saves_policy is not None:
+        site.saves_policy.failed()
     details = str(error).splitlines()[0] if str(error) else "torch gave no details"
     return DeviceMemoryError(
         f"The device ran out of memory in {type(site.layer).__name__} on {plan.length} positions a "
-        f"row in chunks of {plan.longest}. {next_lever(site.config, plan)} `streambp plan` "
-        f"computes what fits. ({details})"
+        f"row in chunks of {plan.longest}. {next_lever(site.config, plan)} Run `streambp plan` to "
+        f"compute what fits. ({details})"
     )
 
 
@@ -86,11 +87,11 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
     if config.gpu_memory is None:
         return (
             "Set gpu_memory='1GiB' in StreamConfig: keys, values and their gradients beyond it "
-            "wait in host memory."
+            "are stored in host memory."
         )
     return (
-        "No setting of streambp's is left: divide weights and gradients over GPUs (ZeRO-3, FSDP2), "
-        "train adapters, keep the optimizer's state on the host, or shorten the sequence."
+        "No setting of streambp lowers it further: shorten the sequence, or divide weights and "
+        "gradients over GPUs (ZeRO-3, FSDP2)."
     )
 
 
@@ -109,8 +110,7 @@ def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) ->
         where = f"of {tokens:,} tokens that ran as the unpatched model would"
         lever = (
             f"Micro-batches of more than {tokens // 2:,} tokens stream from now on, which takes "
-            "less. Set unpatched_runs=False in StreamConfig: then all stream, and repeat what runs "
-            "out of memory."
+            "less memory. Set unpatched_runs=False in StreamConfig to stream all micro-batches."
         )
     return (
         f"The device ran out of memory in a backward {where}. {lever} `streambp plan` computes "

@@ -130,8 +130,8 @@ class Kept:
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """Let the policy choose the saves by available memory, unless the config names them."""
-        if self.site.chooser is not None and self.chosen_here:
-            names, self.keeps_graph, self.watch = self.site.chooser.saves(
+        if self.site.saves_policy is not None and self.chosen_here:
+            names, self.keeps_graph, self.watch = self.site.saves_policy.saves(
                 self, rows, can_keep_graph
             )
             if names is not None:
@@ -224,7 +224,7 @@ class Kept:
             return
         # Record the costs of saving and of recomputing each tensor; later forwards choose by them.
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
-        prefix, overwritten = self.carried.prefix, self.site.overwritten
+        prefix, overwritten = self.carried.prefix, self.site.tests.overwritten
         with self.autocast.restored():
             products = {
                 name: Product(
@@ -270,7 +270,7 @@ class Kept:
         Raises:
             UnsupportedModelError: the user has named an output that the layer overwrites.
         """
-        overwritten = self.site.overwritten
+        overwritten = self.site.tests.overwritten
         if "attn_out" in self.saves and overwritten.attended and self.lends_attended:
             if self.named:
                 raise self._overwritten()
@@ -288,7 +288,7 @@ class Kept:
                 raise self._overwritten(
                     *(name for name in products if name in overwritten.products)
                 )
-            unread = [found.recompute for found in self.site.unread.values()]
+            unread = [found.recompute for found in self.site.tests.unread.values()]
             never_read = frozenset.intersection(*unread) if unread else frozenset()
             self.products = [name for name in self.products if name not in never_read]
 
@@ -308,9 +308,9 @@ class Kept:
                 f"saved. Leave it out of StreamConfig's saves, which is {self.saves}."
             )
         return UnsupportedModelError(
-            f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so they "
-            f"cannot be saved. Leave them out of StreamConfig's saves, which is {self.saves}: name "
-            "the Linears to save one by one."
+            f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so these "
+            f"outputs cannot be saved. StreamConfig's saves is {self.saves}. Name the other "
+            "Linears there one by one."
         )
 
     def capturing(

@@ -117,11 +117,11 @@ class Parameters:
             for name, parameter, identity, version in known_as:
                 if id(parameter) != identity:
                     raise BackwardError(
-                        f"{name} is another tensor in backward than it was in forward "
-                        "(torch.func.functional_call puts others in for a forward alone), so "
-                        "recomputing the layer would give the gradient of another model. Load the "
-                        "values into the model's own parameters, or run it unpatched "
-                        "(streambp.unpatch(model))."
+                        f"{name} is another tensor in backward than it was in forward, so "
+                        "recomputing the layer would give the gradient of another model. "
+                        "torch.func.functional_call replaces parameters during forward alone. "
+                        "Load the values into the model's own parameters, or run the model "
+                        "unpatched (streambp.unpatch(model))."
                     )
                 if parameter._version != version:
                     raise BackwardError(

@@ -171,46 +171,41 @@ class Warm:
 
 
 @dataclasses.dataclass
-class LayerSite:
-    """A streamed layer: the module, how it streams, and the results of its tests.
+class LastCall:
+    """Facts about a layer's last call, for `describe` and for the errors of the step.
 
     Attributes:
-        layer: the decoder layer.
-        config: the user's settings.
-        kind: how values pass from chunk to chunk.
-        last: report of the last call.
-        findings: test results by kind of call.
-        fingerprint: snapshots of the layer's structure, which is part of the kind of call. [Note:
-            fingerprint]
-        kernels_told: True if document boundaries from position_ids are passed to the layer's
-            kernels where possible.
-        offloader: moves saved tensors to the host; None: saved tensors stay on the device.
-        chooser: the policy that chooses the saves; None: the config names them.
-        weights: the host copies of the weights; None: weights stay on the device.
-        index: the layer's index in the model.
-        chunk_rule: returns the chunk size from index, rows, positions and device; None: the
-            config's chunk size.
+        report: how the call ran.
+        kernels: the attention kernels of the last call in chunks.
+        sdpa: how torch's own attention would have computed the last call with a backward.
+        error_has_advice: True if an error of this step contains out-of-memory advice already.
+    """
+
+    report: CallReport = CallReport()
+    kernels: frozenset[Used] = frozenset()
+    sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
+    error_has_advice: bool = False
+
+
+@dataclasses.dataclass
+class LayerTests:
+    """What the tests of a layer have found.
+
+    Attributes:
+        results: test results by kind of call.
         unread: by situation, the Linears whose outputs backward never reads.
         unread_in_halves: by situation, the unread Linears of a layer split at its attention.
         overwritten: the tensors that the forward overwrites.
-        turns: True if tests may run at the highest positions of a call. [Note: writes through
-            pointers]
-        foreign: names of third-party modules inside the layer. [Note: foreign insides]
-        foreign_until: the most tokens that could be tested at once; None: the full length.
-        choices: recorded or prescribed routing choices; None: chunks choose freely. [Note: choices]
-        previous: the forward that replaced the class's forward before `patch`; None: there was no
-            replacement.
-        backward_begins: callback with the device at the start of each backward. [Note: notes on a
-            step]
-        advised: True if an error of this step contains out-of-memory advice already.
-        attended: the attention kernels of the last call.
-        sdpa: how torch's own attention would have computed the last call.
-        warm: the model's warm-up state; None: `warm_up` was not called.
-        hooks_tried: the inner hooks that were registered when the layer was tested.
-        shown: by name of a third-party hook, the modules it is registered on; the hook ran in
-            tests.
-        owner: the current user of the model. [Note: owner of a step]
-        witnesses: compares backward's recomputation with forward. [Note: witness]
+        at_last_positions: True if tests may run at the highest positions of a call. [Note: writes
+            through pointers]
+        third_party_modules: names of third-party modules inside the layer. [Note: foreign insides]
+        max_tested_tokens: the most tokens that could be tested at once; None: the full length.
+        kernels_take_documents: True if document boundaries from position_ids are passed to the
+            layer's kernels where possible.
+        tested_hooks: the inner hooks that were registered when the layer was tested.
+        hooks_run_in_tests: by name of a third-party hook, the modules it is registered on; the hook
+            ran in tests.
+        warm_up: the model's warm-up state; None: `warm_up` was not called.
 
     [Note: hooks after a warm-up] A test runs the layer's hooks. A hook that accumulates values
     would then keep the test's tokens and gradients. A hook that only reads values cannot change the
@@ -220,39 +215,131 @@ class LayerSite:
     on.
     """
 
-    layer: nn.Module
-    config: StreamConfig
-    kind: LayerKind = LayerKind()
-    last: CallReport = CallReport()
-    findings: dict[frozenset[tuple[str, Any]], Findings] = dataclasses.field(default_factory=dict)
-    fingerprint: Fingerprint = dataclasses.field(
-        default_factory=Fingerprint, repr=False, compare=False
-    )
-    kernels_told: bool = True
-    offloader: OffloadManager | None = None
-    chooser: SavesPolicy | None = None
-    weights: HostWeights | None = None
-    index: int = 0
-    chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
+    results: dict[frozenset[tuple[str, Any]], Findings] = dataclasses.field(default_factory=dict)
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(
         default_factory=dict
     )
     overwritten: Overwritten = Overwritten()
-    turns: bool = True
-    foreign: list[str] = dataclasses.field(default_factory=list)
-    foreign_until: int | None = None
-    choices: Choices | None = None
+    at_last_positions: bool = True
+    third_party_modules: list[str] = dataclasses.field(default_factory=list)
+    max_tested_tokens: int | None = None
+    kernels_take_documents: bool = True
+    tested_hooks: set[HookKey] = dataclasses.field(default_factory=set)
+    hooks_run_in_tests: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    warm_up: Warm | None = None
+
+    def result(self, kind: frozenset[tuple[str, Any]]) -> Findings:
+        """Return the test results for this kind of call; new, empty results if there are none."""
+        findings = self.results.get(kind)
+        if findings is None:
+            findings = remember(self.results, kind, Findings())
+        return findings
+
+    def forget(self, because: str | None) -> None:
+        """Remove the decisions made for this reason after a call has raised: the call itself may
+        have caused the failed test.
+        """
+        for findings in self.results.values():
+            findings.doubts = 0
+            if findings.judged and because is not None and findings.because == because:
+                findings.judge(None)
+                findings.judged = False
+
+    def cover(self, findings: Findings, plan: ChunkPlan) -> bool:
+        """True if no module inside the layer is third-party, or if calls of this kind were tested
+        at about the call's length. [Note: foreign insides]
+        """
+        tried = findings.tried
+        if len(plan.ends) == 1 or (tried is None and not self.third_party_modules):
+            return True
+        return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
+
+    def reuse_result(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
+        """Copy the decision for this kind of call from the same kind without the hooks added since
+        warm-up. If warm-up's state is off, delete the copies. [Note: hooks after a warm-up]
+        """
+        if self.warm_up is None or not look.hooks.places:
+            return
+        if not self.warm_up.on:
+            for taken in [taken for taken, findings in self.results.items() if findings.adopted]:
+                del self.results[taken]
+        elif not self.result(kind).judged:
+            now = dict(kind)["state"]  # (modules, hooks, trainable parameters)
+            for known, findings in [pair for pair in self.results.items() if pair[1].judged]:
+                before = dict(known)["state"]
+                differing = {name for name, _ in known ^ kind} - {REACH}
+                same = differing == {"state"} and before[::2] == now[::2]
+                if same and set(before[1]) <= set(now[1]):
+                    # the source of a copy counts as newly used
+                    remember(self.results, known, findings)
+                    remember(self.results, kind, dataclasses.replace(findings, adopted=True))
+                    return
+
+    def refuse_untested(self, modifying_hooks: AbstractSet[HookKey], layer: nn.Module) -> None:
+        """Raise if a hook that modifies values was added after `warm_up` and was therefore never
+        tested. Called at the end of a forward in which hooks have modified values.
+
+        Raises:
+            StreamBPError: such a hook modified a value. [Note: hooks after a warm-up]
+        """
+        if self.warm_up is None or not self.warm_up.on:
+            return
+        for key in sorted(modifying_hooks - self.tested_hooks):
+            self.warm_up.on = False
+            raise StreamBPError(
+                f"{described(key)} of {type(layer).__name__} modifies its values and was "
+                "registered after streambp.warm_up, so it was never tested. After warm_up only "
+                "hooks that modify nothing may be added. Register the hook before warm_up, or "
+                "repeat the step: from now on layers are tested with their current hooks."
+            )
+
+
+@dataclasses.dataclass
+class LayerSite:
+    """A streamed layer: the module, how it streams, and the results of its tests.
+
+    Attributes:
+        layer: the decoder layer.
+        config: the user's settings.
+        kind: how values pass from chunk to chunk.
+        offloader: moves saved tensors to the host; None: saved tensors stay on the device.
+        saves_policy: the policy that chooses the saves; None: the config names them.
+        weights: the host copies of the weights; None: weights stay on the device.
+        index: the layer's index in the model.
+        chunk_rule: returns the chunk size from index, rows, positions and device; None: the
+            config's chunk size.
+        previous: the forward that replaced the class's forward before `patch`; None: there was no
+            replacement.
+        choices: recorded or prescribed routing choices; None: chunks choose freely. [Note: choices]
+        backward_begins: callback with the device at the start of each backward. [Note: notes on a
+            step]
+        owner: the current user of the model. [Note: owner of a step]
+        witnesses: compares backward's recomputation with forward. [Note: witness]
+        fingerprint: snapshots of the layer's structure, which is part of the kind of call. [Note:
+            fingerprint]
+        tests: what the layer's tests have found.
+        last_call: facts about the last call.
+    """
+
+    layer: nn.Module
+    config: StreamConfig
+    kind: LayerKind = LayerKind()
+    offloader: OffloadManager | None = None
+    saves_policy: SavesPolicy | None = None
+    weights: HostWeights | None = None
+    index: int = 0
+    chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     previous: Callable[..., Any] | None = None
+    choices: Choices | None = None
     backward_begins: Callable[[torch.device], None] | None = None
-    advised: bool = False
-    attended: frozenset[Used] = frozenset()
-    sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
-    warm: Warm | None = None
-    hooks_tried: set[HookKey] = dataclasses.field(default_factory=set)
-    shown: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False, compare=False)
     witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False, compare=False)
+    fingerprint: Fingerprint = dataclasses.field(
+        default_factory=Fingerprint, repr=False, compare=False
+    )
+    tests: LayerTests = dataclasses.field(default_factory=LayerTests)
+    last_call: LastCall = dataclasses.field(default_factory=LastCall)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -306,7 +393,7 @@ class LayerSite:
         """True if a chunk may be retried after running out of memory: only automatically chosen
         saves can be freed for a retry. [Note: once for each chunk]
         """
-        return self.chooser is not None and self.offloader is None
+        return self.saves_policy is not None and self.offloader is None
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
@@ -322,32 +409,6 @@ class LayerSite:
     def adapters(self) -> dict[str, Reading]:
         """Return the Linears with adapters, by name; {} if `kernels` is not "auto"."""
         return self.of(readings) if self.config.kernels == "auto" else {}
-
-    def found(self, kind: frozenset[tuple[str, Any]]) -> Findings:
-        """Return the test results for this kind of call; new, empty results if there are none."""
-        findings = self.findings.get(kind)
-        if findings is None:
-            findings = remember(self.findings, kind, Findings())
-        return findings
-
-    def forget(self, because: str | None) -> None:
-        """Remove the decisions made for this reason after a call has raised: the call itself may
-        have caused the failed test.
-        """
-        for findings in self.findings.values():
-            findings.doubts = 0
-            if findings.judged and because is not None and findings.because == because:
-                findings.judge(None)
-                findings.judged = False
-
-    def knows(self, findings: Findings, plan: ChunkPlan) -> bool:
-        """True if no module inside the layer is third-party, or if calls of this kind were tested
-        at about the call's length. [Note: foreign insides]
-        """
-        tried = findings.tried
-        if len(plan.ends) == 1 or (tried is None and not self.foreign):
-            return True
-        return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
         """Return the least precise dtype that the layer computes in: of `dtype`, its parameters and
@@ -383,45 +444,6 @@ class LayerSite:
         return Witness(
             self.witnesses, lambda: self.of(compared, (*known_as, products_rounded_to(device)))
         )
-
-    def adopt(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
-        """Copy the decision for this kind of call from the same kind without the hooks added since
-        warm-up. If warm-up's state is off, delete the copies. [Note: hooks after a warm-up]
-        """
-        if self.warm is None or not look.hooks.places:
-            return
-        if not self.warm.on:
-            for taken in [taken for taken, findings in self.findings.items() if findings.adopted]:
-                del self.findings[taken]
-        elif not self.found(kind).judged:
-            now = dict(kind)["state"]  # (modules, hooks, trainable parameters)
-            for known, findings in [pair for pair in self.findings.items() if pair[1].judged]:
-                before = dict(known)["state"]
-                differing = {name for name, _ in known ^ kind} - {REACH}
-                same = differing == {"state"} and before[::2] == now[::2]
-                if same and set(before[1]) <= set(now[1]):
-                    # the source of a copy counts as newly used
-                    remember(self.findings, known, findings)
-                    remember(self.findings, kind, dataclasses.replace(findings, adopted=True))
-                    return
-
-    def refuse_untried(self, acted: AbstractSet[HookKey]) -> None:
-        """Raise if a hook that modifies values was added after `warm_up` and was therefore never
-        tested. Called at the end of forward.
-
-        Raises:
-            StreamBPError: such a hook modified a value. [Note: hooks after a warm-up]
-        """
-        for key in sorted(
-            acted - self.hooks_tried if self.warm is not None and self.warm.on else ()
-        ):
-            self.warm.on = False  # type: ignore[union-attr]
-            raise StreamBPError(
-                f"{described(key)} of {type(self.layer).__name__} changes what it is given, and "
-                "was set after streambp.warm_up, which lets hooks that look on alone be set "
-                "without a trial. Set it before warm_up, or repeat the step: from now on layers "
-                "are tried with the hooks that are on them."
-            )
 
     def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:
         """Return `question(layer)`, cached until the layer's structure changes. [Note: fingerprint]

@@ -36,11 +36,11 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     call, ctx.call = ctx.call, None
     if call is None:
         raise BackwardError(
-            "backward ran a second time through a streamed layer; what it needs was freed by the "
-            "first. Compute the loss again, or add the losses up and call backward once. "
-            "Zero-bubble pipelines (torch's ScheduleZBVZeroBubble, ScheduleInterleavedZeroBubble, "
-            "ScheduleDualPipeV) ask for the gradients of inputs and of weights in two passes: use "
-            "1F1B, interleaved 1F1B or GPipe."
+            "backward ran a second time through a streamed layer, but the first backward has "
+            "freed the saved tensors. Compute the loss again, or add the losses up and call "
+            "backward once. Zero-bubble pipelines (torch's ScheduleZBVZeroBubble, "
+            "ScheduleInterleavedZeroBubble, ScheduleDualPipeV) run backward twice, for inputs and "
+            "for weights; 1F1B, interleaved 1F1B and GPipe run it once."
         )
     if torch.is_grad_enabled():
         raise BackwardError(
@@ -52,12 +52,12 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
             "The input of a streamed layer was changed in place between forward and backward. "
             "Work on a copy (tensor.clone()) instead."
         )
-    check_mode(call.layer, call.training)
-    call.look = call.site.fingerprint.look(call.layer)
+    check_mode(call.site.layer, call.backward.training)
+    call.look = call.site.fingerprint.look(call.site.layer)
     same = call.look is ctx.parameters.look and call.look.trained == ctx.parameters.trained
     ctx.parameters.check_unchanged([] if same else call.site.of(slots_of))
     refuse_written(call.arguments.seen)
-    call.site.fingerprint.check(call.layer, call.seen, call.look)
+    call.site.fingerprint.check(call.site.layer, call.backward.seen, call.look)
     return call, ctx.parameters
 
 
@@ -68,15 +68,15 @@ def recomputing(call: LayerCall) -> Iterator[None]:
     Raises:
         BackwardError: a hook inside modifies values in backward only, or in forward only.
     """
-    assert call.seen is not None
+    assert call.backward.seen is not None
     site = call.site
     hooks = call.look.hooks
     with watching(hooks) if hooks.places else NOBODY as acted:
         yield
-    for key in sorted(acted ^ call.seen.acted):
+    for key in sorted(acted ^ call.backward.seen.acted):
         now, then = (
             ("changes what", "changed nothing") if key in acted else ("changes nothing that", "did")
         )
-        raise changed(call.layer, f"{described(key)} {now} it is given, and {then} in forward")
+        raise changed(call.site.layer, f"{described(key)} {now} it is given, and {then} in forward")
     if site.fingerprint.pending:
-        site.fingerprint.learn(call.layer, call.look)
+        site.fingerprint.learn(call.site.layer, call.look)

@@ -324,14 +324,13 @@ class Question:
                 "optimizer.step(). "
             )
             raise BackwardError(
-                f"{type(first.layer).__name__} is not in backward what it was in forward: of the "
-                "same input it makes something else. Backward recomputes the layer, so that it "
-                "gave the gradient of another model. Set gradients to zero, and call backward "
-                "before you change anything that the layer reads: before optimizer.step() (fused "
-                "ones mark no change), before values are set through `.data`, and before numbers "
-                f"that its code takes from elsewhere are. {keeps if first.cast else ''}Where "
-                "nothing changes, kernels give other roundings each time: set "
-                "StreamConfig(compare_backward=False)."
+                f"{type(first.layer).__name__} is not in backward what it was in forward: the same "
+                "input has another output. Backward recomputes the layer, so it would compute the "
+                "gradient of another model. Between forward and backward nothing may change that "
+                "the layer reads: weights (optimizer.step(), `.data`) or numbers outside of the "
+                "model. Set gradients to zero and repeat the step without such a change. "
+                f"{keeps if first.cast else ''}If nothing changes and kernels only round "
+                "differently each time, set StreamConfig(compare_backward=False)."
             )
 
 

@@ -111,11 +111,10 @@ class Deferred(StandIn):
             what = "logits" if recipe.logits else "hidden states"
             why = ctx.passed_by or "what they are computed from was changed since"
             raise BackwardError(
-                f"A gradient arrived at {what} {ctx.shape} that streambp keeps from being "
-                f"computed, from an autograd.Function or a kernel that took them; but {why}, so "
-                "the gradient would be another model's. Use StreamConfig(head=False), which "
-                "computes them, or leave the fused loss out: streamed models compute theirs "
-                "without logits."
+                f"A gradient arrived at {what} {ctx.shape}, which streambp does not compute, from "
+                f"an autograd.Function or a kernel that took them. But {why}, so the gradient "
+                "would be another model's. Use StreamConfig(head=False), which computes them, or "
+                "leave the fused loss out: streamed models compute their loss without logits."
             )
         return recipe.gradients(source, gradient, ctx.seen.autocast)
 
@@ -247,7 +246,7 @@ class Deferred(StandIn):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise StreamBPError(
-            f"{func} reached logits that do not exist, from where no real ones can be given to it. "
+            f"{func} got logits that do not exist, in a place where streambp cannot compute them. "
             "Use StreamConfig(head=False) for this model."
         )
 

@@ -111,7 +111,8 @@ class Taken(torch.autograd.Function):
 
 
 class StandIn(Tensor):
-    """A tensor [*tokens, W] without storage. Subclasses define the rules and build the real tensor.
+    """A tensor [*tokens, W] without storage. Subclasses define the rules and build the real tensor:
+    the methods that raise NotImplementedError here.
 
     Attributes:
         memory: shared with the slices and views of this stand-in.
@@ -139,17 +140,45 @@ class StandIn(Tensor):
     classes: int | None = None
     origin: Tensor
 
-    # Methods that each subclass defines.
-    # Return the real tensor, differentiable if the stand-in is, in any grad mode.
-    build: Callable[[], Tensor]
-    note: Callable[[str], None]  # record for `describe` which operation needs the real tensor
-    follows_rules: Callable[[], bool]  # True if rules may use the stand-in
-    write: Callable[[Any, str, Any, Any], Any]  # run an operation that works in place
-    # Return a stand-in for other tokens, by a change [*tokens, k] -> [*other tokens, k] for any k.
-    moved: Callable[..., Any]
-    changed: Callable[..., Any]  # return a copy in memory of its own, in another dtype for example
-    casts_to: Callable[[torch.dtype], bool]  # True if a cast to the dtype needs no real tensor
-    arrived: Callable[..., Any]  # handle a gradient at the stand-in's `Place`, given its context
+    def build(self) -> Tensor:
+        """Return the real tensor [*tokens, W], differentiable if the stand-in is, in any grad
+        mode.
+        """
+        raise NotImplementedError
+
+    def note(self, operation: str) -> None:
+        """Record for `describe` which operation needs the real tensor."""
+        raise NotImplementedError
+
+    def follows_rules(self) -> bool:
+        """True if rules may use the stand-in."""
+        raise NotImplementedError
+
+    def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run an operation that works in place."""
+        raise NotImplementedError
+
+    def moved(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a stand-in for other tokens.
+
+        The first argument is a change [*tokens, k] -> [*other tokens, k] for any k.
+        """
+        raise NotImplementedError
+
+    def changed(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a copy in memory of its own, in another dtype for example."""
+        raise NotImplementedError
+
+    def casts_to(self, dtype: torch.dtype) -> bool:
+        """True if a cast to the dtype needs no real tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def arrived(cls, ctx: Any, gradient: Tensor | None) -> Any:
+        """Handle a gradient [*tokens, W] at the stand-in's `Place`, given the context of its
+        node.
+        """
+        raise NotImplementedError
 
     def with_classes(self, classes: int | None) -> Any:
         """Return a view with the W entries in dimension `classes` (None: the last).
@@ -227,10 +256,9 @@ class StandIn(Tensor):
             asked = []
         if any(x.followed and x.written is None for x in asked):
             raise StreamBPError(
-                f"{name} comes after something was made of these logits or hidden states, a loss "
-                "or a part of them, whose gradient it would not see: they are computed where they "
-                "are used. Call register_hook or retain_grad before anything is made of them, or "
-                f"use {cls.instead}."
+                f"{name} comes after a loss or a part was computed from these logits or hidden "
+                "states, so the hook would miss that gradient. Call register_hook or retain_grad "
+                f"before anything is computed from them, or use {cls.instead}."
             )
         in_place = name.endswith("_") and not name.endswith("__")
         if isinstance(given, cls) and (

@@ -154,9 +154,9 @@ class LazyLogits(StandIn):
             return
         if ctx.passed_by:
             raise BackwardError(
-                "A gradient for the logits came from an autograd.Function or a kernel, which read "
-                f"them as the model made them. But {ctx.passed_by} them, so the gradient is not "
-                "theirs. Use StreamConfig(lazy_logits=False)."
+                "A gradient for the logits came from an autograd.Function or a kernel that read "
+                f"the model's own logits. But {ctx.passed_by} the logits, so the gradient belongs "
+                "to other values. Use StreamConfig(lazy_logits=False)."
             )
         node, width, _, classes = ctx.made_of
         of_rows = gradient if classes is None else gradient.movedim(classes, -1)
@@ -254,9 +254,9 @@ class LazyLogits(StandIn):
         super().check(operation)
         if self.seen != self.memory.writes:
             raise StreamBPError(
-                "Logits were changed in place through a part or a view of them, and then used "
-                f"again as a whole, or the other way round ({operation}), while they are computed "
-                f"where they are used. Use {self.instead}."
+                "Logits were changed in place through a view, and then another view of the logits "
+                f"was used ({operation}). The logits are computed at each use, so the second view "
+                f"would miss the change. Use {self.instead}."
             )
         self.heed()
 
@@ -418,8 +418,8 @@ class LazyLogits(StandIn):
         result = func(*args, **kwargs)
         if real[id(before)].shape != self.shape:
             raise StreamBPError(
-                f"{name} changes the shape of logits in place, which a tensor that stands for them "
-                f"cannot. Use {plain} or StreamConfig(lazy_logits=False)."
+                f"{name} changes the shape of logits in place, but these logits have no memory of "
+                f"their own yet. Use {plain} or StreamConfig(lazy_logits=False)."
             )
         before.memory.watch(real[id(before)])
         return self if result is real[id(before)] else result

@@ -45,9 +45,9 @@ class AbsentCache:
 def refuse() -> NoReturn:
     """Raise NoCacheError."""
     raise NoCacheError(
-        "The cache of a streamed training step was used. Such a step makes none, unless its caller "
-        "asks for it: the config's use_cache alone does not. Pass use_cache=True to the call whose "
-        "cache you go on from; it runs unpatched then. (streambp.unpatch(model) runs all calls so.)"
+        "The cache of a streamed training step was used. A streamed step makes no cache unless "
+        "the call asks for one; use_cache in the config is not enough. Pass use_cache=True to the "
+        "call that makes the cache: this call then runs unpatched."
     )
 
 

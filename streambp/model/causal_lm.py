@@ -118,10 +118,13 @@ class CausalLMForward(InstanceForward):
             if args:
                 kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
             labels = kwargs.get("labels")
-            if not self.state.warned_of_padding and kwargs.get("attention_mask") is not None:
+            if (
+                not self.state.history.warned_of_padding
+                and kwargs.get("attention_mask") is not None
+            ):
                 attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
                 if attention == "eager" or self._biased:  # an empty row of the mask gives the mean
-                    self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
+                    self.state.history.warned_of_padding = warn_of_labels_after_padding(kwargs)
             if labels is None and want_log_probs:
                 raise StreamBPError(
                     "output_log_probs=True needs labels: the tokens whose log-probabilities are "
@@ -198,9 +201,8 @@ class CausalLMForward(InstanceForward):
         """
         if self.foreign is not None:
             raise StreamBPError(
-                f"Per-token values were asked for, but {self.foreign} stands in place of the "
-                f"forward of {type(self.module).__name__} and computes its loss in its own way. "
-                "Use the model without it."
+                f"Per-token values were asked for, but {self.foreign} replaces the forward of "
+                f"{type(self.module).__name__} and computes another loss. Use the model without it."
             )
 
     def score(
@@ -369,10 +371,10 @@ class CausalLMForward(InstanceForward):
         config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
         if find_split(config, self.module.training) is not None:
             raise StreamBPError(
-                "labels were given without shift_labels while sequences are split over ranks; "
-                "shifting a shard's labels would lose its last one. Shift before splitting (put "
-                "shift_labels among the buffers of context_parallel) and pass the same tensor as "
-                "labels and as shift_labels."
+                "labels were given without shift_labels, and sequences are split over ranks. "
+                "Shifting the labels of one shard would lose its last label. Shift before "
+                "splitting (put shift_labels among the buffers of context_parallel) and pass the "
+                "same tensor as labels and shift_labels."
             )
 
     def _leave_cache(self, kwargs: dict[str, Any]) -> PreTrainedConfig:

@@ -235,11 +235,11 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     """
     site = wrapper.site
     kind = type(wrapper.module).__name__
-    last = site.last
+    last = site.last_call.report
     costs = site.kind.attention.costs
     if last.because:
         return LayerDescription(name, kind, "checkpoints", last.because)
-    tried = last.plan is not None or any(found.judged for found in site.findings.values())
+    tried = last.plan is not None or any(found.judged for found in site.tests.results.values())
     parts = [*(() if tried else (NOT_TRIED,)), *(() if costs is None else (costs,))]
     if last.told and last.rows is not None:
         how = f"told to its kernels as {' and '.join(last.told)}"
@@ -260,10 +260,10 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
         )
     if last.longest is not None:
         parts.append(f"chunks of up to {last.longest[0]} tokens: {last.longest[1]}")
-    if site.foreign_until is not None:
+    if site.tests.max_tested_tokens is not None:
+        names = ", ".join(site.tests.third_party_modules)
         parts.append(
-            f"{', '.join(site.foreign)} tried on {site.foreign_until} tokens at once, no more did "
-            "fit"
+            f"{names} tried on {site.tests.max_tested_tokens} tokens at once, no more did fit"
         )
     return LayerDescription(name, kind, "streams", "; ".join(parts))
 
@@ -302,7 +302,7 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
     for wrapper in found.wrappers:
         if isinstance(wrapper, LayerForward):
             whats = set()
-            for used in wrapper.site.attended:
+            for used in wrapper.site.last_call.kernels:
                 if used.kernel != MATH.name:
                     whats.add(used.kernel)
                 elif used.because:
@@ -444,13 +444,13 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
             for hook in getattr(m, table).values()
         )
         for wrapper in found.wrappers
-        if isinstance(wrapper, LayerForward) and wrapper.site.last.because is None
+        if isinstance(wrapper, LayerForward) and wrapper.site.last_call.report.because is None
         for m in wrapper.module.modules()
         if m is not wrapper.module
     )
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
-    if found.split is not None:
-        split = found.split
+    split = found.history.split
+    if split is not None:
         notes.append(
             f"sequences are split over {split.size} ranks ({split.by}), each streams its shard"
         )
@@ -465,7 +465,11 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
             f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: "
             "attn_out would fit"
         )
-    reports = (wrapper.site.last for wrapper in found.wrappers if isinstance(wrapper, LayerForward))
+    reports = (
+        wrapper.site.last_call.report
+        for wrapper in found.wrappers
+        if isinstance(wrapper, LayerForward)
+    )
     packed = next((report.documents for report in reports if report.documents), None)
     if packed is not None:
         how = "restart" if packed[0] == "position_ids" else "are given"
@@ -493,17 +497,17 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
             notes.append(
                 f"rows: the last call's {last.rows} rows of {size} were computed as {last.tokens:,}"
             )
-    if found.unasked_cache:
+    if found.history.unasked_cache:
         notes.append(
             "pass use_cache=False to stream calls in eval mode with gradients: without it they "
             "return a cache, and ran unpatched"
         )
-    if found.named_cache:
+    if found.history.named_cache:
         notes.append(
             "calls in training that asked for a cache (use_cache=True) ran unpatched; without it "
             "they stream"
         )
-    if found.given_cache:
+    if found.history.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
     notes += _compiled(model, found)
     return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

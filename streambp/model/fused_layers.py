@@ -382,7 +382,7 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
     except (ImportError, AttributeError) as error:
         raise NoKernelsError(
             f"Liger's kernels need liger-kernel 0.8 and Triton ({type(error).__name__}: {error})",
-            "Install them: pip install 'streambp[liger]', or leave kernels out",
+            "Install them: pip install 'streambp-hf[liger]', or leave kernels out",
         ) from error
     kind = causal.config.model_type
     if kind not in table:

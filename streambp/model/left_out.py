@@ -18,9 +18,9 @@ from streambp.errors import StreamBPError
 LOGITS = "logits"
 TEST_FOR_NONE = ("transformers", "accelerate", "trl", "peft", "torch", "deepspeed", "streambp")
 REMEDY = (
-    "there are none where labels are given: the loss was computed without them. Set "
-    "StreamConfig(lazy_logits=True), which gives logits that are computed where they are used (in "
-    "eval mode eval_logits=True), or leave labels out of the call."
+    "the loss was computed without them, because labels were passed. Set "
+    "StreamConfig(lazy_logits=True) to compute logits at their first use (in eval mode "
+    "eval_logits=True), or leave labels out of the call."
 )
 
 

@@ -56,7 +56,8 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
     unpatched = []
     cure = ""
     if unseen and any(
-        site.last.documents is not None and site.last.documents[0] == "position_ids"
+        site.last_call.report.documents is not None
+        and site.last_call.report.documents[0] == "position_ids"
         for site in sites
     ):
         unpatched.append(
@@ -72,8 +73,8 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
     if not unpatched:
         return False
     warnings.warn(
-        "position_ids restart, so streamed layers treat each row as several documents and keep "
-        f"the documents apart. The unpatched model would {' and '.join(unpatched)}. Pass "
+        "position_ids restart, so streamed layers treat each row as several documents and "
+        f"separate the documents. The unpatched model would {' and '.join(unpatched)}. Pass "
         "attention_mask=torch.ones_like(input_ids) if each row is one document whose positions "
         f"skip: transformers looks for no documents where a mask is given.{cure}",
         stacklevel=2,
@@ -87,17 +88,17 @@ def warn_of_trials(sites: list[LayerSite]) -> bool:
     """
     shown: dict[str, list[str]] = {}
     for site in sites:
-        for hook, paths in site.shown.items():
+        for hook, paths in site.tests.hooks_run_in_tests.items():
             shown.setdefault(hook, []).extend(
                 f"{type(site.layer).__name__} {site.index}: {path}" for path in paths
             )
     if shown:
         warnings.warn(
-            "Hooks inside decoder layers saw the trials of a first call, random tokens and their "
-            f"gradients, beside the batch: {named_hooks(shown)}. Trials put back all that hooks "
-            "keep in Python, and nothing that they write elsewhere (a file, a logger). If they do "
-            "that, call streambp.warm_up(model, **inputs) before you set them: then no trial runs "
-            "with them.",
+            "Hooks inside decoder layers ran on the random tokens of a first call's tests, beside "
+            f"the batch: {named_hooks(shown)}. streambp restores all values that hooks store in "
+            "Python, but nothing that they write elsewhere (a file, a logger). If these hooks do, "
+            "call streambp.warm_up(model, **inputs) before you register them: then no test runs "
+            "the hooks.",
             stacklevel=2,
         )
     return bool(shown)

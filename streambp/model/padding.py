@@ -73,9 +73,9 @@ def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
     warnings.warn(
         "Set the label of the first token after left padding to -100. Its gradient differs from "
         "the unpatched model's; the gradients of all other labels are equal. Padding predicts "
-        "that token and may read nothing: eager attention, and attention with a bias for each "
-        "pair of positions, gives padding the mean over all tokens, streamed layers give it 0, as "
-        "sdpa does.",
+        "that token and may read no key. Eager attention, and attention with a bias for each pair "
+        "of positions, then returns the mean over all tokens; streamed layers return 0, as sdpa "
+        "does.",
         stacklevel=2,
     )
     return True

@@ -225,7 +225,7 @@ def _check_products(found: Found, config: StreamConfig) -> None:
                 )
             raise ConfigError(
                 f"saves names {glob!r}, which is neither of {list(SAVES)} nor the name of a Linear "
-                f"in the model's layers. These are: {shown or 'none'}."
+                f"in the model's layers. Name some of these Linears: {shown or 'none'}."
             )
 
 

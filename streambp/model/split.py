@@ -20,8 +20,8 @@ from streambp.sharded.shards import Shards, gather_shards
 
 MANY = 2**16  # more than the number of layers
 BOTH = (
-    "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks; streamed "
-    "layers know one of them at a time."
+    "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks, and "
+    "streamed layers support one of them at a time."
 )
 
 
@@ -57,9 +57,9 @@ def refuse_lone_layer(site: LayerSite) -> None:
     layer = site.layer
     if any(find_split(config, layer.training) is not None for config in site.of(attention_configs)):
         raise UnsupportedModelError(
-            f"{type(layer).__name__} was called while sequences are split over ranks, and not from "
-            "its model's own forward with input_ids or inputs_embeds, so that it cannot tell which "
-            "tokens the other ranks hold. Call the model, or run it unpatched "
+            f"{type(layer).__name__} was called directly while sequences are split over ranks. "
+            "Only the model's own forward, with input_ids or inputs_embeds, tells streambp the "
+            "tokens of the other ranks. Call the model, or run it unpatched "
             "(streambp.unpatch(model))."
         )
 
@@ -72,9 +72,10 @@ def refuse_replicas() -> NoReturn:
             weights are on another device.
     """
     raise StreamBPError(
-        "nn.DataParallel would run replicas of a streamed model, which this does not support. HF "
-        "Trainer uses it where a process sees several GPUs: start one process for each with "
-        "torchrun or accelerate launch, or show one GPU to the process (CUDA_VISIBLE_DEVICES=0)."
+        "nn.DataParallel would run replicas of a streamed model, which streambp does not support. "
+        "HF Trainer uses DataParallel if a process has several GPUs. Start a process for each GPU "
+        "with torchrun or accelerate launch, or show one GPU to the process "
+        "(CUDA_VISIBLE_DEVICES=0)."
     )
 
 

@@ -84,6 +84,32 @@ class ForwardContext:
 
 
 @dataclasses.dataclass
+class CallHistory:
+    """Facts about the calls of a patched model, for `describe` and for warnings that appear once.
+
+    Attributes:
+        split: the most recent split of sequences over ranks.
+        warned_of_padding: True after the warning that a label's gradient differs from eager
+            attention's.
+        warned_of_documents: True after the warning that the unpatched model would treat a row as
+            one document.
+        warned_of_trials: True after the warning that hooks ran in the trials of layers.
+        unasked_cache: True if a call with gradients ran unpatched because the model's config
+            returns a cache.
+        given_cache: True if a training call received a cache, and ran unpatched.
+        named_cache: True if a training call passed `use_cache=True`, and ran unpatched.
+    """
+
+    split: Shards | None = None
+    warned_of_padding: bool = False
+    warned_of_documents: bool = False
+    warned_of_trials: bool = False
+    unasked_cache: bool = False
+    given_cache: bool = False
+    named_cache: bool = False
+
+
+@dataclasses.dataclass
 class PatchState:
     """State that the wrappers of one patched model share for the lifetime of the patch.
 
@@ -102,16 +128,7 @@ class PatchState:
         unpatched: decides which micro-batches run unpatched; None unless saves="auto".
             [Note: micro-batches as unpatched]
         wrappers: all objects that `unpatch` removes, in the order of their installation.
-        split: the most recent split of sequences over ranks.
-        warned_of_padding: True after the warning that a label's gradient differs from eager
-            attention's.
-        warned_of_documents: True after the warning that the unpatched model would treat a row as
-            one document.
-        warned_of_trials: True after the warning that hooks ran in the trials of layers.
-        unasked_cache: True if a call with gradients ran unpatched because the model's config
-            returns a cache.
-        given_cache: True if a training call received a cache, and ran unpatched.
-        named_cache: True if a training call passed `use_cache=True`, and ran unpatched.
+        history: facts about the calls so far.
         shares_through_cache: True if the unpatched model computes something else without a cache.
     """
 
@@ -129,13 +146,7 @@ class PatchState:
     policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None
     wrappers: Living[InstanceForward] = dataclasses.field(default_factory=Living)
-    split: Shards | None = None
-    warned_of_padding: bool = False
-    warned_of_documents: bool = False
-    warned_of_trials: bool = False
-    unasked_cache: bool = False
-    given_cache: bool = False
-    named_cache: bool = False
+    history: CallHistory = dataclasses.field(default_factory=CallHistory, repr=False)
     shares_through_cache: bool = False
 
     @property
@@ -163,12 +174,11 @@ class PatchState:
         wanted = wants_cache(config, kwargs)
         if self.shares_through_cache and wanted:
             raise UnsupportedModelError(
-                f"transformers {transformers.__version__} hands keys and values from one layer of "
-                "this model to another in its cache. Streamed calls have none: each layer would "
-                "use its own, as under gradient checkpointing; another model would be trained. "
-                "Install transformers 5.6 or newer, which shares them without a cache. To compute "
-                "what this version computes without one, pass use_cache=False (or set "
-                "config.use_cache = False)."
+                f"transformers {transformers.__version__} passes keys and values from one layer of "
+                "this model to another in its cache. Streamed calls have no cache: each layer "
+                "would use its own keys, as under gradient checkpointing, and another model would "
+                "be trained. Install transformers 5.6 or newer, which shares keys without a "
+                "cache. use_cache=False (or config.use_cache = False) trains without shared keys."
             )
         self.running.asked_cache |= wanted
 
@@ -199,7 +209,7 @@ class PatchState:
         root = self.root if is_initialized() else None
         if root is not None and any(held(root)):
             return None
-        cached = self.running.asked_cache and not self.warned_of_documents
+        cached = self.running.asked_cache and not self.history.warned_of_documents
         if finds_other_documents(kwargs, own_implementation(config), cached):
             return None
 

@@ -148,14 +148,14 @@ class Steps:
                 number, shapes = (last.number, {**last.shapes, **shapes})
             else:
                 self.settle()
-        reports = [] if unpatched else [site.last for site in self.sites]
+        reports = [] if unpatched else [site.last_call.report for site in self.sites]
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def _choice(self) -> Choice | None:
         """Return the newest micro-batch's choice of saves, or of an unpatched run. Only `Steps`
         reads the choice.
         """
-        chooser = self.sites[0].chooser if self.sites else None
+        chooser = self.sites[0].saves_policy if self.sites else None
         return None if chooser is None else chooser.latest
 
     def watch(self, output: Any) -> None:
@@ -201,7 +201,7 @@ class Steps:
             self.known()
             step.in_backward = True
             for site in self.sites:
-                site.advised = False
+                site.last_call.error_has_advice = False
             Variable._execution_engine.queue_callback(_Ending(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
@@ -266,7 +266,7 @@ class _Ending:
     def __del__(self) -> None:
         sites = self.steps.sites
         step = self.step
-        if self.ended or any(site.advised for site in sites):
+        if self.ended or any(site.last_call.error_has_advice for site in sites):
             return
         if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):
             plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)

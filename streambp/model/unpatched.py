@@ -63,7 +63,9 @@ SHARE = 0.25  # fraction of the memory that a step without saves leaves free
 SCORES, MASK = 16, 4  # bytes for each query and key: scores of one head with softmax; a mask
 LOGITS = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
 # Used with map over all layers, because each step of a generator is a call.
-INDEX, HEADS, SEEN_WRITING = map(operator.attrgetter, ("index", "sdpa.heads", "seen_writing"))
+INDEX, HEADS, SEEN_WRITING = map(
+    operator.attrgetter, ("index", "last_call.sdpa.heads", "seen_writing")
+)
 T = TypeVar("T")
 
 
@@ -78,7 +80,7 @@ class UnpatchedRuns:
     [Note: micro-batches as unpatched]
 
     Args:
-        chooser: predicts the bytes of each layer's graph, and the free bytes.
+        policy: predicts the bytes of each layer's graph, and the free bytes.
         steps: the model's steps, with all its layers.
 
     Attributes:
@@ -87,9 +89,9 @@ class UnpatchedRuns:
         within: True while an unpatched forward runs.
     """
 
-    def __init__(self, config: StreamConfig, chooser: SavesPolicy, steps: Steps) -> None:
+    def __init__(self, config: StreamConfig, policy: SavesPolicy, steps: Steps) -> None:
         self.config = config
-        self.chooser = chooser
+        self.policy = policy
         self.steps = steps
         self.most = math.inf
         self.factor = 1.0
@@ -97,7 +99,7 @@ class UnpatchedRuns:
 
     def __getstate__(self) -> Any:
         """Return the state of a copied or pickled model, which has run no step."""
-        return self.config, self.chooser, self.steps
+        return self.config, self.policy, self.steps
 
     def __setstate__(self, state: Any) -> None:
         UnpatchedRuns.__init__(self, *state)
@@ -125,7 +127,7 @@ class UnpatchedRuns:
         )
         if not isinstance(given, Tensor) or given.dim() < 2:
             return None
-        self.chooser.begins(given.device)
+        self.policy.begins(given.device)
         if not self._can(given, config):
             return None
         tokens = given.shape[0] * given.shape[1]
@@ -133,7 +135,7 @@ class UnpatchedRuns:
         if found is None or found.bytes > SHARE * found.room or packs():
             return None
         random = RandomState.capture(given.device)
-        before = self.chooser.free(given.device)
+        before = self.policy.free(given.device)
         self.within = True
         allocators = True
         try:
@@ -151,7 +153,7 @@ class UnpatchedRuns:
             self.within = False
         # Here and not in the except block, because the error's frames reference tensors.
         after = (
-            self.chooser.free(given.device)
+            self.policy.free(given.device)
             if result is not None and tells_memory(given.device)
             else None
         )
@@ -164,7 +166,7 @@ class UnpatchedRuns:
             make_room(given.device, allocators)
             random.restore()
             return None
-        self.chooser.latest = found
+        self.policy.latest = found
         self.steps.watch(result)
         return result
 
@@ -191,7 +193,7 @@ class UnpatchedRuns:
             return None
         heads = list(map(HEADS, self.steps.sites))
         vocabulary = getattr(config, "vocab_size", 0)
-        return kept_unpatched(self.chooser, tokens, length, device, heads, vocabulary, self.factor)
+        return kept_unpatched(self.policy, tokens, length, device, heads, vocabulary, self.factor)
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
         """True if the micro-batch is one chunk, and unpatched computes the same in memory that is
@@ -208,11 +210,11 @@ class UnpatchedRuns:
         if is_initialized() and find_split(config, True) is not None:
             return False
         for site in self.steps.sites:
-            if not any(map(SEEN_WRITING, site.findings.values())) or not is_plain(site):
+            if not any(map(SEEN_WRITING, site.tests.results.values())) or not is_plain(site):
                 return False
         size = (
-            self.chooser.size(batch_size, length, given.device)
-            if self.chooser.sizes
+            self.policy.size(batch_size, length, given.device)
+            if self.policy.sizes
             else self.config.chunk_size
         )
         return len(plan_chunks(length, batch_size, size)) == 1
@@ -224,7 +226,7 @@ class UnpatchedRuns:
 
 
 def kept_unpatched(
-    chooser: SavesPolicy,
+    policy: SavesPolicy,
     tokens: int,
     length: int,
     device: torch.device,
@@ -241,7 +243,7 @@ def kept_unpatched(
         heads: number of heads with unfused scores, layer by layer.
         factor: multiplies the total.
     """
-    known = chooser.graphs(tokens, device)
+    known = policy.graphs(tokens, device)
     if known is None:
         return None
     graphs, spare = known
@@ -255,7 +257,7 @@ def is_plain(site: LayerSite) -> bool:
     A layer with an engine's hooks inside is not plain.
     """
     if (
-        site.last.because is not None
+        site.last_call.report.because is not None
         or site.kind.states.carries
         or site.kind.attention.picks_keys
         or site.of(engine_hooks)
@@ -263,4 +265,4 @@ def is_plain(site: LayerSite) -> bool:
     ):
         return False
     own = set(map(own_implementation, site.of(attention_configs)))
-    return EAGER not in own and (SDPA not in own or site.sdpa.same)
+    return EAGER not in own and (SDPA not in own or site.last_call.sdpa.same)

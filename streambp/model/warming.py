@@ -100,10 +100,19 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             state.restore()
         for head, fields in told:
             vars(head).update(fields)
-    warm = next((w.site.warm for w in layers if w.site.warm is not None and w.site.warm.on), Warm())
+    warm = next(
+        (
+            w.site.tests.warm_up
+            for w in layers
+            if w.site.tests.warm_up is not None and w.site.tests.warm_up.on
+        ),
+        Warm(),
+    )
     for wrapper in layers:
-        wrapper.site.warm = warm
-        wrapper.site.forget(None)  # attributes that modules set in their first call were reset
+        wrapper.site.tests.warm_up = warm
+        wrapper.site.tests.forget(
+            None
+        )  # attributes that modules set in their first call were reset
 
 
 def _loss_of(output: Any) -> Tensor | None:

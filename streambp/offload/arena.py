@@ -236,7 +236,7 @@ def host_limit(
         )
         raise StreamBPError(
             f"host_memory is {wanted / 2**30:.1f} GiB, but only {available / 2**30:.1f} GiB of "
-            f"host memory are available{shared}{beside}. Lower host_memory, or free memory; leave "
-            "it out to use nine tenths of what there is."
+            f"host memory are available{shared}{beside}. Lower host_memory, or leave it out to use "
+            "nine tenths of the available memory."
         )
     return wanted

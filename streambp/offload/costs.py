@@ -19,6 +19,7 @@ from streambp.offload.engines import Engine
 GRAPH = "everything"  # name of a saved graph. [Note: kept graphs]
 KV_WORTH = 3.4  # K/V's worth relative to Linear outputs: norms and rotation are spared too
 BACK, TRIED = 0.1, 0.01  # fraction of an unused margin returned by a good step; after a failure
+META = torch.device("meta")  # before the first micro-batch
 ATTENTION_PACE = 1.12  # seconds of an attention FLOP / of a product FLOP, on an H200 (`rates.py`)
 
 
@@ -398,3 +399,30 @@ class Shortage:
             self.back = TRIED if self.failed else self.back
         else:
             self.margin = self.margin - self.back * min(self.margin, -self.missing)
+
+
+@dataclasses.dataclass
+class BatchSaves:
+    """The saves of one micro-batch while its forward and backward run.
+
+    Attributes:
+        plan: saves of each layer, by index.
+        device: device of the first layer; only layers on this device save.
+        last: index of the layer whose forward began last; infinity before the first layer.
+        expected: planned free bytes at the next layer's beginning.
+        slack: smallest shortfall in bytes that counts.
+        at_work: bytes that a chunk needs free; -infinity if nothing is saved.
+        shortage: memory that the micro-batch lacked; None if nothing is saved.
+        retries: number of retries of the device's allocator before the micro-batch.
+        others_are_seen: True if free memory includes changes by other processes.
+    """
+
+    plan: dict[int, list[Candidate]] = dataclasses.field(default_factory=dict)
+    device: torch.device = META
+    last: float = math.inf
+    expected: float = 0.0
+    slack: float = 0.0
+    at_work: float = -math.inf
+    shortage: Shortage | None = None
+    retries: int = 0
+    others_are_seen: bool = False

@@ -428,8 +428,8 @@ class HostTensors:
     def _check_not_retired(self) -> None:
         if not self._holding.retire.alive:
             raise BackwardError(
-                "The saved tensors of this forward were given up (OffloadManager.abort or close "
-                "was called since). Compute the loss again."
+                "The saved tensors of this forward were freed, because OffloadManager.abort or "
+                "close was called since. Compute the loss again."
             )
 
     def _entry(self, name: str, chunk: int) -> Entry:
@@ -437,8 +437,8 @@ class HostTensors:
         if entry is None:
             self._check_not_retired()
             raise BackwardError(
-                f"{name} of chunk {chunk} was asked for a second time, or never saved; offloaded "
-                "tensors are brought back once. Compute the loss again, or add losses up and call "
+                f"{name} of chunk {chunk} was read a second time, or never saved; backward can "
+                "read an offloaded tensor once. Compute the loss again, or add losses up and call "
                 "backward once."
             )
         return entry

@@ -52,6 +52,7 @@ from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
 from streambp.offload.arena import host_limit
 from streambp.offload.costs import (
     GRAPH,
+    BatchSaves,
     Candidate,
     Choice,
     Chosen,
@@ -106,19 +107,12 @@ class SavesPolicy:
         self.latest: Choice | None = None
         self.known = Figures()
         self.present = 0.0
-        self._begun = self._others_are_seen = False
+        self._begun = False
         self._chunks: dict[tuple[int, int], int] = {}
         self._seen: dict[int, LayerSeen] = {}
-        self._plan: dict[int, list[Candidate]] = {}
         self._by_name: set[int] = set()  # layers whose graphs cannot be kept
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # instances of `layer.saved.Kept`
-        self._last = layers  # the layer whose forward began last
-        self._device = torch.device("meta")  # only layers on the first layer's device save
-        self._expected = 0.0  # planned free bytes at the next layer's beginning
-        self._slack = 0.0
-        self._at_work = -math.inf  # bytes that a chunk needs free; -inf if nothing was saved
-        self._shortage: Shortage | None = None
-        self._retries = 0
+        self._batch = BatchSaves()
         self.margins: dict[
             tuple[int, int], Shortage
         ] = {}  # key: tokens of a step, tokens of a chunk
@@ -231,30 +225,17 @@ class SavesPolicy:
         """
         index = kept.site.index
         length = kept.plan.length
-        unread = kept.site.unread
+        unread = kept.site.tests.unread
         tokens = rows * length
-        if index <= self._last:
+        if index <= self._batch.last:
             self._begin(kept, rows)
-        elif self._plan and kept.device == self._device:
-            free = self._free_now()
-            short = 0.0 if free is None else self._expected - free
-            if short > self._slack:  # save less from here on, or free the saves
-                self._expected -= short
-                if self._shortage is not None and not self._others_are_seen:
-                    self._shortage.missing = max(self._shortage.missing, short)
-                later = range(index, self.layers)
-                planned = sum(candidate.bytes for i in later for candidate in self._plan.get(i, []))
-                if short > planned:
-                    self._drop(None, "less memory was free than planned")
-                elif planned:
-                    rooms = [[math.inf, planned - short]]
-                    self._plan |= self._fill(
-                        rooms, later, self._device, tokens, length, len(kept.plan) == 1
-                    )
-        self._last = index
+        elif self._batch.plan and kept.device == self._batch.device:
+            self._shrink(kept, tokens)
+        batch = self._batch
+        batch.last = index
         watch = None
         cost = self.known.costs.get(index)
-        chosen = self._plan.get(index, [])
+        chosen = batch.plan.get(index, [])
         if self.link is not None:
             if self.latest is None:
                 watch = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
@@ -268,7 +249,7 @@ class SavesPolicy:
             watch = self._seen[index] = LayerSeen(
                 kept.device, tokens, length, len(kept.plan), unread
             )
-        if kept.device != self._device:
+        if kept.device != batch.device:
             return (), False, watch
         graph = GRAPH in [candidate.name for candidate in chosen]
         if graph and not (watch is None and can_keep_graph()):
@@ -277,13 +258,34 @@ class SavesPolicy:
             rooms = [[math.inf, sum(candidate.bytes for candidate in chosen)]]
             graph = False
             chosen = self._fill(rooms, [index], None, tokens, length, True, (GRAPH,))[index]
-            self._plan[index] = chosen
+            batch.plan[index] = chosen
         elif index in self._by_name and can_keep_graph():
             self._by_name.discard(index)
         self._waiting.add(kept)
         inputs = 0.0 if cost is None else cost.scaled_to(tokens).x
-        self._expected -= sum(candidate.bytes for candidate in chosen) + inputs
+        batch.expected -= sum(candidate.bytes for candidate in chosen) + inputs
         return () if graph else tuple(candidate.name for candidate in chosen), graph, watch
+
+    def _shrink(self, kept: Any, tokens: int) -> None:
+        """Save less from this layer on, or free the saves, if less memory is free than planned."""
+        batch = self._batch
+        index = kept.site.index
+        free = self._free_now()
+        short = 0.0 if free is None else batch.expected - free
+        if short <= batch.slack:
+            return
+        batch.expected -= short
+        if batch.shortage is not None and not batch.others_are_seen:
+            batch.shortage.missing = max(batch.shortage.missing, short)
+        later = range(index, self.layers)
+        planned = sum(candidate.bytes for i in later for candidate in batch.plan.get(i, []))
+        if short > planned:
+            self._drop(None, "less memory was free than planned")
+        elif planned:
+            rooms = [[math.inf, planned - short]]
+            batch.plan |= self._fill(
+                rooms, later, batch.device, tokens, kept.plan.length, len(kept.plan) == 1
+            )
 
     def _begin(self, kept: Any, rows: int) -> None:
         """Begin a micro-batch: update the margins from the previous micro-batch, and choose the
@@ -291,18 +293,17 @@ class SavesPolicy:
         """
         if not self.sizes:
             self.begins(kept.device, with_layers=True)
-        lack = self._shortage
-        self._shortage = None
+        previous = self._batch
+        lack = previous.shortage
         if lack is not None:  # leave free what the previous one lacked
-            retries = getattr(self.free, "retries", lambda _: 0)(self._device)
-            if retries > self._retries:  # the allocator freed its cache
-                lack.missing = max(lack.missing, self._slack)
+            retries = getattr(self.free, "retries", lambda _: 0)(previous.device)
+            if retries > previous.retries:  # the allocator freed its cache
+                lack.missing = max(lack.missing, previous.slack)
             lack.learn(self.margins.pop(lack.key, None))
             self.margins = {**dict(list(self.margins.items())[1 - REMEMBERED :]), lack.key: lack}
         self._seen = {}
-        self._plan = {}
+        self._batch = batch = BatchSaves(device=previous.device)
         self.latest = None
-        self._at_work = -math.inf
         length = kept.plan.length
         chunk = rows * min(kept.plan.size, kept.plan.length)
         if self.link is not None:
@@ -311,20 +312,21 @@ class SavesPolicy:
         free = self.free(kept.device)
         need = self.known.need
         tokens = rows * length
-        self._others_are_seen = getattr(self.free, "sees_others", lambda _: False)(kept.device)
+        batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(kept.device)
         if free is None or need is None or not self.known.costs:
             return
         room = max(room for _, room in self._rooms(free, tokens, chunk))
-        self._device, self._slack = kept.device, SLACK * free
-        self._retries = getattr(self.free, "retries", lambda _: 0)(kept.device)
-        _, self._plan, _ = self.predicted(free, tokens, chunk, kept.device, length)
-        self.latest = chosen = Chosen(tokens, length, chunk, room, self._plan)
+        batch.device = kept.device
+        batch.slack = SLACK * free
+        batch.retries = getattr(self.free, "retries", lambda _: 0)(kept.device)
+        _, batch.plan, _ = self.predicted(free, tokens, chunk, kept.device, length)
+        self.latest = chosen = Chosen(tokens, length, chunk, room, batch.plan)
         planned = sum(chosen.bytes.values())
-        self._expected = free - max(0.0, room - planned)
+        batch.expected = free - max(0.0, room - planned)
         if planned:
-            self._at_work = need.at_work(chunk)
-            wished = {index: sum(c.bytes for c in found) for index, found in self._plan.items()}
-            self._shortage = Shortage((tokens, chunk), room, planned, wished)
+            batch.at_work = need.at_work(chunk)
+            wished = {index: sum(c.bytes for c in found) for index, found in batch.plan.items()}
+            batch.shortage = Shortage((tokens, chunk), room, planned, wished)
 
     def _begin_on_host(self, link: LinkBudget, length: int, chunk: int) -> None:
         """Choose the saves that leave the device, or have the forward measured.
@@ -345,11 +347,11 @@ class SavesPolicy:
         )
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         room = min(hidden, measured.host) - whole.x
-        self._plan = self._fill(
+        self._batch.plan = self._fill(
             [[math.inf, room]], costs, None, measured.tokens, measured.length, False, why
         )
         self.latest = Chosen(
-            measured.tokens, measured.length, chunk, room, self._plan, measured, whole.x, why
+            measured.tokens, measured.length, chunk, room, self._batch.plan, measured, whole.x, why
         )
         for name in sorted(whole.overwritten):
             why.setdefault(name, "layers that overwrite it compute it again")
@@ -435,20 +437,21 @@ class SavesPolicy:
 
     def check_room(self, kept: Any) -> None:
         """Free all saves if the device has less memory free than a chunk needs."""
-        lack = self._shortage
-        if lack is None or self._at_work == -math.inf or kept.device != self._device:
+        batch = self._batch
+        lack = batch.shortage
+        if lack is None or batch.at_work == -math.inf or kept.device != batch.device:
             return
         free = self._free_now()
         if free is None:
             return
-        if not self._others_are_seen:
+        if not batch.others_are_seen:
             gone = (
                 sum(lack.wished.get(other.site.index, 0.0) for other in self._waiting)
                 if lack.gone
                 else 0.0
             )
-            lack.missing = max(lack.missing, self._at_work + gone - free)
-        if free < self._at_work and not lack.gone:
+            lack.missing = max(lack.missing, batch.at_work + gone - free)
+        if free < batch.at_work and not lack.gone:
             self._drop(kept, "less memory was free than a chunk takes")
 
     def let_go(self, kept: Any | None = None) -> bool:
@@ -462,9 +465,10 @@ class SavesPolicy:
         """Record that a step ran out of memory; similar steps then save at most half of the bytes
         planned here.
         """
-        if self._shortage is not None:
-            self._shortage.missing = max(self._shortage.missing, self._shortage.planned / 2)
-            self._shortage.failed = True
+        lack = self._batch.shortage
+        if lack is not None:
+            lack.missing = max(lack.missing, lack.planned / 2)
+            lack.failed = True
 
     def learn(self) -> Mapping[int, LayerCost]:
         """Return the known costs of layers by index, updated by the layers whose backward has
@@ -500,7 +504,7 @@ class SavesPolicy:
         return taken, free - need(tokens, tokens, self.present)
 
     def _free_now(self) -> float | None:
-        free = self.free(self._device)
+        free = self.free(self._batch.device)
         if free is not None and isinstance(self.latest, Chosen):
             self.latest.least = min(self.latest.least, free)
         return free
@@ -509,7 +513,7 @@ class SavesPolicy:
         """Free all saves; the running call of `kept` still uses its buffers. True if any saves
         existed.
         """
-        device = self._device if kept is None else kept.device
+        device = self._batch.device if kept is None else kept.device
         there = [
             other
             for other in self._waiting
@@ -517,9 +521,9 @@ class SavesPolicy:
         ]
         for other in there:
             other.give_up(at_work=other is kept)
-        self._plan = {}
-        if self._shortage is not None:
-            self._shortage.gone = True
+        self._batch.plan = {}
+        if self._batch.shortage is not None:
+            self._batch.shortage.gone = True
         if there and isinstance(self.latest, Chosen):
             self.latest.let_go = because
         return bool(there)

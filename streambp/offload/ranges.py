@@ -249,9 +249,9 @@ class HostRanges:
             if id(tensor) in streamed:
                 if hasattr(tensor, PARTITIONED) or hasattr(tensor, GRADIENT_HOOKED):
                     raise UnsupportedModelError(
-                        "DeepSpeed keeps the weights of this model in memory of its own, and "
-                        "weights='cpu' would move them out of it. Use DeepSpeed's offload_param in "
-                        "place of weights='cpu', or train without DeepSpeed."
+                        "DeepSpeed stores the weights of this model in its own memory, and "
+                        "weights='cpu' would move them. Use DeepSpeed's offload_param in place of "
+                        "weights='cpu', or train without DeepSpeed."
                     )
                 if (
                     type(tensor.data) is not Tensor

@@ -158,7 +158,7 @@ class HostWeights:
         """
         if several_ranks():
             raise UnsupportedModelError(
-                "weights='cpu' works in one process, and this one belongs to a process group of "
+                "weights='cpu' works in a single process, and this process belongs to a group of "
                 "several: each rank would pin a copy of all weights. Start a single process, or "
                 "leave weights out."
             )
@@ -357,8 +357,8 @@ class HostWeights:
             return
         if self._device is not None:
             raise UnsupportedModelError(
-                f"Layers are on {self._device} and on {device}; weights='cpu' brings them to one "
-                "device. Move the model to one, or leave weights out."
+                f"Layers are on {self._device} and on {device}, and weights='cpu' needs all layers "
+                "on one device. Move the model to one device, or leave weights out."
             )
         if device != self._engines_device:
             self.close()

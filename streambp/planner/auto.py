@@ -185,7 +185,7 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     state.policy = policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link)
     for site in state.steps.sites:
         site.chunk_rule = policy.chunk if sizes else None
-        site.chooser = policy if saves or link is not None else None
+        site.saves_policy = policy if saves or link is not None else None
     if saves and state.offloader is None:
         state.pending.let_go = policy.let_go
         if (

@@ -53,8 +53,8 @@ class Batch:
         check_fields(self, prompt=0)
         if not self.lengths or min(self.lengths) <= self.prompt:
             raise ConfigError(
-                f"lengths is {self.lengths} and prompt {self.prompt}; a batch has rows, each "
-                "longer than the prompt."
+                f"lengths is {self.lengths} and prompt {self.prompt}. lengths must not be empty, "
+                "and each row must be longer than the prompt."
             )
 
     @classmethod

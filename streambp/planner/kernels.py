@@ -74,8 +74,9 @@ def no_launches() -> Iterator[None]:
         if any(isinstance(x, Tensor) and not has_data(x) for x in (*args, *kwargs.values())):
             name = getattr(kernel, "__name__", "a Triton kernel")
             raise StreamBPError(
-                f"{name} cannot be launched on tensors without data, so a step with it cannot be "
-                "counted."
+                f"{name} cannot be launched on tensors without data, so the planner cannot count a "
+                "step with this kernel. Run a step and measure its memory "
+                "(torch.cuda.max_memory_allocated)."
             )
         return launch(kernel, *args, **kwargs)
 

@@ -42,7 +42,7 @@ def seen_costs(
     known = Figures()
     installed: PatchState = skeleton.model._streambp  # type: ignore[assignment]
     for site in installed.steps.sites:
-        site.chooser = sees
+        site.saves_policy = sees
     with skeleton.running(), StepCount(None):
         ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
         skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -275,18 +275,17 @@ class Setting:
         check_fields(self, **ranks, zero=0, optimizer=0, gradient_bytes=0, room=0)
         if self.ulysses > 1 and self.context_parallel > 1:
             raise ConfigError(
-                f"{BOTH} Choose one: ulysses is {self.ulysses}, context_parallel "
+                f"{BOTH} Choose one of both: ulysses is {self.ulysses}, context_parallel "
                 f"{self.context_parallel}."
             )
         if self.gpus % self.ranks:
             raise ConfigError(
-                f"gpus is {self.gpus}, and {self.ranks} ranks share a sequence; gpus counts all of "
-                "them and must be a multiple of that."
+                f"gpus is {self.gpus}, and {self.ranks} ranks share a sequence; gpus counts all "
+                f"ranks and must be a multiple of {self.ranks}."
             )
         if self.gpus % self.expert_parallel:
             raise ConfigError(
-                f"expert_parallel is {self.expert_parallel}; it must divide gpus, which is "
-                f"{self.gpus}."
+                f"expert_parallel is {self.expert_parallel}; it must divide gpus={self.gpus}."
             )
 
     @property

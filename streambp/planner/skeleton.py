@@ -162,8 +162,9 @@ class Skeleton:
             if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
                 return module
         raise StreamBPError(
-            f"{type(self.model).__name__} has no language-model head; the planner estimates steps "
-            "of causal language models. Pass a model with one, such as AutoModelForCausalLM gives."
+            f"{type(self.model).__name__} has no language-model head, and the planner estimates "
+            "steps of causal language models. Pass a model with a head, such as "
+            "AutoModelForCausalLM loads."
         )
 
     def on_host(self) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def survey(
             if recipe.config is not None:
                 raise StreamBPError(
                     f"A streamed step of {type(skeleton.causal_lm).__name__} could not be counted "
-                    f"without data ({reason}). Run one and measure it "
+                    f"without data ({reason}). Run a step and measure its memory "
                     "(torch.cuda.max_memory_allocated)."
                 ) from error
             left_out.append(f"{recipe.name} ({reason})")
@@ -273,7 +273,7 @@ class Counter:
                 self.skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
                 if not recipe.split:
                     steps = self.skeleton.model._streambp.steps  # type: ignore[union-attr]
-                    self._unread = [site.unread for site in steps.sites]  # type: ignore[union-attr]
+                    self._unread = [site.tests.unread for site in steps.sites]  # type: ignore[union-attr]
             self._fused = count.work.forward + count.work.backward > 0
         return self._fused
 
@@ -416,7 +416,7 @@ class Counter:
             sites = installed.steps.sites
             if not recipe.split:
                 for site, unread in zip(sites, self._unread, strict=False):
-                    site.unread.update(unread)
+                    site.tests.unread.update(unread)
             if recipe.config.offload == "none":
                 yield CountingManager()
                 return

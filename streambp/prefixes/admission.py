@@ -131,9 +131,9 @@ def check_streamed(site: LayerSite) -> None:
     Raises:
         UnsharedError: the layer ran unchunked.
     """
-    if site.last.because is not None:
+    if site.last_call.report.because is not None:
         raise UnsharedError(
-            f"{type(site.layer).__name__} does not run in chunks: {site.last.because}"
+            f"{type(site.layer).__name__} does not run in chunks: {site.last_call.report.because}"
         )
 
 

@@ -139,8 +139,8 @@ def refuse(*parts: Tensor) -> None:
     """
     if parts and bool(torch.stack([((part != 0) & part.isfinite()).any() for part in parts]).any()):
         raise BackwardError(
-            "A gradient arrives at padding of a batch that was computed as a packed row, without "
-            "padding. Leave padding out of the loss (labels of -100, or a mask that zeroes it), or "
+            "A gradient arrives at padding of a batch that was computed without padding, as a "
+            "packed row. Leave padding out of the loss (labels of -100, or a mask of zeros), or "
             "set StreamConfig(rows='as_given')."
         )
 

@@ -190,10 +190,9 @@ def _by_segment(
         if found[0] is not None:
             return tuple(found)
     raise UnsupportedModelError(
-        f"{type(module).__name__} is called for one document of packed rows after the other, and "
-        "returns no tensors [B, T, ...] that could be put together. Pass one document per row, or "
-        "let it go on from one document to the next, as the unpatched model does: "
-        "StreamConfig(documents='as_given')."
+        f"{type(module).__name__} is called for each document of packed rows, and returns no "
+        "tensors [B, T, ...] that could be joined. Pass one document per row, or set "
+        "StreamConfig(documents='as_given') to carry states over, as the unpatched model does."
     )
 
 

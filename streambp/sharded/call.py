@@ -126,7 +126,7 @@ class ShardedCall(LayerCall):
     def __init__(self, site: LayerSite, arguments: Arguments, shards: Shards) -> None:
         self.shards = shards
         super().__init__(site, arguments)
-        self.gradients_of_a_parameter *= 2  # one gradient from each half
+        self.backward.gradients_of_a_parameter *= 2  # one gradient from each half
         self.params: Params | None = None
         self.heads: tuple[int, int] = (0, 0)  # number of query heads, and of K/V heads
         self.value_size = 0  # D_v
@@ -172,18 +172,18 @@ class ShardedCall(LayerCall):
                 from the old input are then differentiated, unpatched, at the new input, which the
                 half before attention does not have.
         """
-        if self.site.overwritten.inputs:
+        if self.site.tests.overwritten.inputs:
             raise UnsupportedModelError(
-                f"{type(self.layer).__name__} overwrites its hidden_states through a kernel that "
-                "autograd does not see (a fused residual add?), which streambp does not support "
-                "where sequences are split over ranks. Use a kernel that returns a tensor of its "
-                "own, or train this model without splitting sequences."
+                f"{type(self.site.layer).__name__} overwrites its hidden_states through a kernel that "
+                "autograd does not record (a fused residual add?). streambp does not support this "
+                "for sequences split over ranks. Use a kernel that returns a new tensor, or train "
+                "this model without splitting sequences."
             )
         linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
         key = (self.arguments.kind, tuple(linears), autocast, min(TRIED, self.plan.length))
-        if linears and key not in self.site.unread_in_halves:
-            parameters = Parameters(self.layer, self.device)
+        if linears and key not in self.site.tests.unread_in_halves:
+            parameters = Parameters(self.site.layer, self.device)
             with (
                 torch.enable_grad(),
                 RandomState.capture(self.device).replayed(),
@@ -191,13 +191,13 @@ class ShardedCall(LayerCall):
             ):
                 chunk = Chunk(0, 0, min(TRIED, self.plan.length))
                 with few_tokens(
-                    self, self.hidden_states.detach(), chunk.stop, self.site.turns
+                    self, self.hidden_states.detach(), chunk.stop, self.site.tests.at_last_positions
                 ) as x:
                     found = _unread_in_halves(
                         self, linears, x, chunk, RandomState.capture(self.device)
                     )
-                remember(self.site.unread_in_halves, key, found)
-        self.unread = self.site.unread_in_halves.get(key, UnreadInHalves())
+                remember(self.site.tests.unread_in_halves, key, found)
+        self.unread = self.site.tests.unread_in_halves.get(key, UnreadInHalves())
 
 
 def _unread_in_halves(
@@ -242,7 +242,7 @@ def _unread_in_halves(
                     return run()
             others = [name for name in linears if name not in names]
             with random.replayed(), computed(linears, others), left_out(linears, names):
-                return gradients_of(run(), [x, o, *call.layer.parameters()])
+                return gradients_of(run(), [x, o, *call.site.layer.parameters()])
 
         expected = given(frozenset())
         same = (

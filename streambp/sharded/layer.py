@@ -106,18 +106,18 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         call.look_into_halves()
         if keep:
             call.kept.find_products()
-            call.witness = call.site.witness(call.hidden_states, call.autocast)
+            call.backward.witness = call.site.witness(call.hidden_states, call.autocast)
         before = RandomState.capture(call.device)
         parts = _project(call, keep)
         q, keys = call.shards.queries(parts.pop(0)), call.shards.start_keys(parts, call.heads[0])
         if not before.is_current():
             raise UnsupportedModelError(
-                f"{type(call.layer).__name__} draws random numbers before its attention "
+                f"{type(call.site.layer).__name__} draws random numbers before its attention "
                 "(dropout?), which streambp does not support where sequences are split over ranks. "
                 "Set that dropout to 0."
             )
         o, lse = _attend(call, q, keys, last=not (keep and call.kept.keeps_kv))
-        call.site.attended = call.carried.prefix.used
+        call.site.last_call.kernels = call.carried.prefix.used
         call.backward_bytes += 2 * o.nbytes + q.nbytes
         if keep:
             _keep_attention(call, keys, o, lse)
@@ -131,11 +131,11 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         call.kept.products_after = names
         linears, seen = call.site.linears, NOTHING
         # records the inputs of Linears that this half skips in backward
-        if call.witness is not None:
-            call.witness.left_out = call.unread.to_differentiate_after.difference(
+        if call.backward.witness is not None:
+            call.backward.witness.left_out = call.unread.to_differentiate_after.difference(
                 call.unread.for_output, names
             )
-            seen = tapped(linears, call.witness.left_out, see=call.witness.see)
+            seen = tapped(linears, call.backward.witness.left_out, see=call.backward.witness.see)
         with left_out(linears, call.unread.for_output), seen:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
@@ -145,8 +145,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 with call.kept.capturing(names, see) if keep else NOTHING:
                     output = call.run(hidden_chunk, chunk, Cut(o[_part(chunk)]))
                 assert output is not None
-                if call.witness is not None:
-                    call.witness.see_output(hidden_chunk, output.hidden_states)
+                if call.backward.witness is not None:
+                    call.backward.witness.see_output(hidden_chunk, output.hidden_states)
                 if keep:
                     call.kept.keep(chunk, hidden_chunk, [])
                 put(whole, output, chunk, call.plan.length)
@@ -321,7 +321,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
     """Differentiate the half after attention; its gradient overwrites o [B, H, T / P, D_v]."""
     kept, linears = call.kept, call.site.linears
     unread = call.unread.to_differentiate_after.difference(kept.products_after)
-    with summed(linears, work.sums, unread, call.witness):
+    with summed(linears, work.sums, unread, call.backward.witness):
         for chunk in call.plan.backward:
             see = call.seeing(chunk, again=True, half="after")
             kept.bring(chunk, kept.half_reads(chunk.index, kept.products_after), again=("x",))
@@ -335,8 +335,8 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
             ):
                 output = call.run(hidden_chunk, chunk, Cut(o_chunk), leaves)
             assert output is not None
-            if call.witness is not None:
-                call.witness.see_output(hidden_chunk, output.hidden_states)
+            if call.backward.witness is not None:
+                call.backward.witness.see_output(hidden_chunk, output.hidden_states)
             outputs, upstream = work.upstream(output, chunk)
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
             d_o = _add(call, work, chunk, targets, outputs, upstream, extra=o_chunk)
@@ -360,7 +360,7 @@ def _add(
     wanted = [*targets, *work.shadows, *(() if extra is None else (extra,))]
     found: list[Tensor | None] = [None] * len(wanted)
     if chunk.stop == call.plan.length:
-        refuse_other_leaves(call.layer, outputs, wanted)
+        refuse_other_leaves(call.site.layer, outputs, wanted)
     if outputs and wanted:
         found = list(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
     d_extra = None if extra is None else found.pop()

@@ -241,10 +241,10 @@ def gather_shards(
     if said == -1:
         found = "missing" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
         raise StreamBPError(
-            f"position_ids are {found}; with sequences split over ranks each rank must pass those "
-            f"of its shard, [1 or {batch_size}, {length}], counted over the whole sequence: put "
-            "torch.arange(whole_length) into the batch before it is split (DeepSpeed Ulysses), or "
-            "among the buffers of context_parallel."
+            f"position_ids are {found}. With sequences split over ranks each rank must pass the "
+            f"positions of its shard, [1 or {batch_size}, {length}], counted over the whole "
+            "sequence. Put torch.arange(whole_length) into the batch before it is split "
+            "(DeepSpeed Ulysses), or among the buffers of context_parallel."
         )
     if said == -2:
         raise UnsupportedMaskError(
@@ -274,19 +274,20 @@ def _agree(group: Any, mine: Tensor) -> list[list[int]]:
         everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
     except RuntimeError as error:
         raise StreamBPError(
-            "The ranks of the group that shares sequences did not all begin this forward: one of "
-            "them has ended, or does not split its batch. If no other rank shows an error of its "
-            "own, enter context_parallel on every rank of its mesh (DeepSpeed Ulysses: have the "
-            "model in training mode on all ranks, or on none)."
+            "The ranks that share sequences did not all begin this forward: a rank has ended, or "
+            "does not split its batch. If no other rank shows an error of its own, enter "
+            "context_parallel on every rank of its mesh. With DeepSpeed Ulysses the model must be "
+            "in training mode on all ranks, or on none."
         ) from error
     for rank, other in enumerate(everyones):
         if other[:-1] != everyones[0][:-1]:
             raise StreamBPError(
-                "Rank 0 of the group that shares sequences holds [rows, tokens, position_ids and "
-                f"mask, settings] = {everyones[0][:-1]}, rank {rank} {other[:-1]}. Shards must "
-                "have the same shape (the number of ranks must divide the number of tokens) and "
-                "position_ids; an attention_mask is for all ranks or for none; and StreamConfig "
-                "must be the same on all ranks; only chunk_size may differ."
+                "Ranks that share sequences hold different shards. Rank 0 holds [rows, tokens, "
+                f"position_ids and mask, settings] = {everyones[0][:-1]}, rank {rank} "
+                f"{other[:-1]}. Shards must have the same shape and position_ids, so the number of "
+                "ranks must divide the number of tokens. attention_mask must be passed on all "
+                "ranks or on none. StreamConfig must be the same on all ranks, chunk_size "
+                "excepted."
             )
     return everyones
 

@@ -202,7 +202,7 @@ def failing(module, query, key, value, attention_mask, scaling, dropout=0.0, **k
 
 
 OTHER = (
-    "LlamaDecoderLayer .*LlamaAttention with attn_implementation='eager'.* computes something else "
+    "LlamaDecoderLayer .*LlamaAttention with attn_implementation='eager'.* computes other values "
     "unpatched"
 )
 
@@ -226,7 +226,7 @@ def test_torchs_attention_replaced(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", softer)
     model = streambp.patch(build("qwen3", torch.float64), CONFIG)
     with pytest.raises(
-        UnsupportedModelError, match="computes something else unpatched than streamed"
+        UnsupportedModelError, match="computes other values unpatched than streamed"
     ):
         model(**make_batch("plain"), use_cache=False)
 
@@ -242,7 +242,7 @@ def test_torchs_attention_replaced_between_steps(monkeypatch, differs):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", softer)
     if differs:
         with pytest.raises(
-            UnsupportedModelError, match="computes something else unpatched than streamed"
+            UnsupportedModelError, match="computes other values unpatched than streamed"
         ):
             model(**make_batch("plain"), use_cache=False)
     else:

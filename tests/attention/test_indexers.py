@@ -229,7 +229,7 @@ def test_a_layer_that_runs_whole(implementation, monkeypatch):
 def test_the_mutant_whose_unpatched_run_reads_all_keys(monkeypatch):
     """Routed, the layer leaves it to the attention function to mask what was not picked."""
     monkeypatch.setattr(interface, "_only_picked", lambda mask, *_: mask)
-    with pytest.raises(OtherModelError, match="computes something else unpatched"):
+    with pytest.raises(OtherModelError, match="computes other values unpatched"):
         check(build(), make_batch("plain"))
 
 

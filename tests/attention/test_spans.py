@@ -231,7 +231,7 @@ def test_added_mask_with_an_empty_row_is_refused_where_others_read_its_key(lowes
     mask[0, :, :, 3] = lowest
     assert not resolve(mask, 1, LENGTH, None, None, CPU).barriers
     mask[0, 1, 3, 3] = 0.0
-    with pytest.raises(UnsupportedMaskError, match="in some heads"):
+    with pytest.raises(UnsupportedMaskError, match="other queries or heads read"):
         resolve(mask, 1, LENGTH, None, None, CPU)
 
 
@@ -260,5 +260,5 @@ def test_cu_seq_lens_that_end_before_the_sequence_name_the_remedy(rows, names_it
 
 def test_cu_seq_lens_that_contradict_position_ids():
     lazy, _ = describe_mask(position_ids=PACKED[:1].expand(2, -1))
-    with pytest.raises(UnsupportedMaskError, match="Make them agree"):
+    with pytest.raises(UnsupportedMaskError, match="Pass only one of the two"):
         resolve(lazy, 1, LENGTH, PACKED[:1], torch.tensor([0, 10, LENGTH]), CPU)

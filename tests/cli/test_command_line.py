@@ -31,10 +31,10 @@ PLAN = "plan m --gpu-memory 8GiB"
 # A wrong line, and words of the one line that answers it.
 BAD = {
     "plan": "needs MODEL and --gpu-memory", "plan m": "needs --gpu-memory", "plan --gpu-memory 8GiB": "needs MODEL",
-    "plan m --gpu-memory 80": "did you mean 80GiB", "plan m --gpu-memory 0": "--gpu-memory is '0'",
+    "plan m --gpu-memory 80": "Write 80GiB", "plan m --gpu-memory 0": "--gpu-memory is '0'",
     "plan m --gpu-memory 80X": "--gpu-memory is '80X'", "plan m --gpu-memory -1GiB": "--gpu-memory is '-1GiB'",
     "plan m --gpu-memory nan": "--gpu-memory is 'nan'", "plan m --gpu-memory 1e999": "--gpu-memory is '1e999'",
-    "plan m --gpu-memory": "requires an argument", f"{PLAN} --host-memory 64": "did you mean 64GiB",
+    "plan m --gpu-memory": "requires an argument", f"{PLAN} --host-memory 64": "Write 64GiB",
     f"{PLAN} --host-memory much": "--host-memory is 'much'", f"{PLAN} --seq-len much": "--seq-len is 'much'",
     f"{PLAN} --seq-len 0": "--seq-len is '0'", f"{PLAN} --seq-len -5": "--seq-len is '-5'",
     f"{PLAN} --seq-len 64q": "--seq-len is '64q'", f"{PLAN} --seq-len 1e5": "--seq-len is '1e5'",
@@ -65,7 +65,7 @@ BAD = {
     "verify m --dtype x": "--dtype is 'x'", "verify m --top -1": "--top is '-1'",
     "profile m --seq-len max": "--seq-len is 'max'",
     "profile m --offload disk": "must be one of none, cpu", "profile m --seq-len 2048M": "at most", "launch": "no command",
-    "launch true": "comes after --", "launch --chunk-size 0 -- true": "chunk_size is '0'",
+    "launch true": "to run after --", "launch --chunk-size 0 -- true": "chunk_size is '0'",
     "launch --chunk-size 1.5 -- true": "chunk_size is '1.5'", "verify m --seq-len 1.5": "--seq-len is '1.5'",
     "launch --attention fast -- true": "attention is 'fast'", "launch --chunk-sizes 8 -- true": "No such option",
     "launch --uninstall -- true": "run no command", "pla m": "Did you mean 'plan'",
@@ -199,7 +199,7 @@ def test_a_library_that_is_not_installed_gets_the_one_message(library, monkeypat
     what = str(error.value).rpartition(" ")[2].rstrip(".")
     if library in libraries.EXTRAS:
         text = (ROOT / "pyproject.toml").read_text("utf-8")
-        assert what == f"'streambp[{libraries.EXTRAS[library]}]'"
+        assert what == f"'streambp-hf[{libraries.EXTRAS[library]}]'"
         assert re.search(rf"^{libraries.EXTRAS[library]} = \[", text, re.MULTILINE)
 
 
@@ -227,7 +227,7 @@ def test_one_type_of_tokens_and_one_of_bytes():
         == 8192
     )
     assert parse_bytes("gpu_memory", "80G") == parse_bytes("gpu_memory", "80GiB") == 80 * 2**30
-    with pytest.raises(ConfigError, match="did you mean 80GiB"):
+    with pytest.raises(ConfigError, match="Write 80GiB"):
         streambp.StreamConfig(offload="cpu", gpu_memory="80")
 
 

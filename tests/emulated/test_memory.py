@@ -19,7 +19,8 @@ import torch
 
 import streambp
 from streambp.admission import long_trial, probe, trials
-from streambp.device import DeviceMemoryError, counted_bytes
+from streambp.device import counted_bytes
+from streambp.errors import DeviceMemoryError
 from streambp.model import unpatched
 from tests.emulated import backend
 from tests.families import build, make_batch
@@ -92,7 +93,9 @@ class Steps:
 
     @property
     def chooser(self):
-        return next(w.site.chooser for w in self.model._streambp.wrappers if hasattr(w, "site"))
+        return next(
+            w.site.saves_policy for w in self.model._streambp.wrappers if hasattr(w, "site")
+        )
 
     @staticmethod
     def count():

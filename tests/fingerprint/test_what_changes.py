@@ -627,7 +627,7 @@ def test_a_hook_that_starts_to_collect(how):
     for start, _ in watchers:
         start()
     if how == "queue":
-        message = r"keeps tensors with their graph|keeps values of single chunks|inside a streamed layer kept"
+        message = r"stores tensors with their graph|stores values of single chunks|a streamed layer stored"
         with pytest.raises(StreamBPError, match=message):
             step(ours, watchers[1][1])
     for _ in range(2):
@@ -838,7 +838,7 @@ def test_kinds_are_forgotten_in_the_end(monkeypatch):
                 layer.mlp.name = f"step {step}"
         check_agree(stock, ours, **batch)
     sites = [w.site for w in ours.__dict__["_streambp"].wrappers if hasattr(w, "site")]
-    assert all(len(one.findings) == 3 == len(one.unread) for one in sites)
+    assert all(len(one.tests.results) == 3 == len(one.tests.unread) for one in sites)
     assert sum(trials.values()) == 10 + 2 * SHARING  # whose trial is of a kind of its own
 
 

@@ -134,7 +134,7 @@ def judged(found: Any, truth: Any, noise: float) -> tuple[str, list[str]]:
 
 
 def chooser_of(model: Any) -> Any:
-    return next(w.site.chooser for w in model._streambp.wrappers if hasattr(w, "site"))
+    return next(w.site.saves_policy for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
 def default_row(

@@ -275,7 +275,7 @@ def test_what_saves_name(calls):
     assert set(site.linears) == {f"self_attn.{name}_proj" for name in "qkvo"} | {
         f"mlp.{name}_proj" for name in ("gate", "up", "down")
     }
-    (unread,) = site.unread.values()
+    (unread,) = site.tests.unread.values()
     assert "mlp.down_proj" in unread.recompute
 
 
@@ -292,7 +292,7 @@ def test_a_wrong_trace_is_found(monkeypatch):
     ours = streamed(with_adapters(build("qwen3"), torch.float32), saves=())
     gradients(ours, **make_batch("plain"))
     for site in ours._streambp.steps.sites:
-        assert {name for found in site.unread.values() for name in found.recompute} <= {
+        assert {name for found in site.tests.unread.values() for name in found.recompute} <= {
             "mlp.down_proj"
         }
 

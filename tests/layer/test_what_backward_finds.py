@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 import streambp
 from streambp.errors import BackwardError, UnsupportedModelError
-from tests import zoo
+from tests import versions, zoo
 from tests.families import build, make_batch
 from tests.model.test_contract import CONFIG, check_agree, model_pair
 from tests.oracle import gradients, worst_error
@@ -25,7 +25,11 @@ pytestmark = pytest.mark.usefixtures("float64_oracle")
 
 @pytest.mark.sees_padding("no layer of a packed row reads the mask")
 @pytest.mark.parametrize(
-    ("name", "changed"), [("lfm2", "attention_mask"), ("gptj", "position_ids")]
+    ("name", "changed"),
+    [
+        ("lfm2", "attention_mask"),
+        pytest.param("gptj", "position_ids", marks=versions.needs_positions_in_layers),
+    ],
 )
 def test_arguments_changed_between_forward_and_backward_raise(name, changed):
     """As when the next batch is written into the same buffers; lfm2's layers with states read the

@@ -290,7 +290,7 @@ def test_one_function_in_the_place_of_two_methods_is_refused(monkeypatch):
     monkeypatch.setattr(Tensor, "sin", Tensor.exp)
     streambp.patch(MODELS["ours"], streambp.StreamConfig(chunk_size=5, lazy_logits=True))
     with pytest.raises(
-        StreamBPError, match=r"in the place of several methods of torch.Tensor \(.*exp.*\)"
+        StreamBPError, match=r"replaces several methods of torch.Tensor \(.*exp.*\)"
     ):
         MODELS["ours"](input_ids=IDS, use_cache=False).logits.exp()
 

@@ -200,7 +200,7 @@ def test_without_an_accelerator_nothing_is_looked_for(monkeypatch):
 def test_what_cannot_be_leaves_the_model_as_it_was_and_describe_says_why(why, liger, monkeypatch):
     table = getattr(sys.modules[PATCHES], LIGERS_TABLE)
     said = {
-        "not installed": "liger_kernel is not installed. Install it: pip install 'streambp[liger]'.",
+        "not installed": "liger_kernel is not installed. Install it: pip install 'streambp-hf[liger]'.",
         "not known": "Liger does not know 'qwen3'.",
         "float64": "Liger computes in float32 or less, and model.embed_tokens.weight is in float64.",
         "no driver": "Liger cannot be imported (RuntimeError: 0 active drivers).",

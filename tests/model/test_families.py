@@ -182,7 +182,7 @@ def test_keys_that_are_shared_in_a_cache_alone(monkeypatch):
         streambp.patch(zoo.build("qwen3"), streambp.StreamConfig(chunk_size=5, lazy_logits=lazy))
         for lazy in (False, True)
     )
-    with pytest.raises(UnsupportedModelError, match="hands keys and values from one layer"):
+    with pytest.raises(UnsupportedModelError, match="passes keys and values from one layer"):
         ours(**batch)
     with pytest.raises(UnsupportedModelError, match="use_cache=False"):
         ours.model(batch["input_ids"])

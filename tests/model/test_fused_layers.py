@@ -343,7 +343,7 @@ def test_without_liger(monkeypatch):
     monkeypatch.setitem(sys.modules, PATCHES, None)
     with pytest.raises(
         streambp.StreamBPError,
-        match=r"liger_kernel is not installed. Install it: pip install 'streambp.liger.'",
+        match=r"liger_kernel is not installed. Install it: pip install 'streambp-hf.liger.'",
     ):
         streambp.patch(build("qwen3"), LIGER)
     with pytest.raises(ConfigError, match="kernels is 'triton'; it must be one of"):

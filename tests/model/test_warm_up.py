@@ -23,7 +23,7 @@ from torch import nn
 import streambp
 from streambp.admission import own_run, probe, trials
 from streambp.errors import StreamBPError
-from streambp.layer.site import LayerSite
+from streambp.layer.site import LayerTests
 from streambp.model import unpatched
 from streambp.model.steps import Steps
 from streambp.prefixes import calls
@@ -215,11 +215,11 @@ def test_statistics_are_those_of_the_unpatched_model(case, tried, monkeypatch):
     statistics(case, tried)
 
 
-@pytest.mark.parametrize("forget", [LayerSite, streambp])
+@pytest.mark.parametrize("forget", [LayerTests, streambp])
 def test_without_it_they_keep_the_trials(forget, tried, monkeypatch):
     """Mutants: what is known is not taken over, and no warm-up at all."""
-    if forget is LayerSite:
-        monkeypatch.setattr(LayerSite, "adopt", lambda *_: None)
+    if forget is LayerTests:
+        monkeypatch.setattr(LayerTests, "reuse_result", lambda *_: None)
     else:
         monkeypatch.setattr(streambp, "warm_up", lambda *_, **__: tried.update(["it"]))
     with pytest.raises(AssertionError):
@@ -406,7 +406,7 @@ def test_a_hook_that_keeps_its_graph_is_told_and_runs_whole():
         return labelled(model, batch) + kept[-1].pow(2).mean()
 
     expected = a_step(stock, batch, loss)
-    with pytest.raises(StreamBPError, match="keeps values of single chunks"):
+    with pytest.raises(StreamBPError, match="stores values of single chunks"):
         a_step(ours, batch, loss)
     assert worst_error(a_step(ours, batch, loss), expected) <= EXACT
 

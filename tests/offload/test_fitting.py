@@ -22,8 +22,7 @@ import torch
 
 import streambp
 from streambp.attention.prefix import Stage
-from streambp.device import DeviceMemoryError
-from streambp.errors import BackwardError
+from streambp.errors import BackwardError, DeviceMemoryError
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept
@@ -78,7 +77,7 @@ def patched(monkeypatch):
 
 
 def chooser_of(model):
-    return next(w.site.chooser for w in model._streambp.wrappers if hasattr(w, "site"))
+    return next(w.site.saves_policy for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
 def plain(model=None, **settings):
@@ -145,7 +144,7 @@ def after_the_first_layer(act):
 
 def planned(model):
     return sum(
-        candidate.bytes for chosen in chooser_of(model)._plan.values() for candidate in chosen
+        candidate.bytes for chosen in chooser_of(model)._batch.plan.values() for candidate in chosen
     )
 
 

@@ -97,7 +97,7 @@ class Pair:
         )
         self.model, self.plain = map(streambp.patch, models, configs)
         self.chooser = next(
-            w.site.chooser for w in self.model._streambp.wrappers if hasattr(w, "site")
+            w.site.saves_policy for w in self.model._streambp.wrappers if hasattr(w, "site")
         )
         self.need = Need()
         self.chooser.states = KnownNeed(self.need)
@@ -118,7 +118,7 @@ class Pair:
     def forget(self):
         """What running out of memory has taught."""
         self.chooser.margins.clear()
-        self.chooser._shortage = None
+        self.chooser._batch.shortage = None
         runs = self.model._streambp.unpatched
         if runs is not None:
             runs.most = math.inf

@@ -370,7 +370,7 @@ def planned_and_kept(chooser):
     real = Kept.seal
 
     def seal(self, size):
-        if self.site.chooser is not chooser:
+        if self.site.saves_policy is not chooser:
             return real(self, size)
         sizes = {}
         for (key, _), tensor in self.store.tensors.items():
@@ -380,7 +380,7 @@ def planned_and_kept(chooser):
                 sizes[name] = sizes.get(name, 0) + tensor.nbytes
         if "kv" in self.saves:
             sizes["kv"] = sum(site.k.nbytes + site.v.nbytes for site in self.carried.prefix.sites)
-        plan = chooser._plan.get(self.site.index, [])
+        plan = chooser._batch.plan.get(self.site.index, [])
         found[self.site.index] = {c.name: c.bytes for c in plan}, sizes
         return real(self, size)
 

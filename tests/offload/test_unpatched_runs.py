@@ -34,6 +34,7 @@ from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
 from tests.offload.runs import assert_same, step
 from tests.offload.test_limits import PLENTY, Device, Need
 from tests.seeds import seed_torch
+from tests.versions import CACHE_FIELD
 
 DROPS = {"attention_dropout": 0.3}
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def patched(model=None, warm=True, room=PLENTY, **settings):
 
 
 def chooser_of(model):
-    return next(w.site.chooser for w in model._streambp.wrappers if hasattr(w, "site"))
+    return next(w.site.saves_policy for w in model._streambp.wrappers if hasattr(w, "site"))
 
 
 def streams(loss):
@@ -177,7 +178,7 @@ def test_a_backbone_alone():
 def test_logits_are_left_out_as_in_a_streamed_step():
     model = patched()
     output = model(**make_batch("plain"), output_hidden_states=True)
-    assert set(output.keys()) == {"loss", "hidden_states", "past_key_values"}
+    assert set(output.keys()) == {"loss", "hidden_states", CACHE_FIELD}
     assert isinstance(chooser_of(model).latest, AsUnpatched)
 
 
@@ -319,7 +320,7 @@ def shrinking(share, places=8, **settings):
         at = 1 + (2 * number + 1) * 400 // (2 * places)
         chooser_of(model).free = lambda _: free
         chooser_of(model).margins.clear()
-        chooser_of(model)._shortage = None
+        chooser_of(model)._batch.shortage = None
         if runs is not None:
             runs.most = math.inf
         with Device(free, shrinks_at=at, then=need + share * 4.1 * kept) as device:
@@ -416,7 +417,7 @@ def test_copies_have_seen_nothing():
     other = copy.deepcopy(model)
     runs = other._streambp.unpatched
     assert runs.most == math.inf
-    assert runs.chooser is chooser_of(other)
+    assert runs.policy is chooser_of(other)
     assert [site.layer for site in runs.steps.sites] == list(other.model.layers)
 
 
@@ -487,9 +488,9 @@ def test_fields_do_not_come_and_go():
     """A head with backward hooks builds its logits and hands them out; lm_head's hooks may come at
     any time."""
     model, batch = patched(), make_batch("plain")
-    assert set(model(**batch).keys()) == {"loss", "past_key_values"}
+    assert set(model(**batch).keys()) == {"loss", CACHE_FIELD}
     model.lm_head.register_full_backward_hook(lambda *_: None)
-    assert set(model(**batch).keys()) == {"loss", "logits", "past_key_values"}
+    assert set(model(**batch).keys()) == {"loss", "logits", CACHE_FIELD}
 
 
 def test_a_reentrant_checkpoint_computes_the_same_twice():
@@ -588,9 +589,9 @@ def test_the_prediction_grows_with_scores_and_masks(kind):
 def test_what_sdpa_leaves_out_streams():
     model = patched(zoo.build("gpt_oss", torch.float32))
     sites = model._streambp.steps.sites
-    assert not any(site.sdpa.same for site in sites)  # it has sinks
+    assert not any(site.last_call.sdpa.same for site in sites)  # it has sinks
     other = patched()
-    other._streambp.steps.sites[1].sdpa = sites[1].sdpa
+    other._streambp.steps.sites[1].last_call.sdpa = sites[1].last_call.sdpa
     assert streams(other(**make_batch("plain")).loss)
 
 
@@ -630,7 +631,7 @@ def test_a_head_that_has_not_streamed_does():
     model, batch = patched(warm=False), make_batch("plain")
     labels = batch.pop("labels")
     model(**batch).logits.sum().backward()
-    assert set(model(**batch, labels=labels).keys()) == {"loss", "past_key_values"}
+    assert set(model(**batch, labels=labels).keys()) == {"loss", CACHE_FIELD}
     assert "blockwise" in streambp.describe(model).head
     model(**batch, labels=labels)
     assert "as the unpatched model" in streambp.describe(model).head

@@ -289,7 +289,7 @@ def test_one_token_streams_as_one_chunk():
 
     assert_same(run(model), run(resident))
     sites = next(m for m in model.modules() if "_streambp" in m.__dict__)._streambp.steps.sites
-    assert all(site.last.plan is not None for site in sites)
+    assert all(site.last_call.report.plan is not None for site in sites)
 
 
 def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
@@ -325,7 +325,7 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(host_weights, "is_initialized", lambda: True)
     monkeypatch.setattr(host_weights, "get_world_size", lambda: 2)
     with pytest.raises(
-        UnsupportedModelError, match="a process group of several: each rank would pin a copy"
+        UnsupportedModelError, match="a group of several: each rank would pin a copy"
     ):
         step(made())
     monkeypatch.setattr(host_weights, "get_world_size", lambda: 1)
@@ -333,7 +333,7 @@ def test_refusals(monkeypatch):
     model = made()
     for parameter in model.parameters():
         parameter.grad_accum = None  # as under ZeRO-1 and -2
-    with pytest.raises(UnsupportedModelError, match="DeepSpeed keeps the weights of this model"):
+    with pytest.raises(UnsupportedModelError, match="DeepSpeed stores the weights of this model"):
         step(model)
 
 

@@ -120,7 +120,7 @@ def main() -> None:
 
     here = Path(streambp.__file__).resolve()
     assert Path(sys.prefix).resolve() in here.parents, f"{here} is not the installed package"
-    command("streambp --version", says=importlib.metadata.version("streambp"))
+    command("streambp --version", says=importlib.metadata.version("streambp-hf"))
     command("streambp env", says=f"streambp: {streambp.__version__}")
 
     import torch
@@ -134,7 +134,7 @@ def main() -> None:
     stand_ins.make(Path())
     Path("Qwen/Qwen3-8B/config.json").write_text(json.dumps(LARGE))
 
-    ran = copy_the_page(str(importlib.metadata.metadata("streambp").get_payload()))
+    ran = copy_the_page(str(importlib.metadata.metadata("streambp-hf").get_payload()))
     assert [line.split()[1] for line in ran][:3] == ["first.py", "plan", "verify"]
     if "python train.py" in ran:
         assert Path("out/adapter/adapter_config.json").is_file()

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email.parser import HeaderParser
@@ -87,31 +88,31 @@ def files_of(source, *trees):
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other(archives):
     wheel, _, source = archives
-    assert wheel.name == "streambp-0.1.0-py3-none-any.whl"
+    assert wheel.name == "streambp_hf-0.1.0-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    inside = {name for name in names if not name.startswith("streambp-0.1.0.dist-info/")}
+    inside = {name for name in names if not name.startswith("streambp_hf-0.1.0.dist-info/")}
     assert inside == {*files_of(source, "streambp"), "streambp/losses/objectives.py"}
     assert {"streambp/py.typed", "streambp/planner/web/page.html"} < inside
-    assert "streambp-0.1.0.dist-info/licenses/LICENSE" in names
+    assert "streambp_hf-0.1.0.dist-info/licenses/LICENSE" in names
 
 
 def test_the_source_archive_has_the_project(archives):
     _, archive, source = archives
     with tarfile.open(archive) as tar:
-        names = {name.removeprefix("streambp-0.1.0/") for name in tar.getnames()}
+        names = {name.removeprefix("streambp_hf-0.1.0/") for name in tar.getnames()}
     assert files_of(source, *TREES) | set(FILES) <= names
 
 
 def metadata(wheel):
     return HeaderParser().parsestr(
-        zipfile.ZipFile(wheel).read("streambp-0.1.0.dist-info/METADATA").decode()
+        zipfile.ZipFile(wheel).read("streambp_hf-0.1.0.dist-info/METADATA").decode()
     )
 
 
 def test_what_the_package_says_of_itself(archives):
     found = metadata(archives[0])
     assert (found["Name"], found["License-Expression"], found["Requires-Python"]) == (
-        "streambp",
+        "streambp-hf",
         "Apache-2.0",
         ">=3.10",
     )
@@ -164,7 +165,7 @@ def test_the_wheel_alone_runs(archives, tmp_path):
     """
     with zipfile.ZipFile(archives[0]) as wheel:
         wheel.extractall(tmp_path)
-        entry = wheel.read("streambp-0.1.0.dist-info/entry_points.txt").decode()
+        entry = wheel.read("streambp_hf-0.1.0.dist-info/entry_points.txt").decode()
     assert "streambp = streambp.cli:main" in entry
     assert "[axolotl.plugins]\nstreambp = streambp.integrations.axolotl:StreamPlugin" in entry
     program = (
@@ -248,3 +249,66 @@ def test_hooks_run_what_the_set_up_installs():
     tools = {hook["entry"].split()[0] for hook in repo["hooks"]}
     assert tools == {".venv/bin/ruff", ".venv/bin/mypy"}
     assert all(hook["language"] == "system" for hook in repo["hooks"])
+
+
+def other_wheel(folder):
+    """A wheel of the other project: a distribution `streambp` with a package `streambp`."""
+    path = folder / "streambp-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("streambp/__init__.py", "class StreamSFTTrainer: ...\n")
+        wheel.writestr("streambp/of_theirs.py", "")
+        told = "Metadata-Version: 2.1\nName: streambp\nVersion: 1.0\n"
+        wheel.writestr("streambp-1.0.dist-info/METADATA", told)
+        wheel.writestr("streambp-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("streambp-1.0.dist-info/RECORD", "")
+    return path
+
+
+# What meets the other project's files: the import, or, where its __init__.py has replaced ours, the
+# modules that it does not have.
+MEETS = {
+    "ours last": "import streambp",
+    "theirs last": "from streambp.integrations.trl import StreamSFTTrainer",
+    "theirs last, command": "from streambp.cli import main; import sys; sys.exit(main(['env']))",
+    "ours alone": "import streambp; print(streambp.patch.__name__)",
+    "theirs taken off, ours put on again": "import streambp; print(streambp.patch.__name__)",
+}
+
+
+@pytest.mark.parametrize("order", MEETS)
+def test_the_other_project_of_this_name_is_refused(order, archives, tmp_path):
+    """Both install a package `streambp`, into one folder."""
+    environment = tmp_path / "made"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+    def pip(*words):
+        command = [sys.executable, "-m", "pip", "--python", python, *words]
+        subprocess.run(command, check=True, capture_output=True, timeout=HANG)
+
+    ours = ("install", "--no-index", "--no-deps", archives[0])
+    theirs = ("install", "--no-index", "--no-deps", other_wheel(tmp_path))
+    if order == "ours alone":
+        pip(*ours)
+    elif order == "ours last":
+        pip(*theirs)
+        pip(*ours)
+    else:
+        pip(*ours)
+        pip(*theirs)
+    if order.startswith("theirs taken off"):
+        pip("uninstall", "-y", "streambp", "streambp-hf")
+        pip(*ours)
+    # Libraries are those of this environment, behind what was installed.
+    libraries = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})"
+    result = subprocess.run(
+        [python, "-c", f"{libraries}; {MEETS[order]}"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=HANG,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )  # fmt: skip
+    if order in ("ours alone", "theirs taken off, ours put on again"):
+        assert (result.returncode, result.stdout) == (0, "patch\n"), result.stderr[-2000:]
+    else:
+        assert result.returncode != 0
+        assert "has files of two distributions: streambp-hf, and streambp 1.0" in result.stderr
+        assert "pip uninstall -y streambp streambp-hf" in result.stderr

@@ -204,16 +204,16 @@ def test_a_clone_has_the_address_of_its_origin(origin, tmp_path):
 
 def archive(folder, version, page, urls):
     told = Message()
-    told["Metadata-Version"], told["Name"], told["Version"] = "2.4", "streambp", version
+    told["Metadata-Version"], told["Name"], told["Version"] = "2.4", "streambp-hf", version
     for name in urls:
         told["Project-URL"] = f"{name}, {HOME}"
     told.set_payload(page)
-    with zipfile.ZipFile(folder / f"streambp-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"streambp-{version}.dist-info/METADATA", told.as_string())
+    with zipfile.ZipFile(folder / f"streambp_hf-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"streambp_hf-{version}.dist-info/METADATA", told.as_string())
 
     (folder / "PKG-INFO").write_text(told.as_string())
-    with tarfile.open(folder / f"streambp-{version}.tar.gz", "w:gz") as tar:
-        tar.add(folder / "PKG-INFO", f"streambp-{version}/PKG-INFO")
+    with tarfile.open(folder / f"streambp_hf-{version}.tar.gz", "w:gz") as tar:
+        tar.add(folder / "PKG-INFO", f"streambp_hf-{version}/PKG-INFO")
     (folder / "PKG-INFO").unlink()
 
 

@@ -98,7 +98,8 @@ def check(found: nn.Module):
     assert isinstance(state.policy, SavesPolicy)
     sites = [w.site for w in state.wrappers if isinstance(w, LayerForward)]
     assert all(
-        site.chooser is state.policy and site.chunk_rule == state.policy.chunk for site in sites
+        site.saves_policy is state.policy and site.chunk_rule == state.policy.chunk
+        for site in sites
     )
     assert state.policy.known.need is None  # nothing is decided yet
     state.policy.begins(torch.device("cpu"))

@@ -240,7 +240,7 @@ def test_the_fastest_way_that_fits():
         with pytest.raises(ConfigError, match="one row on one rank"):
             both_ways(**{**given, **wrong})
     for lengths, prompt in (((), 0), ((5, 0), 0), ((5, 4), 4)):
-        with pytest.raises(ConfigError, match="each longer than the prompt"):
+        with pytest.raises(ConfigError, match="longer than the prompt"):
             Batch(lengths, prompt)
 
 

@@ -316,7 +316,7 @@ def look_at_backwards(set_up):
     set_up.policy.known.costs.update(costs)
     set_up.policy._seen.clear()
     for site in sites[first + 1 : last]:
-        site.unread = sites[first + 1].unread
+        site.tests.unread = sites[first + 1].tests.unread
 
 
 def linears_of(set_up):

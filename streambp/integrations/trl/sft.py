@@ -81,10 +81,10 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
         patched = patch_of(self.model)  # an earlier patch may have other settings
         if patched is not None and patched[1].config.rows == "as_given":
             raise ConfigError(
-                'stream_batch_tokens counts tokens, and this model has rows="as_given", which computes padding as well: a '
-                "batch of one long row and many short ones would cost many times its tokens. Leave "
-                "stream_rows out, or set "
-                'it to "packed"; of a model that you patch yourself leave rows out of StreamConfig.'
+                "stream_batch_tokens counts tokens without padding, and this model has "
+                'rows="as_given", which computes padding too. A batch of one long row and many '
+                'short rows would then cost many times its tokens. Set stream_rows="packed", or '
+                "leave rows out of StreamConfig if you patch the model yourself."
             )
         columns = getattr(dataset, "column_names", None) or ()
         if isinstance(dataset, torch.utils.data.IterableDataset) or "input_ids" not in columns:
