@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any
 
 PLACES = {
-    "StreamCallback": "streambp.launch.logs",
+    "StreamCallback": "streambp.model.trainer_logs",
     "TokenBatchSampler": "streambp.integrations.token_batches",
     "optimizer_in_backward": "streambp.integrations.in_backward",
 }

@@ -5,8 +5,8 @@
      "streambp": {"chunk_size": 8192, "saves": ["attn_out"], "offload": "cpu"}}
 
 Call `initialize` with this config instead of `deepspeed.initialize`. With HF Trainer or accelerate,
-pass the same file as `deepspeed=` and add `StreamCallback()`. DeepSpeed ignores sections with
-unknown names.
+pass the same file as `deepspeed=` and add `DeepSpeedStreamCallback()`. DeepSpeed ignores sections
+with unknown names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import base64
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from torch import nn
 from streambp.config import FIELDS, StreamConfig, config_of
 from streambp.errors import ConfigError
 from streambp.fields import shown
-from streambp.launch import logs
 from streambp.libraries import required
+from streambp.model.trainer_logs import StreamCallback as LoggingCallback
 from streambp.planner.auto import patch
 from streambp.reporting import reason
 
@@ -126,7 +127,7 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
     return config_of(section, f'The section "{SECTION}"', StreamConfig())
 
 
-class StreamCallback(logs.StreamCallback):
+class DeepSpeedStreamCallback(LoggingCallback):
     """Patches a Trainer's model before training, as its DeepSpeed config's "streambp" section
     specifies.
 
@@ -145,3 +146,16 @@ class StreamCallback(logs.StreamCallback):
         stream = stream_config(read(args.deepspeed))
         if stream is not None and model is not None:
             patch(model, stream)
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class whose name was `StreamCallback` before, with a warning."""
+    if name != "StreamCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{__name__}.StreamCallback is called DeepSpeedStreamCallback now; the old name goes with "
+        "the next release.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return DeepSpeedStreamCallback

@@ -32,7 +32,7 @@ if __name__.startswith(SWIFTS_PLUGIN):
     )
 
 
-class StreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
+class SwiftStreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
     """Patches the model and the reference model of an ms-swift trainer, which ms-swift passes to
     the callback.
     """
@@ -49,4 +49,4 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is not 
         Launched(config).trainer_made(self.trainer)
 
 
-callbacks_map["streambp"] = StreamCallback
+callbacks_map["streambp"] = SwiftStreamCallback

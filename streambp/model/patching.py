@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -73,6 +75,9 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}
     with undone_on_error(model):
         _put_on(model, config, found, heads)
+    if "transformers.trainer" in sys.modules:
+        # Imported here, because a program without a Trainer does not need its callbacks.
+        importlib.import_module("streambp.model.trainer_logs").log_in_new_trainers()
     return model
 
 

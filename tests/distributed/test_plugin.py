@@ -82,7 +82,7 @@ def test_callback_patches_a_trainers_model(tmp_path, attended_chunks):
     # set afterwards: DeepSpeed itself is not under test here
     arguments.deepspeed = {"streambp": {"chunk_size": 5}}
     model = build("qwen3")
-    plugin.StreamCallback().on_init_end(arguments, None, None, model=model)
+    plugin.DeepSpeedStreamCallback().on_init_end(arguments, None, None, model=model)
     train(model, tmp_path)
     assert streambp.describe(model).chunk_size == "5"
     assert attended_chunks.count(5) > 10

@@ -46,7 +46,7 @@ def with_trainer(model, config, output):
         model,
         arguments,
         train_dataset=examples(),
-        callbacks=[plugin.StreamCallback()] * (config != "-"),
+        callbacks=[plugin.DeepSpeedStreamCallback()] * (config != "-"),
     )
     trainer.train()
     return trainer.state.log_history[-1]["train_loss"], trainer.accelerator.distributed_type

@@ -1,7 +1,7 @@
 """What a step did, told thrice: by `describe`, by a line of the log, by a Trainer's logs. Each text
 stands here in full.
 
-covers: integrations/__init__.py, launch/logs.py, model/describe.py, model/last_step.py,
+covers: integrations/__init__.py, model/trainer_logs.py, model/describe.py, model/last_step.py,
 model/record.py, model/steps.py
 """
 
@@ -12,7 +12,10 @@ import dataclasses
 import functools
 import logging
 import pickle
+import queue
 import re
+import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +25,10 @@ from transformers import Trainer, TrainerCallback
 import streambp
 from streambp import integrations
 from streambp.integrations import StreamCallback
-from streambp.launch import logs, process
+from streambp.launch import process
 from streambp.launch.hook import VARIABLE, Hook
 from streambp.model import record as wording
-from streambp.model import unpatched
+from streambp.model import trainer_logs, unpatched
 from streambp.model.record import (
     NOT_TRIED,
     HostTraffic,
@@ -39,7 +42,7 @@ from streambp.planner import auto
 from streambp.prefixes import calls
 from streambp.prefixes.tree import find_tree
 from tests.families import LENGTH, build, make_batch, mix_neighbours
-from tests.launch.programs import arguments, model_of, rows
+from tests.launch.programs import STEPS, arguments, model_of, rows
 from tests.offload.runs import step
 from tests.prefixes import batches
 
@@ -493,6 +496,58 @@ def test_a_trainer_of_transformers(lines, tmp_path):
     )
 
 
+class Tracker(Reports):
+    """Stands for wandb, trackio and TensorBoard, which a Trainer calls before a user's
+    callbacks."""
+
+    made = queue.SimpleQueue()
+
+    def __init__(self):
+        super().__init__()
+        self.made.put(self)
+
+
+@pytest.mark.parametrize("patched_before", [True, False])
+@pytest.mark.parametrize("passed", ["nothing", "an instance"])
+def test_trackers_hear_of_a_patched_models_steps(patched_before, passed, tmp_path, monkeypatch):
+    """Whether a user passes the callback or not; its default instance stands before them."""
+    module = sys.modules[Trainer.__module__]
+    monkeypatch.setattr(module, "DEFAULT_CALLBACKS", [module.DefaultFlowCallback])
+    monkeypatch.setattr(module, "get_reporting_integration_callbacks", lambda _: [Tracker])
+    model = model_of()
+    if patched_before:
+        streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    callbacks = [] if passed == "nothing" else [StreamCallback()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        made = Trainer(
+            model, arguments(tmp_path / "out"), train_dataset=rows(), callbacks=callbacks
+        )
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    made.train()
+    heard = [entry for entry in Tracker.made.get(timeout=1).logs if "loss" in entry]
+    hears = patched_before or passed == "an instance"
+    assert [entry.get("stream_chunk_size") for entry in heard] == [5.0 if hears else None] * STEPS
+    once = sum(isinstance(one, trainer_logs.DefaultStreamCallback) for one in
+               made.callback_handler.callbacks)  # fmt: skip
+    assert once == hears
+
+
+def test_real_tensorboard_files_have_the_fields(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = streambp.patch(model_of(), streambp.StreamConfig(chunk_size=5))
+    given = arguments(tmp_path / "out")
+    given.report_to = ["tensorboard"]
+    Trainer(model, given, train_dataset=rows()).train()
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    assert "train/stream_chunk_size" in events.Tags()["scalars"]
+    assert events.Scalars("train/stream_chunk_size")[-1].value == 5.0
+
+
 def test_one_that_a_user_passes_is_moved():
     passed, other = StreamCallback(), Reports()
     trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[other, passed]))
@@ -749,6 +804,6 @@ def test_the_logger_and_the_lazy_name():
         for handler in logging.getLogger("streambp").handlers
     )
     assert "StreamCallback" not in vars(integrations)
-    assert integrations.StreamCallback is logs.StreamCallback
+    assert integrations.StreamCallback is trainer_logs.StreamCallback
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         _ = integrations.Other

@@ -63,12 +63,12 @@ def by_deepspeeds_section(monkeypatch):
 
 
 def by_deepspeeds_callback(tmp_path):
-    from streambp.integrations.deepspeed import StreamCallback
+    from streambp.integrations.deepspeed import DeepSpeedStreamCallback
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"streambp": {}}))
     found = model()
-    StreamCallback().on_init_end(
+    DeepSpeedStreamCallback().on_init_end(
         type("Arguments", (), {"deepspeed": str(path)})(), None, None, model=found
     )
     return found

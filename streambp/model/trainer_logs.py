@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from transformers import TrainerCallback
@@ -27,14 +28,13 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     (seconds that compute waited for copies). Other log entries stay the same, and no exception is
     raised. Models that are not patched add nothing.
 
-    `StreamCallback.add_to(trainer)` adds the callback to a Trainer. Stream trainers and
-    `streambp launch` add it themselves. A Trainer calls the callbacks of wandb, trackio and
-    TensorBoard before a user's callbacks. If passed in `callbacks`, this callback therefore changes
-    the history and the console only.
+    Each Trainer that is made after `streambp.patch` has one, and a model that is patched later
+    needs `StreamCallback.add_to(trainer)`. Passing an instance in `callbacks` changes nothing more.
     """
 
     def __init__(self) -> None:
         self._before: StepRecord | None = None
+        log_in_new_trainers()
 
     @classmethod
     def add_to(cls, trainer: Any) -> None:
@@ -92,6 +92,27 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             logger.warning(
                 "The numbers of the last step could not be added to the logs.", exc_info=True
             )
+
+
+class DefaultStreamCallback(StreamCallback):
+    """The `StreamCallback` that each Trainer makes for itself.
+
+    Its class differs from that of a callback that a user passes, because a Trainer warns of two
+    callbacks of one class.
+    """
+
+
+def log_in_new_trainers() -> None:
+    """Let each Trainer that is made from now on log the numbers of a patched model's steps.
+
+    A Trainer calls its callbacks in order: the default callbacks, then those of wandb, trackio and
+    TensorBoard, then the user's. Only a default callback can add numbers that all of them report.
+    """
+    # Without the module no Trainer has been imported, and importing it takes a second.
+    trainer = sys.modules.get("transformers.trainer")
+    defaults = getattr(trainer, "DEFAULT_CALLBACKS", None)
+    if isinstance(defaults, list) and DefaultStreamCallback not in defaults:
+        defaults.append(DefaultStreamCallback)
 
 
 def _last_step(model: Any) -> StepRecord | None:
