@@ -163,7 +163,8 @@ def errors() -> str:
         if isinstance(value, type) and issubclass(value, Exception)
     ]
     rows = []
-    for name in [*names, "DeviceMemoryError"]:
+    # built on first access, so it may be among the names already
+    for name in dict.fromkeys([*names, "DeviceMemoryError"]):
         found = getattr(module, name)
         bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__)
         rows.append((f"`{name}`", bases, cell(" ".join((found.__doc__ or "").split()))))
