@@ -10,6 +10,7 @@ import re
 import pytest
 
 from scripts import reference
+from streambp import errors
 from tests.conftest import SHARING
 from tests.docs.pages import ROOT, USERS, prose
 
@@ -41,6 +42,11 @@ def test_pages_are_short():
 def test_pages_say_what_the_code_says(page):
     text = page.read_text("utf-8")
     assert reference.filled(text) == text, "run `python scripts/reference.py`"
+
+
+def test_an_error_that_is_built_on_first_access_has_one_row():
+    assert errors.DeviceMemoryError is not None
+    assert reference.errors().count("| `DeviceMemoryError` |") == 1
 
 
 def test_a_page_that_is_old_is_found():
