@@ -98,21 +98,22 @@ def attend_blocks(
         )
     keep_wide = keep_wide and set(plan.kernels) == {MATH}
     size = site.value_size
-    merged, padded = (
-        MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None),
-        size != site.width,
-    )
+    merged = MergedOutput(q, size, plan, chunk, wide=keep_wide or sink is not None)
+    padded = size != site.width
     (whole,) = cut((0, q.shape[0], 0, q.shape[1]), q)
     visits = zip(site.visit(plan.blocks), params.tasks(plan, layout, q.device), strict=True)
     for number, ((block, k, v), task) in enumerate(visits):
-        covers, queries = (
-            plan.covers[number],
-            (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start),
-        )
-        o, lse = plan.kernels[number].forward(whole if covers else cut(queries, q)[0], k, v, task)
-        merged.add(number, narrowed(o, size) if padded else o, lse)
+        q_here = whole
+        if not plan.covers[number]:
+            queries = (block.b0, block.b1, block.q0 - chunk.start, block.q1 - chunk.start)
+            (q_here,) = cut(queries, q)
+        o, lse = plan.kernels[number].forward(q_here, k, v, task)
+        if padded:
+            o = narrowed(o, size)
+        merged.add(number, o, lse)
     attended = merged.result()
-    attended = attended if sink is None else with_sink(attended, sink)
+    if sink is not None:
+        attended = with_sink(attended, sink)
     if attended.o.dtype == q.dtype:
         return attended
     return Attended(attended.o.to(q.dtype), attended.lse, attended.o if keep_wide else None)
@@ -143,7 +144,8 @@ class PrefixRead(torch.autograd.Function):
         The chunk's own k [B, H_kv, C, D] and v only connect the graph: `site` holds their values
         already.
         """
-        ctx.site, ctx.chunk = site, chunk
+        ctx.site = site
+        ctx.chunk = chunk
         ctx.set_materialize_grads(False)
         return site.read(chunk)
 
@@ -151,7 +153,8 @@ class PrefixRead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Add dK [B, H_kv, e, D] and dV to the accumulators. Return the gradients of the chunk's
         own k and v [B, H_kv, C, D], in the dtypes of K and V."""
-        own, parts = slice(ctx.chunk.start, ctx.chunk.stop), list[Tensor | None]()
+        own = slice(ctx.chunk.start, ctx.chunk.stop)
+        parts = list[Tensor | None]()
         for total, grad, like in zip(
             ctx.site.grow_accumulators(), grads, (ctx.site.k, ctx.site.v), strict=True
         ):
@@ -190,8 +193,14 @@ class PrefixAttention(torch.autograd.Function):
         """
         attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
         o = attended.o.contiguous()
-        ctx.save_for_backward(q, o if attended.wide is None else attended.wide, attended.lse, sink)
-        ctx.site, ctx.layout, ctx.chunk, ctx.params = site, layout, chunk, params
+        unrounded = attended.wide
+        if unrounded is None:
+            unrounded = o
+        ctx.save_for_backward(q, unrounded, attended.lse, sink)
+        ctx.site = site
+        ctx.layout = layout
+        ctx.chunk = chunk
+        ctx.params = params
         return o.view_as(o)
 
     @staticmethod
@@ -204,16 +213,24 @@ class PrefixAttention(torch.autograd.Function):
         """
         q, o, lse, sink = ctx.saved_tensors
         # [B, C, H, D]. [Note: one layout]
-        q, do = (q.transpose(1, 2).contiguous(), grad.contiguous())
-        site, layout, chunk, params = ctx.site, ctx.layout, ctx.chunk, ctx.params
+        q = q.transpose(1, 2).contiguous()
+        do = grad.contiguous()
+        site = ctx.site
+        layout = ctx.layout
+        chunk = ctx.chunk
+        params = ctx.params
         plan: BlockPlan = params.backend.plan(
             layout, chunk, q.shape[0], Use.STREAMED if site.streams else Use.BACKWARD
         )
         summed = SummedQueries(q, plan, chunk)
-        size, width = site.value_size, site.width
-        do_wide, o_wide = do, o  # [B, C, H, width]. [Note: padded values]
+        size = site.value_size
+        width = site.width
+        # [B, C, H, width]. [Note: padded values]
+        do_wide = do
+        o_wide = o
         if size != width:
-            do_wide, o_wide = widened(do, width), widened(o, width)
+            do_wide = widened(do, width)
+            o_wide = widened(o, width)
         do_whole, q_whole, o_whole = cut((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
         uncast = without_autocast(q.device.type)  # [Note: scores under autocast]
         visits = zip(
@@ -222,22 +239,23 @@ class PrefixAttention(torch.autograd.Function):
             strict=True,
         )
         for number, ((block, k, v), task) in enumerate(visits):
-            queries = b0, b1, t0, t1 = (
-                block.b0,
-                block.b1,
-                block.q0 - chunk.start,
-                block.q1 - chunk.start,
-            )
-            do_here, q_here, o_here, lse_here = do_whole, q_whole, o_whole, lse
+            do_here = do_whole
+            q_here = q_whole
+            o_here = o_whole
+            lse_here = lse
             if not plan.covers[number]:
-                do_here, q_here, o_here = cut(queries, do_wide, q, o_wide)
-                lse_here = lse[b0:b1, :, t0:t1]
+                t0 = block.q0 - chunk.start
+                t1 = block.q1 - chunk.start
+                do_here, q_here, o_here = cut((block.b0, block.b1, t0, t1), do_wide, q, o_wide)
+                lse_here = lse[block.b0 : block.b1, :, t0:t1]
             with uncast:
                 dq, dk, dv = plan.kernels[number].backward(
                     do_here, q_here, k, v, o_here, lse_here, task
                 )
             summed.add(number, dq)
-            site.add(block, dk, dv if size == width else narrowed(dv, size))
+            if size != width:
+                dv = narrowed(dv, size)
+            site.add(block, dk, dv)
         dk_own, dv_own = site.take_gradients(chunk)  # [Note: prefix accumulation order]
         dsink = None
         if ctx.needs_input_grad[3]:  # see `with_sink`

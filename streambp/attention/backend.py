@@ -128,20 +128,28 @@ class Backend:
         The field `tail` belongs to the next kernel, if the preferred kernel refuses short blocks.
         The field `masked` belongs to the kernel for MASK blocks.
         """
-        limited, masked, native_window, native_varlen = list[Tiling](), None, False, False
+        limited = list[Tiling]()
+        masked = None
+        native_window = False
+        native_varlen = False
         for kernel in self.kernels:
-            tiling, most = kernel.tiling, kernel.tiling.k_block
-            if use is not Use.BACKWARD:
-                most = tiling.k_forward if use is Use.FORWARD else min(most or K_BLOCK, K_BLOCK)
-            limited.append(
-                tiling if most == tiling.k_block else dataclasses.replace(tiling, k_block=most)
-            )
-            masked = masked or (limited[-1] if Kind.MASK in kernel.kinds else None)
-            native_window, native_varlen = (
-                native_window or tiling.native_window,
-                native_varlen or tiling.native_varlen,
-            )
-        first, tail = limited[0], limited[1] if limited[0].few is not None else None
+            tiling = kernel.tiling
+            most = kernel.tiling.k_block
+            if use is Use.FORWARD:
+                most = tiling.k_forward
+            elif use is Use.STREAMED:
+                most = min(most or K_BLOCK, K_BLOCK)
+            if most != tiling.k_block:
+                tiling = dataclasses.replace(tiling, k_block=most)
+            limited.append(tiling)
+            if masked is None and Kind.MASK in kernel.kinds:
+                masked = tiling
+            native_window = native_window or tiling.native_window
+            native_varlen = native_varlen or tiling.native_varlen
+        first = limited[0]
+        tail = None
+        if first.few is not None:
+            tail = limited[1]
         return dataclasses.replace(
             first,
             tail=tail,
@@ -164,23 +172,27 @@ class Backend:
             sorted(layout.blocks(chunk.start, chunk.stop, tiling), key=operator.attrgetter("k0"))
         )
         whole = 0, rows, chunk.start, chunk.stop
-        kernels, covers, kinds, used = list[Kernel](), list[bool](), set[Kind](), set[Used]()
+        kernels = list[Kernel]()
+        covers = list[bool]()
+        kinds = set[Kind]()
+        used = set[Used]()
         for block in blocks:
             kernel = self.kernel(block)
             kernels.append(kernel)
             covers.append((block.b0, block.b1, block.q0, block.q1) == whole)
             kinds.add(block.kind)
             used.add(Used(kernel.name, block.kind, self.because))
-        depth, covered = (
-            (len(blocks), rows * (chunk.stop - chunk.start))
-            if blocks and all(covers)
-            else _depth(blocks)
-        )
+        queries = rows * (chunk.stop - chunk.start)
+        if blocks and all(covers):
+            depth = len(blocks)
+            covered = queries
+        else:
+            depth, covered = _depth(blocks)
         plan = layout.derived[key] = BlockPlan(
             blocks,
             tuple(kernels),
             depth,
-            complete=covered == rows * (chunk.stop - chunk.start),
+            complete=covered == queries,
             covers=tuple(covers),
             by_place=kinds.isdisjoint((Kind.MASK, Kind.VARLEN)),
             all_read=any(covers[:1]) and kinds <= {Kind.FULL, Kind.CAUSAL},
@@ -202,7 +214,8 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
         inside = since = 0
         for position, change in edges:
             covered += (b1 - b0) * (position - since) * (inside > 0)
-            inside, since = inside + change, position
+            inside = inside + change
+            since = position
             depth = max(depth, inside)
     return depth, covered
 
@@ -223,10 +236,13 @@ def platform_of(device: torch.device) -> Platform:
     if flash is not None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             flash_4 = _numbers(importlib.metadata.version(FLASH_4))
+    cudnn = 0
+    if torch.backends.cudnn.is_available():
+        cudnn = torch.backends.cudnn.version() or 0
     return Platform(
         "cuda",
         torch.cuda.get_device_capability(device),
-        (torch.backends.cudnn.version() or 0) if torch.backends.cudnn.is_available() else 0,
+        cudnn,
         version,
         torch.version.hip is not None,
         flash,
@@ -292,16 +308,10 @@ PLAIN_PRODUCTS = Backend((MATH,), because="attention='math'")
 def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Backend:
     if wanted == "auto" and here.device == "cpu" and sink and call.dtype in HALF:
         return Backend((MATH,), because="attention sinks in half precision on a CPU")
-    no_flash, no_cudnn = (
-        next(why_not_flash(call, here), None),
-        next(why_not_cudnn(call, here), None),
-    )
-    if (
-        no_flash is None
-        and wanted == "auto"
-        and here.device == "cpu"
-        and call.size != call.value_size
-    ):
+    no_flash = next(why_not_flash(call, here), None)
+    no_cudnn = next(why_not_cudnn(call, here), None)
+    pads_on_cpu = here.device == "cpu" and call.size != call.value_size
+    if no_flash is None and wanted == "auto" and pads_on_cpu:
         no_flash = f"queries and keys have head size {call.size}, values {call.value_size}"
     flash = no_flash is None and here.flash_on
     efficient = here.efficient_on and next(why_not_efficient(call, here), None) is None
@@ -310,10 +320,8 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
         kernel = CPU_FLASH
     elif here.hip:
         kernel = SQUARE_FLASH
-    elif here.flash == "FA4" and here.torch < (
-        2,
-        12,
-    ):  # the operators of FlashAttention-4 raise in the backward of a window
+    elif here.flash == "FA4" and here.torch < (2, 12):
+        # the operators of FlashAttention-4 raise in the backward of a window
         kernel = WINDOWLESS_FLASH
     square = call.pair == (call.padded, call.padded)
     if no_cudnn is None and (wanted == "cudnn" or (wanted == "auto" and prefers_cudnn(here))):
@@ -329,12 +337,18 @@ def _chosen(wanted: str, call: AttentionShape, sink: bool, here: Platform) -> Ba
             return Backend((kernel, MATH), width=call.size)
         return Backend((PADDED[kernel], MATH))
     if wanted == "auto":
-        switched_off = None if here.flash_on else "FlashAttention is switched off"
-        because = f"FlashAttention cannot: {no_flash}" if no_flash else switched_off or ""
-        return Backend((EFFICIENT, MATH)) if efficient else Backend((MATH,), because=because)
+        if efficient:
+            return Backend((EFFICIENT, MATH))
+        because = ""
+        if no_flash:
+            because = f"FlashAttention cannot: {no_flash}"
+        elif not here.flash_on:
+            because = "FlashAttention is switched off"
+        return Backend((MATH,), because=because)
+    reason = no_flash if wanted == "flash" else no_cudnn
     raise AttentionChoiceError(
-        f"attention={wanted!r} cannot attend here: {no_flash if wanted == 'flash' else no_cudnn}. "
-        "Set attention='auto' or 'math' in StreamConfig."
+        f"attention={wanted!r} cannot attend here: {reason}. Set attention='auto' or 'math' in "
+        "StreamConfig."
     )
 
 

@@ -96,17 +96,21 @@ class NoAttention:
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
         """Read from the mask, of whichever type, the keys that each query of hidden_states x [...,
         B, T, h] may read."""
-        mask, (batch_size, length) = attention_mask_of(named), x.shape[-3:-1]
+        mask = attention_mask_of(named)
+        batch_size, length = x.shape[-3:-1]
+        barriers: tuple[Barrier, ...] = ()
         # attention does not read the mask, or the layer reads it itself
         if not self.reads_a_mask and not isinstance(mask, LazyMask):
-            return Layout(
-                Spans.causal(batch_size, length), mask.barriers if isinstance(mask, OwnMask) else ()
-            )
+            if isinstance(mask, OwnMask):
+                barriers = mask.barriers
+            return Layout(Spans.causal(batch_size, length), barriers)
         spans = resolve(
             mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device
         )
-        barriers = spans.barriers if isinstance(spans, DenseMask) else ()
-        return Layout(spans, barriers, mask.told if isinstance(mask, LazyMask) else None)
+        if isinstance(spans, DenseMask):
+            barriers = spans.barriers
+        told = mask.told if isinstance(mask, LazyMask) else None
+        return Layout(spans, barriers, told)
 
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
@@ -149,12 +153,11 @@ class ThroughInterface(NoAttention):
             x: hidden_states [..., B, T, h].
         """
         mask = attention_mask_of(named)
-        known = (
-            mask is None
-            or isinstance(mask, LazyMask)
-            or (isinstance(mask, Tensor) and mask.dim() == 4)
-        )
-        return None if known else "its attention_mask is not for attention alone"
+        if mask is None or isinstance(mask, LazyMask):
+            return None
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            return None
+        return "its attention_mask is not for attention alone"
 
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
@@ -167,13 +170,16 @@ class ThroughInterface(NoAttention):
                 continue
             if isinstance(value, LazyMask):
                 found[name] = point
-            elif isinstance(value, Mapping) and any(
-                isinstance(part, LazyMask) for part in value.values()
-            ):
-                found[name] = {
-                    key: point if isinstance(part, LazyMask) else part
-                    for key, part in value.items()
-                }
+            elif isinstance(value, Mapping):
+                parts: dict[Any, Any] = {}
+                has_mask = False
+                for key, part in value.items():
+                    parts[key] = part
+                    if isinstance(part, LazyMask):
+                        parts[key] = point
+                        has_mask = True
+                if has_mask:
+                    found[name] = parts
         return {**named, **(found or {"attention_mask": point})}, None
 
     def unpatched(
@@ -240,11 +246,9 @@ class Picking(ThroughInterface):
             "sparse attention: plain products with all keys before, which are masked if they are "
             "not picked"
         )
-        return (
-            found
-            if self.kept is None
-            else f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
-        )
+        if self.kept is None:
+            return found
+        return f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
@@ -297,10 +301,14 @@ class OverCache(NoAttention):
             UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
                 layers separate and this layer's attention does not.
         """
-        mask, length = attention_mask_of(named), x.shape[-2]
+        mask = attention_mask_of(named)
+        length = x.shape[-2]
         by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
-        causal = OwnMask(torch.empty(0, device=x.device)) if mask is None and by_sdpa else None
-        found = causal or own_mask(mask, length, by_sdpa)
+        found: OwnMask | str
+        if mask is None and by_sdpa:
+            found = OwnMask(torch.empty(0, device=x.device))
+        else:
+            found = own_mask(mask, length, by_sdpa)
         if isinstance(found, str):
             return found
         if documents is not None and found.mask.dim() < 4:
@@ -329,7 +337,8 @@ class OverCache(NoAttention):
         """Return the chunk's arguments and the function that its cache calls. The cache returns the
         prefix; the mask is cut to the chunk."""
         assert isinstance(point, ChunkMask)
-        chunk, mask = point.chunk, named["attention_mask"]
+        chunk = point.chunk
+        mask = named["attention_mask"]
 
         def read(
             k: Tensor, v: Tensor
@@ -340,35 +349,30 @@ class OverCache(NoAttention):
             self.argument: ChunkCache(chunk.start, read),
             "attention_mask": mask.cut(chunk),
         }
-        changed.update(
-            {
-                name: named[name][..., : chunk.stop]
-                for name in PER_KEY
-                if isinstance(named.get(name), Tensor)
-            }
-        )
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., : chunk.stop]
         return {**named, **changed}, read
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the arguments with the model's own mask, cut to the first `length` tokens."""
-        keys = {
-            name: named[name][..., :length]
-            for name in PER_KEY
-            if isinstance(named.get(name), Tensor)
-        }
-        return {**named, "attention_mask": named["attention_mask"].cut(Chunk(0, 0, length)), **keys}
+        changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., :length]
+        return {**named, **changed}
 
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
     """Return every distinct config from which the layer's modules read their attention
     implementation."""
-    found = {
-        id(m.config): m.config
-        for m in layer.modules()
-        if isinstance(getattr(m, "config", None), PreTrainedConfig)
-    }
+    found: dict[int, PreTrainedConfig] = {}
+    for module in layer.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
     return list(found.values())
 
 
@@ -382,9 +386,12 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
     for value in named.values():
         if type(value) in PLAIN:
             continue
-        for mask in value.values() if isinstance(value, Mapping) else (value,):
-            if isinstance(mask, LazyMask):
-                return mask
+        if isinstance(value, LazyMask):
+            return value
+        if isinstance(value, Mapping):
+            for part in value.values():
+                if isinstance(part, LazyMask):
+                    return part
     return named.get("attention_mask")
 
 

@@ -87,7 +87,8 @@ def _few_queries_at_a_time(
     x: Tensor,
 ) -> Tensor:
     """Return the picks [B, C, k] for x [B, C, h], computed for a few queries at a time."""
-    chunk, rows = point.chunk, x.shape[0]
+    chunk = point.chunk
+    rows = x.shape[0]
     heads: int = getattr(indexer, INDEX_HEADS)
     caches = cache_parameters(type(indexer).forward)
     step = max(1, SCORES // (4 * heads * chunk.stop))
@@ -123,7 +124,8 @@ def _part(
     Args:
         caches: names of the arguments that take a cache.
     """
-    prefix, chunk = point.prefix, point.chunk
+    prefix = point.prefix
+    chunk = point.chunk
 
     def cut(x: Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[0] not in (1, rows) or x.shape[1] != chunk.stop - chunk.start:

@@ -64,19 +64,21 @@ def stream_attention(
     """
     ours = isinstance(attention_mask, OURS)
     if not ours:
-        own = _met_by_chance(getattr(module, "config", None))
-        eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
-        function = None if own is None else AttentionInterface().get(own, eager)
+        function = _own_function(module)
         if function is not None:
             # the module expects us to mask the keys that were not picked
             if kwargs.get(PICKS) is not None:
                 attention_mask = _only_picked(attention_mask, kwargs[PICKS], key.shape[2])
-            given = kwargs if softcap is None else {**kwargs, "softcap": softcap}
+            if softcap is not None:
+                kwargs["softcap"] = softcap
+            kwargs.update(dropout=dropout, scaling=scaling)
             found: tuple[Tensor, None] = function(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
+                module, query, key, value, attention_mask, **kwargs
             )
             return found
-    foreign, sink, picks = list[str](), None, None
+    foreign = list[str]()
+    sink = None
+    picks = None
     if not kwargs.keys().isdisjoint(UNUSUAL):
         foreign, sink, picks = _unusual(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
@@ -86,19 +88,16 @@ def stream_attention(
         or key.shape[2] != query.shape[2]
     )
     if elsewhere:
-        foreign += [name for name in SINKS if kwargs.get(name) is not None] + ["softcap"] * (
-            softcap is not None
-        )
+        foreign += [name for name in SINKS if kwargs.get(name) is not None]
+        if softcap is not None:
+            foreign.append("softcap")
         # Without a mask, sdpa would be causal from the first key on, for every chunk.
-        foreign += ["no mask over keys from elsewhere"] * (attention_mask is None and is_causal)
+        if attention_mask is None and is_causal:
+            foreign.append("no mask over keys from elsewhere")
     elif not is_causal:
         foreign.append("is_causal=False")
     if foreign:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
-            "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
-            "(streambp.unpatch(model))."
-        )
+        raise _unsupported(module, foreign)
     # Queries are independent of each other, so the model's own sdpa is right for a chunk of them.
     if elsewhere:
         return sdpa_attention_forward(
@@ -120,6 +119,25 @@ def stream_attention(
         ), None
 
 
+def _own_function(module: nn.Module) -> Any:
+    """Return the attention function of the module's own implementation; None if the module must use
+    ours in this thread. [Note: routed configs]"""
+    own = _met_by_chance(getattr(module, "config", None))
+    if own is None:
+        return None
+    eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
+    return AttentionInterface().get(own, eager)
+
+
+def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError:
+    """Return the error for a module that attends with these arguments or properties."""
+    return UnsupportedModelError(
+        f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
+        "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
+        "(streambp.unpatch(model))."
+    )
+
+
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
     """Return a 4-D mask [B, 1, S, T], bool or additive, that excludes all keys but picks [B, S,
     k]."""
@@ -131,11 +149,9 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
         )
     picked = torch.zeros(*picks.shape[:2], length, dtype=torch.bool, device=picks.device)
     picked = picked.scatter_(-1, picks.long(), True)[:, None]  # [B, 1, S, T]
-    return (
-        mask & picked
-        if mask.dtype == torch.bool
-        else mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
-    )
+    if mask.dtype == torch.bool:
+        return mask & picked
+    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
 def _unusual(
@@ -144,7 +160,8 @@ def _unusual(
     """Return the names of a call's arguments that are refused, a sink's logits [H], and picks [B,
     S, k]."""
     given = {name for name, value in kwargs.items() if value is not None}
-    foreign, picks = [name for name in FOREIGN_ARGUMENTS if name in given], kwargs.get(PICKS)
+    foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
+    picks = kwargs.get(PICKS)
     if picks is not None and not (isinstance(mask, AttentionPoint) and mask.takes_picks):
         foreign.append(PICKS)
     return foreign, next((kwargs[name] for name in SINKS if name in given), None), picks
@@ -193,7 +210,9 @@ class Routed(str):
 
     def __new__(cls, own: str | None, config: PreTrainedConfig) -> Routed:
         self = super().__new__(cls, NAME)
-        self.own, self.config, self.holders = own, id(config), set()
+        self.own = own
+        self.config = id(config)
+        self.holders = set()
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -233,14 +252,17 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     Another thread may find our name without a `routed` of its own. Its calls go on to the
     implementation that the config names.
     """
-    return contextlib.nullcontext() if all(map(_is_here, configs)) else _routed(configs)
+    if all(map(_is_here, configs)):
+        return contextlib.nullcontext()
+    return _routed(configs)
 
 
 @contextlib.contextmanager
 def _routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     AttentionInterface.register(NAME, stream_attention)
     AttentionMaskInterface.register(NAME, stream_mask)
-    here, holder = HERE.get(), object()
+    here = HERE.get()
+    holder = object()
     entered: list[tuple[PreTrainedConfig, Routed]] = []
     try:
         for config in configs:

@@ -70,16 +70,16 @@ class Kernel(Protocol):
         """True if the kernel can compute a block: its kind, and its lengths if the kernel takes few
         lengths. A causal block must lie on the diagonal, unless the kernel aligns queries to the
         last keys."""
-        kind, tiling = block.kind, self.tiling
-        if kind not in self.kinds or (
-            kind is Kind.CAUSAL
-            and not tiling.bottom_right
-            and (block.q0, block.q1) != (block.k0, block.k1)
-        ):
+        kind = block.kind
+        tiling = self.tiling
+        if kind not in self.kinds:
             return False
-        return tiling.few is None or (
-            tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0)
-        )
+        is_square = (block.q0, block.q1) == (block.k0, block.k1)
+        if kind is Kind.CAUSAL and not tiling.bottom_right and not is_square:
+            return False
+        if tiling.few is None:
+            return True
+        return tiling.takes(block.q1 - block.q0) and tiling.takes(block.k1 - block.k0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return o [B, H, Tq, D_v] in q's dtype or wider, and lse [B, H, Tq], of the softmax over
@@ -108,7 +108,9 @@ def cut(here: tuple[int, int, int, int], *whole: Tensor) -> list[Tensor]:
         here: (b0, b1, t0, t1).
     """
     b0, b1, t0, t1 = here
-    rows, tokens, parts = b1 - b0, t1 - t0, list[Tensor]()
+    rows = b1 - b0
+    tokens = t1 - t0
+    parts = list[Tensor]()
     for x in whole:
         _, length, heads, size = x.shape
         token = heads * size
@@ -145,7 +147,8 @@ class MathKernel(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return o [B, H, Tq, D_v] and lse [B, H, Tq], both in promote_types(dtype, float32)."""
         # [B, H_kv, G, Tq, Tk]
-        scores, v = (self._masked(self._scores(q, k, task), q, k, task), _wide(v))
+        scores = self._masked(self._scores(q, k, task), q, k, task)
+        v = _wide(v)
         lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
         weights = _weights(scores, lse)  # [B, H_kv, G, Tq, Tk]
         keep = _dropout_mask(weights, task)
@@ -174,7 +177,8 @@ class MathKernel(Kernel):
         keep = _dropout_mask(weights, task)
         dropped = weights
         if keep is not None:
-            dropped, dweights = weights * keep, dweights * keep
+            dropped = weights * keep
+            dweights = dweights * keep
         dv = dropped.flatten(2, 3).mT @ do  # [B, H_kv, Tk, D_v]
         dscores = (weights * (dweights - delta[..., None]) * (slope * task.scale)).flatten(2, 3)
         dq = (dscores @ k).unflatten(2, weights.shape[2:4]).flatten(1, 2)  # [B, H, Tq, D]
@@ -185,7 +189,9 @@ class MathKernel(Kernel):
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         scores = _wide(q).unflatten(1, groups).flatten(2, 3) @ _wide(k).mT
         scores = (scores * task.scale).unflatten(2, (groups[1], q.shape[2]))  # [B, H_kv, G, Tq, Tk]
-        return scores if task.softcap is None else task.softcap * torch.tanh(scores / task.softcap)
+        if task.softcap is None:
+            return scores
+        return task.softcap * torch.tanh(scores / task.softcap)
 
     def _masked(self, scores: Tensor, q: Tensor, k: Tensor, task: Task) -> Tensor:
         groups = (k.shape[1], q.shape[1] // k.shape[1])
@@ -235,9 +241,10 @@ class FlashKernel(Kernel):
     name = "flash"
 
     def __init__(self, bottom_right: bool = True, packs: bool = True) -> None:
-        self.kinds = frozenset(
-            {Kind.FULL, Kind.CAUSAL, *((Kind.WINDOW, Kind.VARLEN) if packs else ())}
-        )
+        kinds = {Kind.FULL, Kind.CAUSAL}
+        if packs:
+            kinds |= {Kind.WINDOW, Kind.VARLEN}
+        self.kinds = frozenset(kinds)
         self.tiling = Tiling(
             k_block=K_BLOCK, bottom_right=bottom_right, native_window=packs, native_varlen=packs
         )
@@ -316,7 +323,10 @@ class CudnnKernel(Kernel):
         )  # fmt: skip
 
 
-MATH, CPU_FLASH, FLASH, CUDNN = MathKernel(), CpuFlashKernel(), FlashKernel(), CudnnKernel()
+MATH = MathKernel()
+CPU_FLASH = CpuFlashKernel()
+FLASH = FlashKernel()
+CUDNN = CudnnKernel()
 # ROCm's backward needs equal numbers of queries and keys. Its windows and packed rows have other
 # conventions (AOTriton's logsumexp of packed rows is [B, H, longest document]).
 SQUARE_FLASH = FlashKernel(bottom_right=False, packs=False)
@@ -329,9 +339,9 @@ def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cu_seqlens of a VARLEN block's queries and keys on `device`, [documents + 1] each in
     int32."""
     cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
-    return cu_q, cu_q if block.cu_k == block.cu_q else torch.tensor(
-        block.cu_k, dtype=torch.int32, device=device
-    )
+    if block.cu_k == block.cu_q:
+        return cu_q, cu_q
+    return cu_q, torch.tensor(block.cu_k, dtype=torch.int32, device=device)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -349,9 +359,9 @@ def _dropout_mask(weights: Tensor, task: Task) -> Tensor | None:
     recomputation and backward draw the same factors, because the task's seed decides alone."""
     if task.dropout == 0.0:
         return None
-    generator = (
-        torch.Generator(weights.device).manual_seed(task.seed) if has_data(weights) else None
-    )
+    generator = None
+    if has_data(weights):
+        generator = torch.Generator(weights.device).manual_seed(task.seed)
     draw = torch.rand(
         weights.shape, generator=generator, device=weights.device, dtype=torch.float32
     )
@@ -387,12 +397,12 @@ def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], di
     """Return FlashAttention's arguments: cu_seqlens of queries and keys (None unless packed), the
     longest of each, and the window."""
     block = task.block
-    window = (
-        {}
-        if block.window is None
-        else {"window_size_left": block.window - 1, "window_size_right": 0}
-    )
+    window: dict[str, int] = {}
+    if block.window is not None:
+        window = {"window_size_left": block.window - 1, "window_size_right": 0}
     if block.kind is not Kind.VARLEN:
         return [None, None, block.q1 - block.q0, block.k1 - block.k0], window
-    longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (block.cu_q, block.cu_k)]
-    return [*(task.ends or upload(block, device)), *longest], window
+    ends = task.ends or upload(block, device)
+    longest_q = max(b - a for a, b in itertools.pairwise(block.cu_q))
+    longest_k = max(b - a for a, b in itertools.pairwise(block.cu_k))
+    return [*ends, longest_q, longest_k], window

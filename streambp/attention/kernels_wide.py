@@ -51,7 +51,8 @@ class PaddedKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], as views."""
-        width, size = _common(q, v), q.shape[-1]
+        width = _common(q, v)
+        size = q.shape[-1]
         do, q, k, wide_v, o = (_padded(x, width) for x in (do, q, k, v, o))
         dq, dk, dv = self.inner.backward(do, q, k, wide_v, o, lse, task)
         return narrowed(dq, size), narrowed(dk, size), narrowed(dv, v.shape[-1])
@@ -73,7 +74,8 @@ class EfficientKernel(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a view of a tensor with more
         queries."""
-        causal, groups = task.block.kind is Kind.CAUSAL, q.shape[1] // k.shape[1]
+        causal = task.block.kind is Kind.CAUSAL
+        groups = q.shape[1] // k.shape[1]
         o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
             q, _repeated(k, groups), _repeated(v, groups), None, True, 0.0, causal, scale=task.scale
         )
@@ -84,9 +86,13 @@ class EfficientKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
         q's dtype or wider."""
-        causal, groups = task.block.kind is Kind.CAUSAL, q.shape[1] // k.shape[1]
+        causal = task.block.kind is Kind.CAUSAL
+        groups = q.shape[1] // k.shape[1]
         more = -lse.shape[2] % LSE_ALIGNMENT
-        lse = torch.nn.functional.pad(lse, (0, more), value=torch.inf) if more else lse.contiguous()
+        if more:
+            lse = torch.nn.functional.pad(lse, (0, more), value=torch.inf)
+        else:
+            lse = lse.contiguous()
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = kernels.aten._scaled_dot_product_efficient_attention_backward(
             do, q, _repeated(k, groups), _repeated(v, groups), None, o, lse, no_dropout, no_dropout, 0.0,
@@ -109,11 +115,9 @@ def _common(q: Tensor, v: Tensor) -> int:
 def _padded(x: Tensor, width: int) -> Tensor:
     """Pad x [B, H, T, D] to [B, H, T, width], with tokens before heads in memory. [Note: one
     layout]"""
-    return (
-        x
-        if x.shape[-1] == width
-        else widened(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
-    )
+    if x.shape[-1] == width:
+        return x
+    return widened(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
 
 
 def _repeated(x: Tensor, groups: int) -> Tensor:
@@ -124,5 +128,7 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
 def _summed(x: Tensor, groups: int) -> Tensor:
     """Sum over the query heads of each key head: [B, H, T, D] -> [B, H_kv, T, D], in float32 or
     wider."""
+    if groups == 1:
+        return x
     wide = torch.promote_types(x.dtype, torch.float32)
-    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide)
+    return x.unflatten(1, (-1, groups)).sum(2, dtype=wide)

@@ -82,7 +82,9 @@ class KVBuffer:
         Args:
             width: number of columns to which V is padded; None: no padding.
         """
-        return cls(k, v) if width is None else cls(k, widened(v, width), columns=v.shape[3])
+        if width is None:
+            return cls(k, v)
+        return cls(k, widened(v, width), columns=v.shape[3])
 
     @classmethod
     def of_one_chunk(cls, k: Tensor, v: Tensor) -> KVBuffer | None:
@@ -90,17 +92,18 @@ class KVBuffer:
         Return None if their layout differs, their storage is larger, or they are inference tensors.
         [Note: one chunk]"""
         own = k.transpose(1, 2), v.transpose(1, 2)
-        if not all(
-            x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes and not x.is_inference()
-            for x in own
-        ):
-            return None
+        for x in own:
+            if not x.is_contiguous() or x.is_inference():
+                return None
+            if x.untyped_storage().nbytes() != x.nbytes:
+                return None
         return cls(*own, versions=(k._version, v._version))
 
     def pack(self) -> None:
         """Drop V's columns of zeros until V is read again."""
         if self.columns is not None and self.packed is None:
-            self.packed, self.v = self.width, narrowed(self.v, self.columns).contiguous()
+            self.v = narrowed(self.v, self.columns).contiguous()
+            self.packed = self.width
 
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
         """Return dK [B, T, H_kv, D] and dV [B, T, H_kv, D_v] in promote_types(dtype, float32). The
@@ -120,16 +123,19 @@ class KVBuffer:
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of all tokens up to the chunk's end, as
         views."""
-        k, v = (
-            x[:, : chunk.stop].transpose(1, 2) for x in (self.k, narrowed(self.v, self.value_size))
-        )
-        return k, v
+        k = self.k[:, : chunk.stop]
+        v = narrowed(self.v, self.value_size)[:, : chunk.stop]
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
-        start, length = chunk.start, chunk.stop - chunk.start
+        start = chunk.start
+        length = chunk.stop - chunk.start
         self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
-        own = self.v.narrow(1, start, length) if self.columns is None else self.part(chunk)[1]
+        if self.columns is None:
+            own = self.v.narrow(1, start, length)
+        else:
+            own = self.part(chunk)[1]
         own.copy_(v.transpose(1, 2))
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
@@ -140,7 +146,8 @@ class KVBuffer:
                 chunk]
         """
         if self.packed is not None:
-            self.v, self.packed = widened(self.v, self.packed), None
+            self.v = widened(self.v, self.packed)
+            self.packed = None
         if gradients and self.versions not in (None, (self.k._version, self.v._version)):
             raise BackwardError(
                 "A layer writes in place to keys or values that its attention has read, and "
@@ -156,15 +163,15 @@ class KVBuffer:
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
         """Add dk [b, H_kv, k, D] and dv to the accumulators, at the block's rows and keys."""
         batch, length = self.k.shape[:2]
-        if self.dk is None and (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0) == (
-            batch,
-            length,
-            length,
-        ):
-            self.dk, self.dv = dk.transpose(1, 2), dv.transpose(1, 2)  # [Note: one chunk]
+        sizes = (block.b1 - block.b0, block.q1 - block.q0, block.k1 - block.k0)
+        if self.dk is None and sizes == (batch, length, length):
+            # [Note: one chunk]
+            self.dk = dk.transpose(1, 2)
+            self.dv = dv.transpose(1, 2)
             self.added += 2
             return
-        rows, keys = slice(block.b0, block.b1), slice(block.k0, block.k1)
+        rows = slice(block.b0, block.b1)
+        keys = slice(block.k0, block.k1)
         for total, part in zip(self.grow_accumulators(), (dk, dv), strict=True):
             self.add_once(total[rows, keys], part.transpose(1, 2))
 
@@ -191,9 +198,11 @@ class KVBuffer:
         """Return the chunk's part of the accumulators as views [B, H_kv, C, D]; the accumulators
         stay."""
         dk, dv = self.grow_accumulators()
-        start, length = chunk.start, chunk.stop - chunk.start
+        start = chunk.start
+        length = chunk.stop - chunk.start
         if length < dk.shape[1]:
-            dk, dv = dk.narrow(1, start, length), dv.narrow(1, start, length)
+            dk = dk.narrow(1, start, length)
+            dv = dv.narrow(1, start, length)
         return dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -233,10 +242,12 @@ class KVTiles:
         self.keeps_all = keeps_all
         self.value_size = value_size
         self.width = width or value_size
-        self._keys, self._scratch = keys, scratch
-        self._k, self._v, self._dk, self._dv = (
-            f"{part}.{index}" for part in ("k", "v", "dk", "dv")
-        )
+        self._keys = keys
+        self._scratch = scratch
+        self._k = f"k.{index}"
+        self._v = f"v.{index}"
+        self._dk = f"dk.{index}"
+        self._dv = f"dv.{index}"
         self._here: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
@@ -247,9 +258,8 @@ class KVTiles:
         reads it.
         """
         self._leave(list(self._here))
-        k, v = (
-            part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (k, v)
-        )
+        k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        v = v.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         tile = KVBuffer(k, v)
         # no other chunk reads the last tile
         if self.keeps_all or self.resident <= chunk.index < len(self.plan) - 1:
@@ -274,7 +284,9 @@ class KVTiles:
         for number, block in enumerate(blocks):
             for index in wanted[number]:
                 self._enter(index, gradients)
-            following = wanted[number + 1] if number + 1 < len(blocks) else range(0)
+            following = range(0)
+            if number + 1 < len(blocks):
+                following = wanted[number + 1]
             for index in following:  # load the next tile while the kernel runs
                 if index not in self._here:
                     for name in (self._k, self._v):
@@ -312,10 +324,10 @@ class KVTiles:
         tile = self._here[index]
         if gradients and tile.dk is None:
             if self._scratch.has(self._dk, index):
-                tile.dk, tile.dv = (
-                    self._scratch.borrow(self._dk, index),
-                    self._scratch.borrow(self._dv, index),
-                )
+                dk = self._scratch.borrow(self._dk, index)
+                dv = self._scratch.borrow(self._dv, index)
+                tile.dk = dk
+                tile.dv = dv
             else:
                 tile.grow_accumulators()
 
@@ -338,7 +350,8 @@ class KVTiles:
         and the slice of the block's keys."""
         for index in self._tiles(block):
             chunk = self.plan[index]
-            k0, k1 = max(block.k0, chunk.start), min(block.k1, chunk.stop)
+            k0 = max(block.k0, chunk.start)
+            k1 = min(block.k1, chunk.stop)
             yield (
                 index,
                 slice(k0 - chunk.start, k1 - chunk.start),
@@ -353,7 +366,8 @@ class KVTiles:
         tiles = [(which(self._here[index]), inside) for index, inside, _ in self._overlaps(block)]
         if width is not None and tiles[0][0].shape[3] != width:
             rows = block.b1 - block.b0
-            size, (heads, columns) = block.k1 - block.k0, tiles[0][0].shape[2:]
+            size = block.k1 - block.k0
+            heads, columns = tiles[0][0].shape[2:]
             padded = tiles[0][0].new_empty(rows, size, heads, width)
             padded[..., columns:] = 0.0
             for (tile, inside), (_, _, of_block) in zip(tiles, self._overlaps(block), strict=True):

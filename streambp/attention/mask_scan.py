@@ -92,7 +92,8 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
         anything: Tensor | None = None
         for index, k0 in enumerate(range(0, length, SCAN)):
             part = tile(q0, min(q0 + SCAN, length), k0, min(k0 + SCAN, length))
-            queries, keys = part.any(-1), part.any(-2)
+            queries = part.any(-1)
+            keys = part.any(-2)
             anything = queries if anything is None else anything | queries
             before = read[index]
             read[index] = keys if before is None else before | keys

@@ -57,10 +57,10 @@ class LazyMask:
         lengths = (None, None, self.description["q_length"], self.description["kv_length"])
         parts = index if isinstance(index, tuple) else (index,)
         for part, length in zip(parts, lengths, strict=False):
-            whole = isinstance(part, slice) and (
+            all_positions = isinstance(part, slice) and (
                 length is None or range(length)[part] == range(length)
             )
-            if not whole and part is not Ellipsis:
+            if not all_positions and part is not Ellipsis:
                 raise UnsupportedMaskError(
                     f"The model cuts its attention mask to {part} of {length} positions; streambp "
                     "attends whole sequences. Run this model unpatched (streambp.unpatch(model))."
@@ -91,7 +91,8 @@ class DenseMask:
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """Return MASK blocks of queries [start, stop). Keys end at a block's last query if the mask
         is causal, otherwise at `stop`."""
-        tiling, found = tiling.masked or tiling, list[Block]()
+        tiling = tiling.masked or tiling
+        found = list[Block]()
         q_step = tiling.q_block or SCAN
         k_step = tiling.k_block or SCAN
         for q0 in range(start, stop, q_step):
@@ -217,7 +218,8 @@ def _from_description(
             f"The attention mask covers {known['kv_length']} keys, but the sequence has {length} "
             "tokens. Pass an attention_mask of the same length as input_ids."
         )
-    padding, window = known.get("attention_mask"), known.get("local_size")
+    padding = known.get("attention_mask")
+    window = known.get("local_size")
     if padding is not None and bool(padding.all()):
         padding = None
     plain = known["mask_function"] is causal_mask_function and padding is None
@@ -254,9 +256,9 @@ def _from_description(
             )
         return Spans(length, rows, window)
     spans = Spans(length, rows_of(batch_size, length, padding, packed), window)
-    return (
-        spans if agrees(spans, known, padding, device) else _dense(mask, batch_size, length, device)
-    )
+    if agrees(spans, known, padding, device):
+        return spans
+    return _dense(mask, batch_size, length, device)
 
 
 def spans_of_tokens(
@@ -273,11 +275,9 @@ def spans_of_tokens(
     Raises:
         UnsupportedMaskError: the padding has holes.
     """
-    packed = (
-        find_packed_sequence_indices(position_ids.expand(batch_size, -1))
-        if padding is None
-        else None
-    )
+    packed = None
+    if padding is None:
+        packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     rows = rows_of(batch_size, length, padding, packed)
     if padding is not None:
         kept = [sum(run.q1 - run.q0 for run in runs if run.k1 is None) for runs in rows]
@@ -314,12 +314,15 @@ def rows_of(
         return Spans.causal(batch_size, length).rows
     rows = []
     for row in padding.cpu():
-        kept = row.nonzero().flatten()
-        first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (length, length)
-        runs = [Run(first, last, first)] if first < last else []
-        rows.append(
-            tuple(runs + ([Run(last, length, first, last)] if runs and last < length else []))
-        )
+        tokens = row.nonzero().flatten()
+        runs: list[Run] = []
+        if len(tokens):
+            first = int(tokens[0])
+            last = int(tokens[-1]) + 1
+            runs.append(Run(first, last, first))
+            if last < length:
+                runs.append(Run(last, length, first, last))
+        rows.append(tuple(runs))
     return tuple(rows)
 
 

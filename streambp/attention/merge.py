@@ -60,19 +60,23 @@ class MergedOutput:
     def __init__(
         self, q: Tensor, value_size: int, plan: BlockPlan, chunk: Chunk, wide: bool = False
     ) -> None:
-        self._plan, self._chunk = plan, chunk
+        self._plan = plan
+        self._chunk = chunk
         self._wide = torch.promote_types(q.dtype, torch.float32)
         self._dtype = self._wide if wide else q.dtype
-        self._like, self._shape = q, (*q.shape[:3], value_size)
+        self._like = q
+        self._shape = (*q.shape[:3], value_size)
         self._o: Tensor | None = None
         self._lse: Tensor | None = None
 
     def add(self, number: int, o: Tensor, lse: Tensor) -> None:
         """Merge o [b, H, t, D_v] and lse [b, H, t] of the plan's block `number`. Both tensors may
         be overwritten."""
-        plan, block = self._plan, self._plan.blocks[number]
+        plan = self._plan
+        block = self._plan.blocks[number]
         if plan.covers[number] and self._o is None:
-            self._o, self._lse = o.transpose(1, 2), lse
+            self._o = o.transpose(1, 2)
+            self._lse = lse
             return
         last = number == len(plan.blocks) - 1
         dtype = self._dtype if plan.depth <= 2 or (last and plan.covers[number]) else self._wide
@@ -80,15 +84,15 @@ class MergedOutput:
             self._o, self._lse = self._empty(dtype)
         assert self._lse is not None
         if plan.covers[number]:
-            out = self._o if self._o.dtype == dtype else self._o.new_empty(self._shape, dtype=dtype)
+            out = self._o
+            if out.dtype != dtype:
+                out = out.new_empty(self._shape, dtype=dtype)
             merge(self._o, self._lse, o.transpose(1, 2), lse, out, plan.all_read)
             self._o = out
             return
         self._o = self._o.to(torch.promote_types(self._o.dtype, dtype))
-        rows, columns = (
-            slice(block.b0, block.b1),
-            slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start),
-        )
+        rows = slice(block.b0, block.b1)
+        columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
         here = self._o[rows, columns]
         merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
 
@@ -163,30 +167,31 @@ class SummedQueries:
     """
 
     def __init__(self, q: Tensor, plan: BlockPlan, chunk: Chunk) -> None:
-        self._q, self._plan, self._chunk = q, plan, chunk
+        self._q = q
+        self._plan = plan
+        self._chunk = chunk
         self._dtype = q.dtype if plan.depth <= 2 else torch.promote_types(q.dtype, torch.float32)
         self._sum: Tensor | None = None
 
     def add(self, number: int, dq: Tensor) -> None:
         """Add dq [b, H, t, D] of the plan's block `number`. The tensor may be overwritten."""
-        block, dq = self._plan.blocks[number], dq.transpose(1, 2)
+        block = self._plan.blocks[number]
+        dq = dq.transpose(1, 2)
         if self._plan.covers[number]:
-            total = (
-                None
-                if self._sum is None
-                else self._sum.to(torch.promote_types(self._sum.dtype, self._dtype))
-            )
-            self._sum = dq if total is None else total.add_(dq)
+            if self._sum is None:
+                self._sum = dq
+            else:
+                dtype = torch.promote_types(self._sum.dtype, self._dtype)
+                self._sum = self._sum.to(dtype).add_(dq)
             return
-        rows, columns = (
-            slice(block.b0, block.b1),
-            slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start),
-        )
+        rows = slice(block.b0, block.b1)
+        columns = slice(block.q0 - self._chunk.start, block.q1 - self._chunk.start)
         alone = self._plan.depth == 1 and self._plan.complete
         if self._sum is None:
-            self._sum = (
-                torch.empty_like(self._q) if alone else torch.zeros_like(self._q, dtype=self._dtype)
-            )
+            if alone:
+                self._sum = torch.empty_like(self._q)
+            else:
+                self._sum = torch.zeros_like(self._q, dtype=self._dtype)
         if alone:
             self._sum[rows, columns].copy_(dq)
         else:

@@ -57,7 +57,9 @@ class OwnMask:
     def read(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
         """Return whether queries [q0, q1) read keys [k0, k1), [B or 1, H or 1, q, k] in bool."""
         tile = self.mask[:, :, q0:q1, k0:k1]
-        return tile != self.mask[:, :, :1, -1:] if tile.dtype == torch.bool else reads(tile)
+        if tile.dtype == torch.bool:
+            return tile != self.mask[:, :, :1, -1:]
+        return reads(tile)
 
     def cut(self, chunk: Chunk) -> Tensor:
         """Return the mask of a chunk, [B or 1, H or 1, C, e], in which empty queries read
@@ -80,11 +82,9 @@ class OwnMask:
 
     def values(self, v: Tensor, chunk: Chunk) -> Tensor:
         """Return v [B, H_kv, C, D] of a chunk, with zeros for empty queries."""
-        return (
-            v
-            if self.empty is None
-            else v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
-        )
+        if self.empty is None:
+            return v
+        return v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
 
     def causal(self, length: int) -> OwnMask:
         """Return a plain causal mask of the same kind for the first `length` tokens, without
@@ -94,15 +94,12 @@ class OwnMask:
         if self.mask.dim() == 1:
             return self
         lower = torch.ones(length, length, dtype=torch.bool, device=self.mask.device).tril()
-        not_read = (
-            self.mask[:, :, :1, -1:]
-            if self.mask.dtype == torch.bool
-            else torch.finfo(self.mask.dtype).min
-        )
-        is_read = (
-            ~self.mask[:, :, :1, -1:] if self.mask.dtype == torch.bool else self.mask.new_zeros(())
-        )
-        plain = torch.where(lower, is_read, not_read)
+        if self.mask.dtype == torch.bool:
+            not_read = self.mask[:, :, :1, -1:]
+            plain = torch.where(lower, ~not_read, not_read)
+        else:
+            lowest = torch.finfo(self.mask.dtype).min
+            plain = torch.where(lower, self.mask.new_zeros(()), lowest)
         return OwnMask(plain.expand(*self.mask.shape[:2], -1, -1))
 
 
@@ -128,7 +125,8 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
     if mask.is_meta or isinstance(mask, FakeTensor):
         return OwnMask(mask)
     if mask.dtype == torch.bool:
-        corner, ends = mask[:, :, :1, -1:], mask[:, :, [0, -1]]
+        corner = mask[:, :, :1, -1:]
+        ends = mask[:, :, [0, -1]]
         if bool((ends == corner).all() | (corner.any() & ~corner.all())):
             return (
                 "it attends by itself, and its attention mask does not show what it means by True"

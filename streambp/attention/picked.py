@@ -68,8 +68,6 @@ class PickedMask(DenseMask):
         picks = torch.where((picks >= 0) & (picks < elsewhere), picks, elsewhere)
         chosen = torch.zeros(*picks.shape[:2], elsewhere + 1, dtype=torch.bool, device=device)
         chosen = chosen.scatter_(-1, picks, True)[:, None, :, :elsewhere]  # [B, 1, q, k]
-        return (
-            read & chosen
-            if read.dtype == torch.bool
-            else read.masked_fill(~chosen, torch.finfo(read.dtype).min)
-        )
+        if read.dtype == torch.bool:
+            return read & chosen
+        return read.masked_fill(~chosen, torch.finfo(read.dtype).min)

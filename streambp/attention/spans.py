@@ -72,6 +72,12 @@ class Run:
     k1: int | None = None
     shift: int = 0
 
+    def within(self, start: int, stop: int) -> Run:
+        """Return the run of the queries in [start, stop)."""
+        if start <= self.q0 and self.q1 <= stop:
+            return self
+        return dataclasses.replace(self, q0=max(self.q0, start), q1=min(self.q1, stop))
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
@@ -189,16 +195,18 @@ class Spans:
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """Return the blocks of queries [start, stop)."""
-        found, first, count = list[Block](), 0, len(self.rows)
+        found = list[Block]()
+        first = 0
+        count = len(self.rows)
         for row in range(1, count + 1):
             if row < count and self.rows[row] == self.rows[first]:
                 continue  # rows with the same runs share their blocks
-            b0, b1, first, runs = first, row, row, self.rows[first]
+            b0 = first
+            b1 = row
+            first = row
             clipped = [
-                run if start <= run.q0 and run.q1 <= stop
-                else dataclasses.replace(run, q0=max(run.q0, start), q1=min(run.q1, stop))
-                for run in runs if run.q0 < stop and run.q1 > start
-            ]  # fmt: skip
+                run.within(start, stop) for run in self.rows[b0] if run.q0 < stop and run.q1 > start
+            ]
             packed = list[Run]()
             if tiling.native_varlen and len(clipped) > 1:
                 causal = [run for run in clipped if run.k1 is None]
@@ -214,15 +222,16 @@ class Spans:
                         or opening.q1 - opening.k0 <= JOINED
                     )
                     packed = causal if joins else causal[1:]
-                    clipped = [
-                        *causal[: len(causal) - len(packed)],
-                        *(run for run in clipped if run.k1 is not None),
-                    ]
+                    padded = [run for run in clipped if run.k1 is not None]
+                    clipped = causal[: len(causal) - len(packed)] + padded
             for run in clipped:
                 found += self._run_blocks(b0, b1, run, tiling)
             if packed:  # one call for several documents; the first may begin before its queries
-                k0, q0, end = self._first_key(packed[0]), packed[0].q0, packed[-1].q1
-                cu_q, cu_k = ((0, *(run.q1 - first for run in packed)) for first in (q0, k0))
+                k0 = self._first_key(packed[0])
+                q0 = packed[0].q0
+                end = packed[-1].q1
+                cu_q = (0, *(run.q1 - q0 for run in packed))
+                cu_k = (0, *(run.q1 - k0 for run in packed))
                 for one in range(b0, b1):
                     found.append(
                         Block(Kind.VARLEN, one, one + 1, q0, end, k0, end, self.window, cu_q, cu_k)
@@ -230,7 +239,8 @@ class Spans:
         return found
 
     def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> list[Block]:
-        window, found = self.window, list[Block]()
+        window = self.window
+        found = list[Block]()
         if window is None:
             for q0, q1, pieces in tiling.queries(run.q0, run.q1):
                 if run.k1 is not None:
@@ -261,7 +271,10 @@ class Spans:
             # Only some queries' windows contain keys below `full`, and only some queries' pasts
             # contain keys from `stop` on.
             reach = window + run.shift
-            full, stop = max(run.k0, q1 - reach), q0 if run.k1 is None else run.k1
+            full = max(run.k0, q1 - reach)
+            stop = q0
+            if run.k1 is not None:
+                stop = run.k1
             edge = max(run.k0, q0 - reach + 1)
             if edge < min(full, stop):
                 found.append(Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))

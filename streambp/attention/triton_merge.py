@@ -32,7 +32,8 @@ if AVAILABLE:
         out_row, out_token, out_head, length,
         size: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
     ):  # fmt: skip
-        row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+        row = tl.program_id(2).to(tl.int64)
+        head = tl.program_id(1).to(tl.int64)
         token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
         there = token < length
         column = tl.arange(0, width)
@@ -43,7 +44,8 @@ if AVAILABLE:
         y = tl.load(part_lse, mask=there, other=-float("inf"))
         top = tl.maximum(x, y)
         safe = tl.where(top == -float("inf"), 0.0, top)  # [Note: empty rows]
-        weight, part_weight = tl.exp(x - safe), tl.exp(y - safe)
+        weight = tl.exp(x - safe)
+        part_weight = tl.exp(y - safe)
         total = weight + part_weight
         shrink = 1.0 / tl.where(total == 0.0, 1.0, total)
         o += row * o_row + head * o_head + token[:, None] * o_token + column[None, :]
@@ -80,11 +82,11 @@ def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, ou
     rows, length, heads, size = o.shape
     if not o.numel():
         return
-    strides = (x.stride()[:3] for x in (o, lse, part_o, part_lse, out))
+    strides = [stride for x in (o, lse, part_o, part_lse, out) for stride in x.stride()[:3]]
     grid = (triton.cdiv(length, TOKENS), heads, rows)
     # Triton launches on the current device
     with torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext():
         _kernel[grid](
-            o, lse, part_o, part_lse, out, *(stride for three in strides for stride in three), length,
+            o, lse, part_o, part_lse, out, *strides, length,
             size=size, width=triton.next_power_of_2(size), tokens=TOKENS, num_warps=WARPS,
         )  # fmt: skip
