@@ -94,8 +94,8 @@ class ShardedKept(Kept):
         return order
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
-        """What one half of a chunk reads: its input, and what was kept of the Linears of that
-        half."""
+        """Return the reads of one half of a chunk: its input, and the saved outputs of the half's
+        Linears."""
         names = [
             name
             for name in self.product_names
@@ -104,11 +104,11 @@ class ShardedKept(Kept):
         return [("x", index), *((name, index) for name in names)]
 
     def key_reads(self, piece: Piece) -> list[Access]:
-        """K and V of a piece of the whole sequence."""
+        """Return the reads of K and V for a piece of the full sequence."""
         return [(f"{part}.0", piece.here.index) for part in "kv"]
 
     def attended_reads(self, index: int) -> list[Access]:
-        """What attention gave for a piece; [] unless all of it was kept. It is called once."""
+        """Return the reads of a piece's attention output; [] unless both tensors are saved."""
         wanted = [("attn_out.0", index), ("lse.0", index)]
         return wanted if all(self.store.has(*access) for access in wanted) else []
 
@@ -254,7 +254,7 @@ def _unread_in_halves(
 
     try:
         first, second = trace(linears, lambda: before()[:1]), trace(linears, after)
-    except Exception as error:  # as in `trials.unread_products`
+    except Exception as error:  # see `trials.unread_products`
         if is_out_of_memory(error):
             raise
         return UnreadInHalves()

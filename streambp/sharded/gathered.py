@@ -1,9 +1,9 @@
 """Context parallelism: a rank keeps its tokens' queries and gathers the K and V that they read.
 
 K and V of full sequences are gathered one group of heads at a time. The next group is in transfer
-during attention over the current group. Their gradients are summed over ranks in float32, group by
-group. A device therefore holds one group of heads of T tokens, for any number of heads. The group
-size follows from the memory of the rank with the least. [Note: equal exchanges]
+during attention over the current group. The ranks sum their gradients in float32, group by group. A
+device therefore holds one group of heads of T tokens, for any number of heads. The group size
+follows from the memory of the rank with the least. [Note: equal exchanges]
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Stream a decoder layer whose tokens are sharded over ranks.
 
-Attention needs all tokens, so a loop over chunks cannot contain it: ranks with different numbers of
-chunks would wait for each other. Instead, the layer's own forward is cut at its attention call
-(`sharded/halves.py`). Between the halves, every rank receives the tensors that its queries read,
-and attends them piece by piece, one group of heads at a time. Ulysses exchanges a rank's tokens of
-all heads for all tokens of the rank's heads, one single group (`sharded/shards.py`). Under context
-parallelism queries stay on their rank, and K and V of a group are gathered (`sharded/gathered.py`):
+Attention needs all tokens, so no loop over chunks can contain attention: ranks with different
+numbers of chunks would wait for each other. Instead, the layer's own forward is cut at its
+attention call (`sharded/halves.py`). Between the halves, every rank receives the tensors that its
+queries read. The rank attends piece by piece, to each group of heads in turn. Ulysses exchanges a
+rank's tokens of all heads for all tokens of the rank's heads, one single group
+(`sharded/shards.py`). Under context parallelism queries stay on their rank, and K and V of a group
+are gathered (`sharded/gathered.py`):
 
     forward, no graph                             Ulysses                 context parallelism
         chunks of the shard: up to attention          q, k, v to heads        k, v gathered
@@ -28,8 +29,8 @@ done twice: the first norm, and the operations on q and k. hidden_states reach t
 through both halves, so dx has two parts. A parameter's gradient may have two parts as well.
 
 [Note: equal exchanges] A rank's exchanges follow from the model and from settings that
-`gather_shards` compared between all ranks. They never depend on the free memory of this rank's host
-or on its number of chunks.
+`gather_shards` compared between all ranks. The exchanges never depend on the free memory of this
+rank's host or on its number of chunks.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ def resolve_whole(
     """Return the spans that queries of full sequences may read, from a mask of `length` tokens.
 
     The mask describes one shard. Some facts appear in one shard only: the end of a window, or
-    document boundaries. Ranks therefore exchange their findings and reach the same result. A head
-    and a tail of one sequence in one shard look like two documents. Documents are therefore read
-    from `whole`, never from a shard's mask.
+    document boundaries. Ranks therefore exchange their findings and reach the same result. In a
+    shard, the head and the tail of one sequence seem to be two documents. Documents are therefore
+    read from `whole`, never from a shard's mask.
 
     Args:
         mask: the model's mask for this rank's shard.

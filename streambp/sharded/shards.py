@@ -36,8 +36,8 @@ class Piece(NamedTuple):
     """A chunk of queries for one attention call.
 
     Attributes:
-        here: its positions among the queries that this rank attends.
-        whole: its positions in the full sequence.
+        here: the chunk's positions among the queries of this rank.
+        whole: the chunk's positions in the full sequence.
     """
 
     here: Chunk
@@ -71,7 +71,7 @@ class Keys:
         """Generate all groups.
 
         Args:
-            last: True in the last iteration: a group is freed as soon as the caller drops it.
+            last: True in the last iteration; each group is freed once the caller drops it.
         """
         yield self.both.pop() if last else self.both[0]
 
