@@ -50,8 +50,8 @@ class StateCarrier:
     ) -> tuple[dict[str, Any], StateCache | None]:
         """Return the chunk's arguments with its start states, and the cache for its end states.
 
-        The `StateCache` replaces the layer's own cache. For a layer that attends over its cache,
-        the `StateCache` also returns the prefix K and V.
+        The `StateCache` replaces the layer's own cache. It also returns the prefix K and V if the
+        layer attends over its cache.
 
         Args:
             states: states at the start of the chunk; None: the chunk has no cache for states.

@@ -1,9 +1,9 @@
 """Document boundaries of packed rows, in the form that kernels of layers with states expect.
 
-transformers passes two arguments to the kernels. seq_idx [B, T] is the document of each token, for
-convolutions and Mamba 2's scan. cu_seq_lens_q [documents + 1] holds the document ends of a single
-row, for the delta rules. Attention has its own form (`attention/masks.py`). In a chunk, each
-function gets the values for the tokens of its own input:
+The kernels get two arguments from transformers. Convolutions and Mamba 2's scan get seq_idx [B, T],
+the document of each token. The delta rules get cu_seq_lens_q [documents + 1], the document ends of
+a single row. Attention has its own form (`attention/masks.py`). A function gets the values for the
+tokens of its own input:
 
     a convolution      seq_idx of the chunk and of the earlier tokens that its cache has prepended
     a scan             seq_idx minus the document of the token before the chunk: the start state
@@ -114,7 +114,7 @@ class PackedRows:
     """Document boundaries of packed rows, read from position_ids.
 
     Attributes:
-        ends: for each row the document ends, increasing from 0 to the row's length.
+        ends: document ends of each row, increasing from 0 to the row's length.
     """
 
     ends: tuple[tuple[int, ...], ...]
@@ -124,8 +124,8 @@ class PackedRows:
     def barriers(self) -> tuple[Barrier, ...]:
         """Return the positions where no chunk may end.
 
-        A chunk end there would leave a single token of a document to the next chunk. For a single
-        token behind a state, mixers choose decode kernels, which have no backward.
+        A chunk end there would leave a single token of a document to the next chunk. Mixers choose
+        decode kernels for a single token behind a state, and these kernels have no backward.
         """
         rows = [(set(row), row[1:]) for row in self.ends]
         return merged(

@@ -1,8 +1,8 @@
 """Add a start state to recurrences whose function accepts none.
 
 Some mixers read a state from their cache only during decoding, or store the state on the module.
-For one forward, such a mixer gets a replacement for the function of its recurrence; code outside of
-that forward is unchanged.
+Such a mixer gets a replacement for the function of its recurrence during one forward. Other code is
+unchanged.
 
     a selective scan (Mamba 1)     the mixer's own code, with `SelectiveScan` as the scan's global
     linear attention (MiniMax)     the mixer's own code, with `TorchWithState` as the name `torch`
@@ -13,17 +13,17 @@ has no gradient for its end state. Additional tokens provide both:
 
     s_t = exp(dt_t A) s_(t-1) + dt_t B_t u_t,   y_t = C_t s_t
 
-Tokens in front of the chunk write the start state, one token for each of its N components n. For
-such a token B is the n-th unit vector and dt a small step. u is the remaining part of the state,
-divided by that step and by the decay of the tokens that follow. Tokens behind the chunk read the
-end state: their step is 0 and C is the n-th unit vector. Step and decay stay in the graph, so the
-gradients of A and of dt's bias from the written tokens cancel. The end state's value is the scan's
-own, in float32; its gradient goes to the reading tokens.
+Tokens in front of the chunk write the start state, one token for each of its N components n. Such a
+token has the n-th unit vector as B and a small step as dt. Its u is the remaining part of the
+state, divided by that step and by the decay of the tokens that follow. Tokens behind the chunk read
+the end state: their step is 0 and C is the n-th unit vector. Step and decay stay in the graph, so
+the gradients of A and of dt's bias from the written tokens cancel. The end state's value is the
+scan's own, in float32; its gradient goes to the reading tokens.
 
 A kernel takes half precision and computes in float32. Written and read values therefore have two
-parts each; the second part is the rounding error of the first. transformers' own code rounds steps
-and gradients between operations, so nothing cancels. It gets float32 inputs, at little cost beside
-the float32 states of all tokens that this code makes anyway.
+parts each; the second part is the rounding error of the first. The model's own code in transformers
+rounds steps and gradients between operations, so nothing cancels. This code gets float32 inputs, at
+little cost beside the float32 states of all tokens that the code makes anyway.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def in_torch(function: Any) -> bool:
 class Replaced:
     """Context manager in which modules have these attributes on the instance.
 
-    The attributes are forwards, or functions that forwards call. This is a class and neither a
-    generator nor an `ExitStack`: their frames would put the exception that ends a refill, and with
-    it the layer's tensors, into a reference cycle.
+    The attributes are forwards, or functions that forwards call. A generator or an `ExitStack`
+    would have frames. These would put the exception that ends a refill into a reference cycle,
+    together with the layer's tensors.
     """
 
     def __init__(self, attributes: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
@@ -183,7 +183,7 @@ def _scan(
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     """Run a causal convolution on x [B, D, C] behind the chunk's preceding tokens.
 
-    Without this function the convolution pads its input with zeros.
+    The unpatched convolution pads its input with zeros.
     """
     before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
@@ -316,7 +316,7 @@ def _raw(
     """Return [D]: dt of the writing tokens, before bias and softplus, in dt's dtype and without a
     graph.
 
-    For large A the steps are smaller, so that the first writing token's value decays by at most
+    Large values of A reduce the steps, so that the first writing token's value decays by at most
     exp(-DECAY). A stronger decay would make the inverse overflow.
     """
     wide = torch.promote_types(dt.dtype, torch.float32)

@@ -1,9 +1,9 @@
 """Call a mixer once for each document of packed rows.
 
 [Note: segments] A document starts without a state, like a row. The mixer, the module that reads
-states from the cache, is therefore called with the tokens of one document at a time. Its tokens mix
-within the document only, whatever kernels the mixer uses and whatever arguments they accept. The
-rest of the layer (norms, MLPs, attention) gets all tokens of a chunk at once.
+states from the cache, is therefore called with the tokens of one document at a time. The tokens mix
+within the document only, for every kernel of the mixer and every argument of the kernels. The rest
+of the layer (norms, MLPs, attention) gets all tokens of a chunk at once.
 
     a first document that began before the chunk     starts from the chunk's start states
     every other document                             starts without states
@@ -144,7 +144,7 @@ def _by_segment(
 ) -> Any:
     """Run a mixer's forward on one chunk, segment by segment. [Note: segments]
 
-    It takes hidden states [B, C, h] and returns tensors [B, C, ...].
+    The forward takes hidden states [B, C, h] and returns tensors [B, C, ...].
 
     Args:
         module: the mixer.

@@ -14,13 +14,13 @@ chunk. The layer's own forward computes them.
                                                    upstream gradients of the end states
                                                        = gradients of the leaves
 
-[Note: states] A chunk's end states are outputs like its hidden states. Their gradients come from
-the next chunk, which is differentiated first ([Note: prefix accumulation order]). Reads use
+[Note: states] A chunk's end states are outputs like its hidden states. The next chunk, which is
+differentiated first, computes their gradients ([Note: prefix accumulation order]). Reads use
 `before` alone and writes use `after` alone. Nothing is written in place, so a recomputation reads
 the same values as forward. End states are copies: a view would keep the chunk's full input alive
 for its last few tokens. Start states are no leaves if no end state depends on a differentiated
-tensor (adapters behind the mixer, in the first layer that trains); the trace of unread products
-detects this case.
+tensor. The trace of unread products detects this case: adapters behind the mixer, in the first
+layer that trains.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class StateCache(ChunkCache):
 
     Args:
         start: number of positions before the chunk.
-        before: states at the chunk's start; {} for the first chunk, which then starts as without a
-            cache.
+        before: states at the chunk's start; {} for the first chunk, which starts without states.
         read: see `ChunkCache`.
 
     Attributes:
         after: states at the chunk's end, complete after the layer's forward.
     """
 
-    record_past = True  # mixers read it before they choose a decode kernel for a single token
+    # mixers read this flag before they choose a decode kernel for a single token
+    record_past = True
 
     def __init__(
         self,
@@ -157,9 +157,9 @@ class StateCache(ChunkCache):
     def layers(self) -> Mapping[int, SimpleNamespace]:
         """Return the chunk's start states in the form that transformers up to 5.22 reads.
 
-        By layer, then by number: states of convolutions [B, D, k], states of recurrences [B, ...].
-        The result is created for every call. Stored here, it would put the cache and the chunk's
-        graph into a reference cycle.
+        The keys are layers, then numbers: states of convolutions [B, D, k], states of recurrences
+        [B, ...]. The result is created for every call. Stored here, it would put the cache and the
+        chunk's graph into a reference cycle.
         """
         found: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
