@@ -4,10 +4,10 @@ Everything after the matrix product is computed in promote_types(dtype, float32)
 its gradient are computed in the hidden states' dtype, as in the model. N tokens, V vocabulary
 entries, h hidden size.
 
-[Note: logits in place] With the Triton kernels (`triton_fold.serves`) a block consists of the raw
-products only, in the dtype of the matrix product. One kernel reads them for the statistics, and one
-overwrites them with the gradient. torch's operators need float32 copies, so their blocks are
-smaller.
+[Note: logits in place] The Triton kernels (`triton_fold.serves`) need the raw products of a block
+only, in the dtype of the matrix product. A first kernel reads the products for the statistics, and
+a second kernel overwrites the products with the gradient. torch's operators need float32 copies, so
+their blocks are smaller.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def block_size(
     logits.
 
     The result depends on shapes only, so that runs are bitwise reproducible. Each block of tokens
-    reads and writes dW, 4 V h bytes each, so blocks need many tokens. With 2,048 tokens, or as many
-    as BYTES_PER_BLOCK allows, this takes less time than the matrix products.
+    reads and writes dW, 4 V h bytes each, so blocks need many tokens. Blocks of 2,048 tokens, less
+    if BYTES_PER_BLOCK requires it, read and write dW in less time than the matrix products take.
     [Note: logits in place]
 
     Args:
@@ -299,7 +299,7 @@ def product_gradient(
     """Return d loss / d product [n, v] of one vocabulary block, in the dtype of its raw products
     [n, v].
 
-    With the kernels, the gradient overwrites the products. [Note: logits in place]
+    The kernels overwrite the products with the gradient. [Note: logits in place]
     """
     if not serves(product.device, product.dtype):
         return gradient_in_torch(product, projection, given, block)
@@ -325,8 +325,12 @@ def gradient_in_torch(
 def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tensor:
     """Return d loss / d logits [n, v] of one vocabulary block.
 
-    log p_y = z_y - lse gives (onehot - p) g; H = -sum p log p gives -p (log p + H) g_H. mean log p
-    = mean z - lse gives (1 / V - p) g_mean; lse gives p g_lse.
+    The gradient of each statistic is:
+
+        log p_y = z_y - lse            (onehot - p) g
+        H = -sum p log p               -p (log p + H) g_H
+        mean log p = mean z - lse      (1 / V - p) g_mean
+        lse                            p g_lse
     """
     lse, entropy = given.lse[:, None], given.entropy
     grad = (logits - lse).exp_()  # p, in the single buffer [n, v] of this function

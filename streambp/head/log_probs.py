@@ -410,8 +410,9 @@ class HeadGradients:
         """Differentiate the norm of a finished token block, and write its rows of dhidden [N, h].
 
         Args:
-            leaf, normed: [n, h] each, from `recompute`.
-            shadows: of the norm's parameters. [Note: shadows]
+            leaf: [n, h], from `recompute`.
+            normed: [n, h], from `recompute`.
+            shadows: shadows of the norm's parameters. [Note: shadows]
         """
         if self.d_normed is None:
             return
@@ -460,9 +461,9 @@ class HeadGradients:
             torch.zeros_like(v) if g is None else g
             for g, v in zip(self.d_norm.result(values), values, strict=True)
         ]
-        # A loss over no token divides by zero, and upstream is infinite. autograd's own zeros are
-        # not multiplied by that infinity, so ours must not be either: sums without a labelled
-        # token, and rows of dhidden without a label, have no factor.
+        # A loss over no token divides by zero, and upstream is infinite. The zeros of autograd are
+        # not multiplied by that infinity, so ours must not be either. Sums without a labelled token
+        # have no factor, and neither have rows of dhidden without a label.
         factor = upstream if self.inputs.labelled else None
         d_hidden = _finished(self.d_hidden, self._of_labelled_rows(factor), self.hidden, places[0])
         d_weight = _finished(self.d_weight, factor, self.weight, places[1])
@@ -510,8 +511,7 @@ def _finished(
     if factor.dim() == 2:
         factors = factor.split(ROWS)
     else:
-        # with a dimension, because a 0-d tensor would be rounded to total's dtype before the
-        # product
+        # reshaped, because a 0-d tensor would be rounded to total's dtype before the product
         factors = [factor.reshape(1)] * len(parts)
     for part, one, place in zip(parts, factors, places, strict=True):
         torch_own.mul(part, one, out=place)

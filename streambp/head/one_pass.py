@@ -7,9 +7,9 @@ true upstream gradient over the expected one.
 
 float16, as the hidden states' dtype or autocast's, uses two passes, because small gradients that a
 GradScaler preserves would underflow. The gradients (dW in float32) live from forward to backward.
-While one forward of a head is pending, the head starts no second one (`Pending`). One pass is also
-disabled inside torch's checkpoint and `save_on_cpu`. A checkpoint repeats forward while the first
-run is pending, and the repetition must save the same tensors.
+While a forward of a head is pending, the head starts no second one-pass forward (`Pending`). One
+pass is also disabled inside torch's checkpoint and `save_on_cpu`. A checkpoint repeats forward
+while the first run is pending, and the repetition must save the same tensors.
 
 [Note: expected scale] A late factor that is no power of two rounds dhidden a second time. A loss
 divided by 3 for gradient accumulation lost 7 % of the full gradient's precision in bf16. The
@@ -58,10 +58,10 @@ class Pending:
         return self.work is not None and self.work() is not None
 
     def learn(self, factor: Tensor) -> None:
-        """Expect this factor, a scalar, next time: the upstream gradient that came, over the
-        `scale` of its forward.
+        """Expect this factor, a scalar, next time: the upstream gradient over the forward's
+        `scale`.
 
-        0, and what is smaller than 2^-64 or larger than 2^64, counts as 1. [Note: expected scale]
+        A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1. [Note: expected scale]
         """
         # fake tensors must not outlive their mode
         if type(factor) is Tensor and not factor.is_meta:

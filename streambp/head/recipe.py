@@ -123,7 +123,7 @@ class Recipe:
     def inputs(self) -> list[Tensor]:
         """Return the tensors that a value depends on besides its source.
 
-        These are weight [V, h], bias [V] and the norm's parameters.
+        The tensors are weight [V, h], bias [V] and the norm's parameters.
         """
         norm = [] if self.norm is None else list(self.norm.parameters())
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
@@ -195,14 +195,14 @@ def blockwise_loss(
 ) -> Tensor:
     """Compute F.cross_entropy of the recipe's logits with labels `target` [N], without the logits.
 
-    With places [M] there are M labels, and only hidden states of labelled tokens are selected.
+    A recipe with places [M] has M labels; only hidden states of labelled tokens are selected.
 
     Args:
         source: hidden states [N, h].
         recipe: the steps from source to logits.
         target: labels [N].
         ignore_index: label of ignored positions.
-        reduction: as in F.cross_entropy.
+        reduction: "none", "mean" or "sum", as in F.cross_entropy.
 
     Returns:
         In promote_types(source dtype, float32): a scalar, or [N] for reduction "none". 0 if no

@@ -35,7 +35,7 @@ if AVAILABLE:
             small = tl.exp(-2.0 * tl.abs(z) / softcap)
             tanh = (1.0 - small) / (1.0 + small)
             z = softcap * tl.where(z < 0.0, -tanh, tanh)
-            # 1 - tanh^2, where that would cancel
+            # equals 1 - tanh^2, without cancellation
             slope = slope * (4.0 * small / ((1.0 + small) * (1.0 + small)))
         log_p = z / temperature - tl.load(lse + row)
         p = tl.exp(log_p)
