@@ -118,7 +118,7 @@ class StatisticsTerm:
 
     def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
         """Recompute the softmax of products [n, V] at positions [n], and return it with the
-        gradients there.
+        gradients of these positions.
         """
         labels, pick, lse, mean = (
             values[positions] for values in (self.labels, self.pick, self.lse, self.mean)

@@ -11,10 +11,10 @@ deferred tensor. An in-place operation on a slice or a view raises.
 [Note: stand-ins in a graph] Operations with a rule put the stored hidden states into autograd's
 graph, and never the stand-in. Other code (an autograd.Function, a C++ extension) makes the stand-in
 itself an input. The gradient would end there: the loss would be right, and no layer below would
-train. A stand-in is therefore the output of `Place`, and each path to a parameter leads through
-`Place`. The Function read a real tensor that was built from the stored hidden states. The backward
-of `Place` builds that tensor again and differentiates it. A stand-in that was made under no_grad
-has no gradient.
+train. Therefore every stand-in is an output of `Place`, so each path to a parameter leads through
+this Function. The Function read a real tensor that was built from the stored hidden states. The
+backward of `Place` builds that tensor again and differentiates it. A stand-in that was made under
+no_grad has no gradient.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Hub of one forward's logits: computes results of the logits and collects their gradients.
 
 [Note: one pass in backward] A result of the logits is an output of `Result`, an autograd Function.
-Its input is the hub's handle, an empty tensor that represents the logits in the graph. Hidden
-states and weights are inputs of `Handle` alone. In backward each `Result` leaves its gradients with
-the hub and returns no gradient. autograd runs `Handle` after all results. `Handle` computes the
-gradients of hidden states and weights from all left gradients in one pass (`sweep`). Left gradients
-belong to one backward call. Otherwise gradients that never reach the handle (`autograd.grad` with
-respect to other tensors) would remain for the next call.
+`Result` has the hub's handle as input, an empty tensor that represents the logits in the graph.
+Hidden states and weights are inputs of `Handle` alone. During backward each `Result` leaves its
+gradients with the hub and returns no gradient. autograd runs `Handle` after all results. `Handle`
+computes the gradients of hidden states and weights from all left gradients in one pass (`sweep`).
+Left gradients belong to one backward call. Otherwise gradients that never reach the handle
+(`autograd.grad` with respect to other tensors) would remain for the next call.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Result(torch.autograd.Function):
 
 
 class Hub:
-    """The head of one forward. Its inputs must not be written to while the logits are used.
+    """The head of one forward. Do not write to its inputs while the logits are used.
 
     Args:
         source: [M, h], the hidden states before the final norm.
@@ -293,7 +293,7 @@ class Hub:
     def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Multiply the gradients of the current backward call by an engine's factor.
 
-        The factor is hook(one), for a one [1] in float32 or wider.
+        The factor is hook(torch.ones(1)) in float32 or wider, [1].
         """
         task = torch._C._current_graph_task_id()
         if task in self._left:

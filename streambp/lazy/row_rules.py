@@ -277,7 +277,7 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number other than zero; logits times this number have another
+    """True if the value is a finite number other than zero. Logits times this number have another
     temperature.
     """
     return (

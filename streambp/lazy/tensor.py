@@ -1,12 +1,11 @@
 """Stand-in for rows of logits, or for row-wise functions of logits, outside of the model's forward.
 
 [Note: lazy rows in a graph] Operations with a rule read the hub's hidden states, and never the
-stand-in. Other code (an autograd.Function, a kernel) makes the stand-in an input, and sends the
-gradient of all its values to the stand-in's node. `Place` leaves that gradient with the hub. A
+stand-in. Other code (an autograd.Function, a kernel) takes the stand-in as an input, and sends the
+gradient of all values to the node of that input. `Place` leaves that gradient with the hub. A
 stand-in that an autograd.Function returned is different: the Function's backward is unknown, so the
-values are computed and their gradient goes through `Taken`. Nodes that an
-engine inserts at a model's outputs, and scaling hooks, change no values. Such nodes and hooks are
-recognized by name.
+values are computed and their gradient goes through `Taken`. Nodes that an engine inserts at a
+model's outputs, and scaling hooks, change no values. Such nodes and hooks are recognized by name.
 
 A stand-in that is written to becomes another function of rows (`div_`), or real. Stand-ins that
 share its memory would have to change as well; using such a stand-in raises. Using the graph node
@@ -271,8 +270,8 @@ class LazyLogits(StandIn):
         if place == DDP_SINK:
             anchor = RunInBackward.apply(None, self)
         if place == PRE_BACKWARD and not self.request.beside_loss:
-            # ZeRO-3's node signals the start of the model's backward. Without the anchor, running
-            # the node would need a gradient [*tokens, V].
+            # ZeRO-3's node signals the start of the model's backward. The anchor replaces a
+            # gradient [*tokens, V], without which the node would not run.
             node: Any = self.grad_fn
             begin = lambda: getattr(node, RUNS_BEFORE_BACKWARD)(node.module)  # noqa: E731
             anchor = RunInBackward.apply(begin, torch.zeros(1, requires_grad=True))
@@ -306,7 +305,7 @@ class LazyLogits(StandIn):
 
         self.node = rebuilt(self.node, scaled)
         with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.register_hook(self, hook)  # for a Function with this input
+            return Tensor.register_hook(self, hook)  # serves a Function with this input
 
     def known(self) -> bool:
         """True if the autograd node is the node from `make`, or an engine's node inserted after

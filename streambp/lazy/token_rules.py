@@ -46,7 +46,7 @@ def along(
     if not is_of_tokens(x, dim):
         return NotImplemented
     if len(given) > at:
-        given[at] = dim % x.dim()  # the same dimension of positions [*tokens, k]
+        given[at] = dim % x.dim()  # positions [*tokens, k] have the same dimension
     else:
         kwargs["dim"] = dim % x.dim()
     if name in SEVERAL:
