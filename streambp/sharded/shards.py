@@ -122,7 +122,8 @@ class Shards:
         """
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
-            x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
+            x = x.repeat_interleave(self.size // heads, dim=1)
+            heads = self.size
         if heads % self.size:
             raise heads_error(heads, self.size)
         # [P, B, H / P, T / P, D]
@@ -253,7 +254,8 @@ def gather_shards(
             f"[{batch_size}, {length}], or None."
         )
     assert position_ids is not None
-    size, given = len(everyones), min(other[4] for other in everyones)
+    size = len(everyones)
+    given = min(other[4] for other in everyones)
     spans = Spans.causal(batch_size, length * size)
     shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), given)
     # [1 or B, T]
