@@ -48,7 +48,9 @@ def block_size(
     """
     if serves(device, dtype):
         tokens = min(TOKENS_IN_PLACE, max(1, BYTES_PER_BLOCK // (vocabulary * dtype.itemsize)))
-        return tokens - tokens % 128 if tokens > 128 else tokens, vocabulary
+        if tokens > 128:
+            tokens -= tokens % 128
+        return tokens, vocabulary
     if whole:
         return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary)), vocabulary
     return TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // TOKENS_PER_BLOCK)
@@ -98,21 +100,26 @@ class Products:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight = weight
+        self._bias = bias
         self.vocabulary: int = weight.shape[0]
 
     def of(self, hidden: Tensor, columns: slice) -> Tensor:
         """Return raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
-        weight, bias = self.weight(hidden.dtype), self._bias
+        weight = self.weight(hidden.dtype)
+        bias = self._bias
+        if bias is not None:
+            bias = bias[columns]
         # hidden states are in autocast's dtype already, unless float32 is required
         with without_autocast(hidden.device.type):
-            return nn_own.linear(hidden, weight[columns], None if bias is None else bias[columns])
+            return nn_own.linear(hidden, weight[columns], bias)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [V, h] in this dtype; cast once for all blocks."""
         if self._weight.dtype != dtype:
             self._weight = self._weight.to(dtype)
-            self._bias = None if self._bias is None else self._bias.to(dtype)
+            if self._bias is not None:
+                self._bias = self._bias.to(dtype)
         return self._weight
 
 
@@ -163,16 +170,27 @@ class Fold:
             wanted: names of optional fields.
             entries: number of vocabulary entries.
         """
-        lse, mean_logits = self.lse(), self.total / entries
+        lse = self.lse()
+        mean_logits = self.total / entries
+        entropy: Tensor | None = None
+        mean_log_probs: Tensor | None = None
+        is_top1: Tensor | None = None
+        log_sum_sq_probs: Tensor | None = None
+        if "entropy" in wanted:
+            entropy = lse - self.mean / self.sum
+        if "mean_log_probs" in wanted:
+            mean_log_probs = mean_logits - lse
+        if "is_top1" in wanted:
+            is_top1 = self.best == labels
+        if "log_sum_sq_probs" in wanted:
+            log_sum_sq_probs = torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum)
         return (
             self.target - lse,
-            lse - self.mean / self.sum if "entropy" in wanted else None,
-            mean_logits - lse if "mean_log_probs" in wanted else None,
-            self.best == labels if "is_top1" in wanted else None,
+            entropy,
+            mean_log_probs,
+            is_top1,
             mean_logits if "mean_logits" in wanted else None,
-            torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum)
-            if "log_sum_sq_probs" in wanted
-            else None,
+            log_sum_sq_probs,
         )
 
     def merge(self, other: Fold) -> Fold:
@@ -181,7 +199,8 @@ class Fold:
         """
         top = torch_own.maximum(self.max, other.max)
         base = _finite(top)
-        mine, theirs = torch_own.exp(self.max - base), torch_own.exp(other.max - base)
+        mine = torch_own.exp(self.max - base)
+        theirs = torch_own.exp(other.max - base)
         return Fold(
             top,
             self.sum * mine + other.sum * theirs,
@@ -224,7 +243,8 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
     here, column = locate(labels, block)
     target = torch_own.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     squares = torch.linalg.vecdot(weights, weights)
-    total, summed = logits.sum(-1), weights.sum(-1)
+    total = logits.sum(-1)
+    summed = weights.sum(-1)
     none = weights == 0.0
     mean = weights.mul_(logits).masked_fill_(none, 0.0).sum(-1)  # 0 * -inf is 0 here
     return Fold(top, summed, target, mean, squares, total, best + block.start)
@@ -332,7 +352,8 @@ def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tens
         mean log p = mean z - lse      (1 / V - p) g_mean
         lse                            p g_lse
     """
-    lse, entropy = given.lse[:, None], given.entropy
+    lse = given.lse[:, None]
+    entropy = given.entropy
     grad = (logits - lse).exp_()  # p, in the single buffer [n, v] of this function
     scale = torch.zeros_like(lse)  # [n, 1]
     if given.d_log_probs is not None:

@@ -112,13 +112,16 @@ class OnePassNLL(torch.autograd.Function):
         parameters.
         """
         rows = inputs.rows
-        labels = inputs.labels if rows is None else inputs.labels[rows]
-        # [Note: expected scale]
-        expected = _usual(scale if pending.factor is None else scale * pending.factor.to(scale))
+        labels = inputs.row_labels
+        expected = scale  # [Note: expected scale]
+        if pending.factor is not None:
+            expected = scale * pending.factor.to(scale)
+        expected = _usual(expected)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
-        products, everything = Products(weight, bias), slice(0, weight.shape[0])
+        products = Products(weight, bias)
+        everything = slice(0, weight.shape[0])
         upstream = (-expected).repeat(labels.shape[0])
         tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
@@ -137,7 +140,10 @@ class OnePassNLL(torch.autograd.Function):
                     work.add_block(grad, normed, products, everything)
                     del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)
-        ctx.work, ctx.scale, ctx.expected, ctx.pending = work, scale, expected, pending
+        ctx.work = work
+        ctx.scale = scale
+        ctx.expected = expected
+        ctx.pending = pending
         pending.work = weakref.ref(work)
         return total
 
@@ -151,7 +157,8 @@ class OnePassNLL(torch.autograd.Function):
             BackwardError: this is the second backward, or second derivatives are requested
                 (create_graph).
         """
-        work, ctx.work = ctx.work, None
+        work = ctx.work
+        ctx.work = None
         if work is None or torch.is_grad_enabled():
             raise BackwardError(
                 "backward ran a second time, or with create_graph=True, through the blockwise "
