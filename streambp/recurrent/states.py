@@ -92,11 +92,12 @@ class StateCache(ChunkCache):
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
         """True if the chunk starts from a state of this layer and this number; None matches all."""
-        return any(
-            (layer_idx is None or key.layer == layer_idx)
-            and (state_idx is None or key.number == state_idx)
-            for key in self.before
-        )
+        for key in self.before:
+            if layer_idx not in (None, key.layer):
+                continue
+            if state_idx in (None, key.number):
+                return True
+        return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the convolution's last inputs before the chunk, [B, D, k]; None for none."""
@@ -175,7 +176,9 @@ def in_own_memory(state: Tensor) -> Tensor:
 
     Some kernels return a view of the states of all blocks or tokens.
     """
-    return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
+    if state.untyped_storage().nbytes() == state.nbytes:
+        return state
+    return state.clone()
 
 
 def leaves_of(states: States) -> States:
