@@ -212,7 +212,8 @@ class Hub:
                 "used: an engine has freed it after the forward. Set "
                 "StreamConfig(lazy_logits=False)."
             )
-        changed = self._seen.changed() if changed is None else changed
+        if changed is None:
+            changed = self._seen.changed()
         if changed is not None:
             raise StreamBPError(
                 f"The head's weights or inputs {list(changed.shape)} changed since the model was "
@@ -234,13 +235,16 @@ class Hub:
         places]
         """
         positions = reading.positions.reshape(-1)
-        picks = labels if labels is not None else positions.new_full(positions.shape, -1)
+        picks = labels
+        if picks is None:
+            picks = positions.new_full(positions.shape, -1)
         repeats: Tensor | None = None
         if not reading.unique and has_data(positions):
             (positions, picks), repeats = torch.stack([positions, picks]).unique(
                 dim=1, return_inverse=True
             )
-        count, products = positions.shape[0], self.products()
+        count = positions.shape[0]
+        products = self.products()
         # [count] each
         pick, lse, mean = (self.hidden.new_empty(count, dtype=self.wide) for _ in range(3))
         tokens, entries = self.inputs.block_size(self.hidden, self.vocabulary)
@@ -250,11 +254,9 @@ class Hub:
                 folded = fold_vocabulary(
                     normed, products, reading.projection, picks[block], entries
                 )
-                pick[block], lse[block], mean[block] = (
-                    folded.target,
-                    folded.lse(),
-                    folded.total / self.vocabulary,
-                )
+                pick[block] = folded.target
+                lse[block] = folded.lse()
+                mean[block] = folded.total / self.vocabulary
             if reading.projection not in self._known:
                 total = self.hidden.shape[0]
                 # Values computed under inference mode may be completed outside of it.
@@ -265,10 +267,12 @@ class Hub:
                     ]
                 self._known[reading.projection] = tuple(zeros)
             all_lse, all_means, is_known = self._known[reading.projection]
-            all_lse[positions], all_means[positions], is_known[positions] = lse, mean, True
-        return (
-            (pick, lse, mean) if repeats is None else (pick[repeats], lse[repeats], mean[repeats])
-        )
+            all_lse[positions] = lse
+            all_means[positions] = mean
+            is_known[positions] = True
+        if repeats is None:
+            return pick, lse, mean
+        return pick[repeats], lse[repeats], mean[repeats]
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
         """Return the logsumexp and the mean of N tokens, [N] each, if both were computed before;
@@ -279,7 +283,9 @@ class Hub:
             return None
         self.check()
         lse, mean, is_known = self._known[reading.projection]
-        return (lse[positions], mean[positions]) if bool(is_known[positions].all()) else None
+        if not bool(is_known[positions].all()):
+            return None
+        return lse[positions], mean[positions]
 
     def leave(self, gradient: Any) -> None:
         """Store a `StatisticsGradient` or `NodeTerm` for the current backward call."""
@@ -339,8 +345,14 @@ class Statistic:
         graph.
         """
         head = self.reading.head
-        known = None if self.labels is not None else head.known_statistics(self.reading)
-        values = head.statistics(self.reading, self.labels) if known is None else (None, *known)
+        known: tuple[Tensor, Tensor] | None = None
+        if self.labels is None:
+            known = head.known_statistics(self.reading)
+        values: tuple[Any, ...]
+        if known is None:
+            values = head.statistics(self.reading, self.labels)
+        else:
+            values = (None, *known)
         wanted = self.labels is not None, self.lse, self.mean
         return tuple(itertools.compress(values, wanted))
 
@@ -348,7 +360,8 @@ class Statistic:
         """Leave the gradients [N] of the results of `run`, in the same order, with the reading's
         hub.
         """
-        given, reading = iter(grads), self.reading
+        given = iter(grads)
+        reading = self.reading
         wanted = self.labels is not None, self.lse, self.mean
         pick, lse, mean = (next(given) if one else None for one in wanted)
         positions = reading.positions.reshape(-1)
@@ -387,10 +400,15 @@ class Function:
         Rows are computed for `rows_at_once` tokens at a time.
         """
         found = readings(self.node)
-        count, tokens = found[0].positions.shape[0], rows_at_once(found[0].head.vocabulary)
-        products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in found)}
+        count = found[0].positions.shape[0]
+        tokens = rows_at_once(found[0].head.vocabulary)
+        hubs = dict.fromkeys(reading.head for reading in found)
+        products = {hub: hub.products() for hub in hubs}
         parts: list[tuple[Tensor, ...]] = []
-        for block in token_blocks(count, tokens) if count else (slice(0, 0),):
+        blocks = [slice(0, 0)]
+        if count:
+            blocks = list(token_blocks(count, tokens))
+        for block in blocks:
             value = evaluate(self.node, values_at(self.node, block, found, products))
             parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
         return tuple(
