@@ -24,12 +24,12 @@ from streambp.attention.mask_scan import move_ends
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
 from streambp.chunks import Chunk, ChunkPlan, merged, plan_chunks
-from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
+from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, held
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.looks import Look, SeenBefore
 from streambp.foreign import compiled_inside
 from streambp.known_names import CHECKPOINTING
-from streambp.layer.adapters import adapted
+from streambp.layer.adapters import Factors, adapted, bytes_of
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
@@ -46,6 +46,7 @@ from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
 TRIED = 3  # tokens of a trial
+FACTORS = 8  # adapters' factors stay from forward to backward if the layer's input is this many times as large
 # Reasons for a chunk beyond the requested length.
 LONG_MASK = "its attention mask has no end sooner (an image, a prefix)"
 LONG_DOCUMENTS = "documents of packed rows have no end sooner"
@@ -71,6 +72,7 @@ class LayerCall:
         witness: compares backward with forward; None: no comparison. [Note: witness]
         send_gradients: moves the gradients of weights stored on the host; None: weights are on the
             device.
+        factors: cached factors of the layer's adapters, by Linear. [Note: adapters]
         gradients_of_a_parameter: number of gradients for each parameter in a backward pass.
         why_longer: why a chunk exceeds the requested length; empty: none does.
         attempt: runs a function and returns its result, with a retry if `repeats`.
@@ -109,6 +111,7 @@ class LayerCall:
         self.parameters: Parameters
         self.wanted: tuple[bool, list[bool]]
         self.send_gradients: Leave | None = None
+        self.factors: dict[str, Factors] = {}
         self.witness: Witness | None = None  # set if a backward follows. [Note: witness]
         self._situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = (
             None  # arguments and cached key
@@ -232,12 +235,15 @@ class LayerCall:
         return tapped(linears, self.witness.left_out, see=self.witness.see)
 
     @contextlib.contextmanager
-    def streaming(self) -> Iterator[None]:
+    def streaming(self, keeps_factors: bool = False) -> Iterator[None]:
         """Context manager that prepares the layer for its chunks.
 
         Attention calls are routed to streambp. Transformers' checkpointing and engine hooks are
         disabled inside the layer. Outputs recorded by hooks go to `collected`: in the model's own
         collector, chunks would count as layers.
+
+        Args:
+            keeps_factors: True if backward may use the adapters' factors again.
         """
         before, (hooks, modules) = self.collected, self.site.of(switched_off)
         recorded: contextlib.AbstractContextManager[Collected] = contextlib.nullcontext({})
@@ -248,12 +254,22 @@ class LayerCall:
             computed_as_written(modules) if modules or parametrize._cache_enabled else NOTHING,
             engine_hooks_silenced(hooks) if hooks else NOTHING,
             recorded as self.collected,
-            adapted(self.site.adapters) if self.site.adapters else NOTHING,
+            adapted(self.site.adapters, self.factors) if self.site.adapters else NOTHING,
         ):
             try:
                 yield
             finally:
                 self.collected = before
+                if self.factors and not (keeps_factors and self._can_keep_factors()):
+                    self.factors.clear()
+
+    def _can_keep_factors(self) -> bool:
+        """True if the adapters' factors may stay from forward to backward: nobody changes or frees
+        parameters in between without a trace, and the factors are small beside the layer's input.
+        """
+        most = self.hidden_states.nbytes // FACTORS
+        managed = self.site.on_host or held(self.layer).weights
+        return not managed and bytes_of(self.factors.values()) <= most
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the hidden states of a layer's result, and the tensors [B, C, ...] behind them by
