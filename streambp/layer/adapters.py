@@ -487,9 +487,10 @@ def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None
                 member.siblings = siblings
         yield
     finally:
+        # in a reference cycle, factors and the last input would stay until a garbage collection
         for own in here:
-            del own[FORWARD], own[ADAPTED]
-        # in a reference cycle, the members' factors and the last input would wait for a collection
+            del own[FORWARD]
+            own.pop(ADAPTED).factors = {}
         for siblings in groups.values():
             siblings.members.clear()
             siblings.held = None
