@@ -68,7 +68,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         if kept.watch is not None:
             kept.watch.mark()
         call.backward.witness = site.witness(call.hidden_states, call.autocast)
-    with torch.no_grad(), call.streaming(), call.inputs_seen() if keep else NOTHING:
+    seeing = call.inputs_seen() if keep else NOTHING
+    with torch.no_grad(), call.streaming(keeps_factors=keep), seeing:
         for chunk in call.plan.chunks:
             # The chunk's start: random state, input, states of the chunk before.
             if keep:
