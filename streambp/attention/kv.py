@@ -362,9 +362,19 @@ class PrefixMemory:
         room: bytes; None: no limit, every prefix is one buffer.
         scratch: a store for what lives no longer than one pass over the chunks.
         saved: the store that keeps K and V for backward; None if they are not saved there.
+
+    Attributes:
+        tiles: the scratch store of the current pass; None: no tile was moved yet.
     """
 
     plan: ChunkPlan
     room: int | None
     scratch: Callable[[], HostTensors]
     saved: HostTensors | None = None
+    tiles: HostTensors | None = None
+
+    def open_scratch(self) -> HostTensors:
+        """Return the scratch store of the current pass."""
+        if self.tiles is None:
+            self.tiles = self.scratch()
+        return self.tiles

@@ -97,7 +97,6 @@ class Prefix:
             int, Tensor
         ] = {}  # [B, T, D] of each indexer, in forward. [Note: indexers]
         self.picked: list[Tensor] = []  # [B, C, k] of each indexer, for the chunk computed last
-        self._scratch: HostTensors | None = None
 
     def restore(
         self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
@@ -228,14 +227,13 @@ class Prefix:
         plan, size = self.memory.plan, self.sizes_seen[index]
         if not backward:
             saved = self.memory.saved
-        if self._scratch is None:
-            self._scratch = self.memory.scratch()
+        scratch = self.memory.open_scratch()
         # Tokens whose tiles go to the scratch store: all but the resident ones' and the last's.
         moving = plan[len(plan) - 1].start - plan[resident].start if resident < len(plan) - 1 else 0
-        self._scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
-        keys, width = saved or self._scratch, self._width(index)
+        scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
+        keys, width = saved or scratch, self._width(index)
         return KVTiles(
-            index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width
+            index, plan, keys, scratch, resident, saved is not None, size.value_size, width
         )
 
     def begin_backward(self, again: bool) -> None:
@@ -246,7 +244,9 @@ class Prefix:
 
     def drop_buffers(self) -> None:
         """Let go of K, V and their accumulators; a refill or `find_saved` brings K and V back."""
-        self.sites, self.filled_until, self._scratch = [], 0, None
+        self.sites, self.filled_until = [], 0
+        if self.memory is not None:
+            self.memory.tiles = None
         self.index_keys, self.picked = {}, []
 
 

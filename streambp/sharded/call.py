@@ -98,7 +98,7 @@ class ShardedKept(Kept):
         half."""
         names = [
             name
-            for name in self.product_names
+            for name in self.products.keys
             if linear_of(name) in linears and self.store.has(name, index)
         ]
         return [("x", index), *((name, index) for name in names)]
