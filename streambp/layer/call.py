@@ -28,7 +28,7 @@ from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillD
 from streambp.chunks import Chunk, ChunkPlan, merged, plan_chunks
 from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, held
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.fingerprint.looks import Look, SeenBefore
+from streambp.fingerprint.looks import ForwardSnapshot, LayerSnapshot
 from streambp.foreign import compiled_inside
 from streambp.known_names import CHECKPOINTING
 from streambp.layer.adapters import Factors, adapted, bytes_of
@@ -136,7 +136,7 @@ class BackwardState:
     gradients_of_a_parameter: int
     parameters: Parameters = dataclasses.field(init=False)
     wanted: tuple[bool, list[bool]] = dataclasses.field(init=False)
-    seen: SeenBefore | None = None
+    seen: ForwardSnapshot | None = None
     witness: Witness | None = None
     send_gradients: Leave | None = None
     factors: dict[str, Factors] = dataclasses.field(default_factory=dict)
@@ -179,7 +179,7 @@ class LayerCall:
         self.parts = LayerParts.of_site(site)
         self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         self.autocast = Autocast.capture(self.device)
-        self.look: Look
+        self.look: LayerSnapshot
         self.carried = self._carry()
         self._move_ends(arguments, site.kind.states.least)
         self.kept = self._keep()
@@ -297,7 +297,7 @@ class LayerCall:
         unread = self.site.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
         if witness is None or unread is None or not unread.recompute:
             return NOTHING
-        witness.left_out = unread.recompute.difference(self.kept.products)
+        witness.left_out = unread.recompute.difference(self.kept.products.names)
         return tapped(linears, witness.left_out, see=witness.see)
 
     @contextlib.contextmanager

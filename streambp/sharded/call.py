@@ -97,7 +97,7 @@ class ShardedKept(Kept):
         """Return the reads of one half of a chunk: its input, and the saved outputs of the half's
         Linears."""
         reads = [("x", index)]
-        for name in self.product_names:
+        for name in self.products.keys:
             if linear_of(name) in linears and self.store.has(name, index):
                 reads.append((name, index))
         return reads

@@ -126,7 +126,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         del q, keys, lse
         o = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
         names: list[str] = []
-        for name in call.kept.products:
+        for name in call.kept.products.names:
             if name not in call.kept.products_before and name not in call.unread.for_output:
                 names.append(name)
         call.kept.products_after = names
@@ -144,7 +144,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 if keep:
                     call.kept.random.append(RandomState.capture(call.device))
                 see = call.seeing(chunk, again=False, half="after")
-                with call.kept.capturing(names, see) if keep else NOTHING:
+                with call.kept.products.capture_outputs(names, see) if keep else NOTHING:
                     output = call.run(hidden_chunk, chunk, Cut(o[_part(chunk)]))
                 assert output is not None
                 if call.backward.witness is not None:
@@ -164,12 +164,12 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
         see = call.seeing(chunk, again=False, half="before")
-        with call.kept.capturing(see=see) if keep else NOTHING:
+        with call.kept.products.capture_outputs(see=see) if keep else NOTHING:
             found = _collect(call, hidden_chunk, chunk, projected, 3)
         _see_projected(see, found)
         if keep:
             call.kept.keep_products(chunk)
-    call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.product_names)))
+    call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.products.keys)))
     return projected
 
 
@@ -310,7 +310,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
         for chunk in call.plan:
             reads = kept.half_reads(chunk.index, kept.products_before)
             kept.bring(chunk, reads, again=dict(reads))
-            with kept.knowing(kept.products_before):
+            with kept.products.use_outputs(kept.brought, kept.products_before):
                 _collect(call, kept.brought["x"], chunk, projected, count)
     q = call.shards.queries(projected.pop(0))
     keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
@@ -341,7 +341,9 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                kept.knowing(kept.products_after, sums=work.sums, see=see),
+                kept.products.use_outputs(
+                    kept.brought, kept.products_after, sums=work.sums, see=see
+                ),
             ):
                 output = call.run(hidden_chunk, chunk, Cut(o_chunk), leaves)
             assert output is not None
@@ -441,7 +443,9 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                kept.knowing(kept.products_before, sums=work.sums, see=see),
+                kept.products.use_outputs(
+                    kept.brought, kept.products_before, sums=work.sums, see=see
+                ),
             ):
                 call.run(hidden_chunk, chunk, point, leaves)
             found = point.projected
