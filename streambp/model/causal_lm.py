@@ -118,10 +118,13 @@ class CausalLMForward(InstanceForward):
             if args:
                 kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
             labels = kwargs.get("labels")
-            if not self.state.warned_of_padding and kwargs.get("attention_mask") is not None:
+            if (
+                not self.state.history.warned_of_padding
+                and kwargs.get("attention_mask") is not None
+            ):
                 attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
                 if attention == "eager" or self._biased:  # an empty row of the mask gives the mean
-                    self.state.warned_of_padding = warn_of_labels_after_padding(kwargs)
+                    self.state.history.warned_of_padding = warn_of_labels_after_padding(kwargs)
             if labels is None and want_log_probs:
                 raise StreamBPError(
                     "output_log_probs=True needs labels: the tokens whose log-probabilities are "

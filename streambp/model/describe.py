@@ -449,8 +449,8 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
         if m is not wrapper.module
     )
     notes = [f"hooks on {hooked} modules inside layers run once per chunk"] if hooked else []
-    if found.split is not None:
-        split = found.split
+    split = found.history.split
+    if split is not None:
         notes.append(
             f"sequences are split over {split.size} ranks ({split.by}), each streams its shard"
         )
@@ -493,17 +493,17 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
             notes.append(
                 f"rows: the last call's {last.rows} rows of {size} were computed as {last.tokens:,}"
             )
-    if found.unasked_cache:
+    if found.history.unasked_cache:
         notes.append(
             "pass use_cache=False to stream calls in eval mode with gradients: without it they "
             "return a cache, and ran unpatched"
         )
-    if found.named_cache:
+    if found.history.named_cache:
         notes.append(
             "calls in training that asked for a cache (use_cache=True) ran unpatched; without it "
             "they stream"
         )
-    if found.given_cache:
+    if found.history.given_cache:
         notes.append("calls in training that were given a cache (prefix tuning) ran unpatched")
     notes += _compiled(model, found)
     return (*notes, *(f"left as it is: {reason}" for reason in found.left_alone))

@@ -21,6 +21,7 @@ from streambp.model.record import (
     WHOLE,
     HostTraffic,
     Saved,
+    StepMemory,
     StepRecord,
 )
 from streambp.model.state import PatchState
@@ -68,9 +69,7 @@ def record_of(state: PatchState) -> StepRecord | None:
         return None
     plans = [report.plan for report in step.reports if report.plan is not None]
     longest = max(plans, key=len, default=None)
-    choice = step.choice
     chosen = step.choice if isinstance(step.choice, Chosen) else None
-    room = None if choice is None or state.offloader is not None else choice.room
     saved = _saved(state, step, chosen)
     kept = next((one for one in saved if one.name == GRAPH), None)
     way = (
@@ -93,9 +92,7 @@ def record_of(state: PatchState) -> StepRecord | None:
         if state.root is None or not whole
         else {id(module): name for name, module in state.root.named_modules()}
     )
-    device = (
-        next((p.device for p in steps.sites[0].layer.parameters()), None) if steps.sites else None
-    )
+    split = state.history.split
     return StepRecord(
         number=step.number,
         tokens=step.tokens,
@@ -108,19 +105,30 @@ def record_of(state: PatchState) -> StepRecord | None:
         layers=len(steps.sites),
         head=head_of(state),
         saved=saved,
-        needed=choice.bytes if isinstance(choice, AsUnpatched) else None,
-        free=room,
-        least_free=None if chosen is None or chosen.least == math.inf else chosen.least,
-        peak=counted_bytes(device, "peak") if device is not None and tells_memory(device) else None,
-        let_go=step.let_go,
+        memory=_memory(state, step),
         host=_host_traffic(state, step),
         shared=step.shared,
         whole=tuple(
             (places.get(id(site.layer), f"layer {site.index}"), because) for site, because in whole
         ),
-        split_by=None if state.split is None or step.unpatched else state.split.by,
+        split_by=None if split is None or step.unpatched else split.by,
         unpatched_steps=steps.unpatched + counted * step.unpatched,
         short_steps=steps.short + counted * (step.let_go is not None),
+    )
+
+
+def _memory(state: PatchState, step: Step) -> StepMemory:
+    """Return the device memory of `step`."""
+    choice = step.choice
+    sites = state.steps.sites
+    device = next((p.device for p in sites[0].layer.parameters()), None) if sites else None
+    least = choice.least if isinstance(choice, Chosen) else math.inf
+    return StepMemory(
+        needed=choice.bytes if isinstance(choice, AsUnpatched) else None,
+        free=None if choice is None or state.offloader is not None else choice.room,
+        least_free=None if least == math.inf else least,
+        peak=counted_bytes(device, "peak") if device is not None and tells_memory(device) else None,
+        let_go=step.let_go,
     )
 
 

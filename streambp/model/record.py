@@ -82,6 +82,27 @@ class HostTraffic:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """Device memory of one step.
+
+    Attributes:
+        needed: predicted bytes that a step keeps unpatched; None: unknown.
+        free: bytes that a step without saves leaves free, as of the start of the step; None:
+            unknown.
+        least_free: the fewest free bytes that the device reported; None: unknown.
+        peak: peak bytes of torch's allocator on the first layer's device since the last reset;
+            None: unknown.
+        let_go: the reason why saved tensors were freed and recomputed; None: no saved tensor was.
+    """
+
+    needed: float | None = None
+    free: float | None = None
+    least_free: float | None = None
+    peak: int | None = None
+    let_go: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class StepRecord:
     """Record of the last micro-batch with gradients; `str()` is one sentence.
 
@@ -96,13 +117,7 @@ class StepRecord:
         layers: number of the model's layers.
         head: text about the output projection and the loss.
         saved: tensors that layers saved for backward in addition to their inputs.
-        needed: predicted bytes that a step keeps unpatched; None: unknown.
-        free: bytes that a step without saves leaves free, as of the start of the step; None:
-            unknown.
-        least_free: the fewest free bytes that the device reported; None: unknown.
-        peak: peak bytes of torch's allocator on the first layer's device since the last reset;
-            None: unknown.
-        let_go: the reason why saved tensors were freed and recomputed; None: no saved tensor was.
+        memory: device memory of the step. Its fields are fields of the record too: `record.free`.
         host: None without offloading.
         shared: rows whose common prefixes were computed once; None: no prefix was shared.
         whole: name of each layer that ran whole, and the reason.
@@ -120,17 +135,38 @@ class StepRecord:
     layers: int
     head: str
     saved: tuple[Saved, ...] = ()
-    needed: float | None = None
-    free: float | None = None
-    least_free: float | None = None
-    peak: int | None = None
-    let_go: str | None = None
+    memory: StepMemory = StepMemory()
     host: HostTraffic | None = None
     shared: Shared | None = None
     whole: tuple[tuple[str, str], ...] = ()
     split_by: str | None = None
     unpatched_steps: int = 0
     short_steps: int = 0
+
+    @property
+    def needed(self) -> float | None:
+        """Return the predicted bytes that a step keeps unpatched; None: unknown."""
+        return self.memory.needed
+
+    @property
+    def free(self) -> float | None:
+        """Return the bytes that a step without saves leaves free; None: unknown."""
+        return self.memory.free
+
+    @property
+    def least_free(self) -> float | None:
+        """Return the fewest free bytes that the device reported; None: unknown."""
+        return self.memory.least_free
+
+    @property
+    def peak(self) -> int | None:
+        """Return the peak bytes of torch's allocator; None: unknown."""
+        return self.memory.peak
+
+    @property
+    def let_go(self) -> str | None:
+        """Return the reason why saved tensors were freed; None: no saved tensor was."""
+        return self.memory.let_go
 
     @property
     def saved_bytes(self) -> float | None:

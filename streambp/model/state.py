@@ -84,6 +84,32 @@ class ForwardContext:
 
 
 @dataclasses.dataclass
+class CallHistory:
+    """Facts about the calls of a patched model, for `describe` and for warnings that appear once.
+
+    Attributes:
+        split: the most recent split of sequences over ranks.
+        warned_of_padding: True after the warning that a label's gradient differs from eager
+            attention's.
+        warned_of_documents: True after the warning that the unpatched model would treat a row as
+            one document.
+        warned_of_trials: True after the warning that hooks ran in the trials of layers.
+        unasked_cache: True if a call with gradients ran unpatched because the model's config
+            returns a cache.
+        given_cache: True if a training call received a cache, and ran unpatched.
+        named_cache: True if a training call passed `use_cache=True`, and ran unpatched.
+    """
+
+    split: Shards | None = None
+    warned_of_padding: bool = False
+    warned_of_documents: bool = False
+    warned_of_trials: bool = False
+    unasked_cache: bool = False
+    given_cache: bool = False
+    named_cache: bool = False
+
+
+@dataclasses.dataclass
 class PatchState:
     """State that the wrappers of one patched model share for the lifetime of the patch.
 
@@ -102,16 +128,7 @@ class PatchState:
         unpatched: decides which micro-batches run unpatched; None unless saves="auto".
             [Note: micro-batches as unpatched]
         wrappers: all objects that `unpatch` removes, in the order of their installation.
-        split: the most recent split of sequences over ranks.
-        warned_of_padding: True after the warning that a label's gradient differs from eager
-            attention's.
-        warned_of_documents: True after the warning that the unpatched model would treat a row as
-            one document.
-        warned_of_trials: True after the warning that hooks ran in the trials of layers.
-        unasked_cache: True if a call with gradients ran unpatched because the model's config
-            returns a cache.
-        given_cache: True if a training call received a cache, and ran unpatched.
-        named_cache: True if a training call passed `use_cache=True`, and ran unpatched.
+        history: facts about the calls so far.
         shares_through_cache: True if the unpatched model computes something else without a cache.
     """
 
@@ -129,23 +146,18 @@ class PatchState:
     policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None
     wrappers: Living[InstanceForward] = dataclasses.field(default_factory=Living)
-    split: Shards | None = None
-    warned_of_padding: bool = False
-    warned_of_documents: bool = False
-    warned_of_trials: bool = False
-    unasked_cache: bool = False
-    given_cache: bool = False
-    named_cache: bool = False
+    history: CallHistory = dataclasses.field(default_factory=CallHistory, repr=False)
     shares_through_cache: bool = False
 
     @property
     def root(self) -> nn.Module | None:
-        """What was given to `patch`, if it is still there; else the outermost module that streams;
-        None: there is none."""
+        """Return the module that was passed to `patch`, or the outermost streaming module after
+        that module is gone; None: no module streams.
+        """
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """A wrapper is put on, or copied with its module."""
+        """Add a wrapper that was installed, or copied with its module."""
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
         site = getattr(wrapper, "site", None)
@@ -199,7 +211,7 @@ class PatchState:
         root = self.root if is_initialized() else None
         if root is not None and any(held(root)):
             return None
-        cached = self.running.asked_cache and not self.warned_of_documents
+        cached = self.running.asked_cache and not self.history.warned_of_documents
         if finds_other_documents(kwargs, own_implementation(config), cached):
             return None
 

@@ -292,7 +292,7 @@ class BackboneForward(InstanceForward):
                 running.shards = shards_of(
                     kwargs, given, self.module.config, self.module.training, self._sites
                 )
-                state.split = running.shards or state.split
+                state.history.split = running.shards or state.history.split
             running.packed_rows = self._packed_rows(kwargs, given) if self.keeps_states else None
             kwargs["use_cache"] = False
             if self.module.get_output_embeddings() is None:  # type: ignore[operator]
@@ -306,14 +306,14 @@ class BackboneForward(InstanceForward):
                 state.steps.forward_done(
                     id(self.module), given, shared if isinstance(shared, Shared) else None
                 )
-                if self.module.training and not state.warned_of_documents:
+                if self.module.training and not state.history.warned_of_documents:
                     implementation = self.module.config._attn_implementation  # type: ignore[union-attr]
                     asked_cache = running.asked_cache and FLASH not in str(implementation)
-                    state.warned_of_documents = warn_of_documents(
+                    state.history.warned_of_documents = warn_of_documents(
                         self._sites, asked_cache, running.packed_rows is not None
                     )
-            if not state.warned_of_trials:
-                state.warned_of_trials = warn_of_trials(self._sites)
+            if not state.history.warned_of_trials:
+                state.history.warned_of_trials = warn_of_trials(self._sites)
             return with_absent_cache(output) if cacheless else output
         finally:
             running.asked_cache = False
@@ -439,7 +439,7 @@ class BackboneForward(InstanceForward):
         gets a cache.
         """
         if has_cache(kwargs):
-            self.state.given_cache |= torch.is_grad_enabled() and self.module.training
+            self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training
             return False
         attentions = kwargs.get("output_attentions")
         if attentions or (
@@ -448,11 +448,11 @@ class BackboneForward(InstanceForward):
             return False
         if torch.is_grad_enabled() and self.module.training:
             named = self._names_cache(kwargs)
-            self.state.named_cache |= named
+            self.state.history.named_cache |= named
             return not named
         use_cache = wants_cache(self.module.config, kwargs)
         if kwargs.get("use_cache") is None:
-            self.state.unasked_cache |= use_cache and torch.is_grad_enabled()
+            self.state.history.unasked_cache |= use_cache and torch.is_grad_enabled()
         return not use_cache
 
     def _leaves_a_cache_out(self) -> bool:

@@ -26,7 +26,15 @@ from streambp.launch import logs, process
 from streambp.launch.hook import VARIABLE, Hook
 from streambp.model import record as wording
 from streambp.model import unpatched
-from streambp.model.record import NOT_TRIED, HostTraffic, Saved, StepRecord, out_of, sized
+from streambp.model.record import (
+    NOT_TRIED,
+    HostTraffic,
+    Saved,
+    StepMemory,
+    StepRecord,
+    out_of,
+    sized,
+)
 from streambp.planner import auto
 from streambp.prefixes import calls
 from streambp.prefixes.tree import find_tree
@@ -669,7 +677,7 @@ def test_offloaded_steps(lines):
 
 
 RECORD = StepRecord(
-    1, 1048, 1, "ran unpatched", 1048, 1, 36, "a head", needed=0.03 * GIB, free=7.8 * GIB
+    1, 1048, 1, "ran unpatched", 1048, 1, 36, "a head", memory=StepMemory(0.03 * GIB, 7.8 * GIB)
 )
 SAVED = (Saved("kv", 3, 2.0**30), Saved("attn_out", 2, 2.0**29))
 
@@ -678,7 +686,7 @@ SAVED = (Saved("kv", 3, 2.0**30), Saved("attn_out", 2, 2.0**29))
     ("changes", "expected"),
     [
         ({}, "in one chunk, ran unpatched: it needs 0.03 of 7.8 GiB free"),
-        ({"free": None}, "in one chunk, ran unpatched: it needs 30.7 MiB"),
+        ({"memory": StepMemory(0.03 * GIB)}, "in one chunk, ran unpatched: it needs 30.7 MiB"),
         (
             {"way": "streamed", "chunks": 4, "chunk_size": 300},
             "in 4 chunks of 300, streamed: saved layer inputs alone",
@@ -692,6 +700,21 @@ SAVED = (Saved("kv", 3, 2.0**30), Saved("attn_out", 2, 2.0**29))
 )
 def test_sentences(changes, expected):
     assert str(dataclasses.replace(RECORD, **changes)) == f"1,048 tokens {expected}"
+
+
+FIELDS = (
+    "number", "tokens", "rows", "way", "chunk_size", "chunks", "layers", "head", "saved", "needed", "free", "least_free",
+    "peak", "let_go", "host", "shared", "whole", "split_by", "unpatched_steps", "short_steps",
+)  # fmt: skip
+
+
+def test_parts_of_a_record_are_read_by_their_own_names():
+    """Programs read `last_step(model).free`, wherever the record holds it."""
+    memory = StepMemory(needed=1.0, free=2.0, least_free=3.0, peak=4, let_go="a chunk")
+    record = dataclasses.replace(RECORD, memory=memory)
+    values = {name: getattr(record, name) for name in FIELDS}
+    assert {name: values[name] for name in vars(memory)} == vars(memory)
+    assert len({id(value) for name, value in values.items() if name in vars(memory)}) == 5
 
 
 def test_sizes():
@@ -710,7 +733,7 @@ def test_sizes():
 
 def test_numbers_of_a_device_that_tells():
     record = dataclasses.replace(
-        RECORD, peak=3 * GIB, host=HostTraffic(2.0 * GIB, 0.0, 1.0, 0.5, 0)
+        RECORD, memory=StepMemory(peak=3 * GIB), host=HostTraffic(2.0 * GIB, 0.0, 1.0, 0.5, 0)
     )
     assert record.numbers()["stream_peak_gib"] == 3.0
     assert record.numbers()["stream_host_gib"] == 2.0
