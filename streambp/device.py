@@ -13,14 +13,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from streambp.errors import StreamBPError
-
-
-class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
-    """A streamed step ran out of device memory. Code that catches torch.OutOfMemoryError catches
-    it.
-    """
-
 
 @functools.lru_cache
 def is_accelerator(device: torch.device) -> bool:

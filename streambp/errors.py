@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+OF_DEVICE_MEMORY = (
+    "A streamed step ran out of device memory. Code that catches torch.OutOfMemoryError catches it."
+)
 
 
 class StreamBPError(RuntimeError):
@@ -46,11 +53,19 @@ class AttentionChoiceError(StreamBPError):
     """The attention that `StreamConfig` names cannot compute what the model asks for."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import `DeviceMemoryError` from `device`, on first access, because `device` imports torch.
+if TYPE_CHECKING:
 
-    An error about an argument must not wait for this import.
+    class DeviceMemoryError(StreamBPError, torch.OutOfMemoryError):
+        """Declare the class of `__getattr__` for type checkers."""
+
+
+def __getattr__(name: str) -> Any:
+    """Build `DeviceMemoryError` on first access, because torch defines one of its bases.
+
+    An error about an argument must not wait for torch's import.
     """
-    if name == "DeviceMemoryError":
-        return importlib.import_module("streambp.device").DeviceMemoryError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "DeviceMemoryError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    bases = StreamBPError, importlib.import_module("torch").OutOfMemoryError
+    error = type(name, bases, {"__doc__": OF_DEVICE_MEMORY, "__module__": __name__})
+    return globals().setdefault(name, error)

@@ -19,7 +19,8 @@ import torch
 
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
-from streambp.device import MEMORY_ERRORS, DeviceMemoryError, is_out_of_memory, make_room
+from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
+from streambp.errors import DeviceMemoryError
 from streambp.layer.site import LayerSite
 
 SMALL_CHUNK = 1024

@@ -19,7 +19,8 @@ import torch
 
 import streambp
 from streambp.admission import long_trial, probe, trials
-from streambp.device import DeviceMemoryError, counted_bytes
+from streambp.device import counted_bytes
+from streambp.errors import DeviceMemoryError
 from streambp.model import unpatched
 from tests.emulated import backend
 from tests.families import build, make_batch

@@ -22,8 +22,7 @@ import torch
 
 import streambp
 from streambp.attention.prefix import Stage
-from streambp.device import DeviceMemoryError
-from streambp.errors import BackwardError
+from streambp.errors import BackwardError, DeviceMemoryError
 from streambp.layer.call import LayerCall
 from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept

@@ -56,10 +56,22 @@ def module_names():
         yield path, name.removesuffix("__init__").removesuffix(".")
 
 
+def by_string(tree):
+    """Names of modules that calls of `import_module` import, where they are literal."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or "import_module" not in ast.unparse(node.func):
+            continue
+        yield from (given.value for given in node.args[:1] if isinstance(given, ast.Constant))
+
+
 def imported(path):
     """Modules of this package that a file imports, wherever the statement stands."""
     names = known()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for name in by_string(tree):
+        if name.split(".")[0] == "streambp":
+            yield name.removeprefix("streambp").removeprefix(".")
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "streambp":
             source = node.module.removeprefix("streambp").removeprefix(".")
             members = {f"{source}.{alias.name}".removeprefix(".") for alias in node.names}
@@ -121,8 +133,9 @@ def imports_of(name, path, modules):
     """The modules of the project that one imports, wherever the statement stands. A script's
     neighbours have bare names."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    asked = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    tree = ast.parse(path.read_text("utf-8"))
+    asked = set(by_string(tree))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             asked |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
@@ -160,6 +173,7 @@ def test_no_modules_import_each_other():
         ("from paper_repro import b", "from paper_repro.a import run"),
         ("from . import b", "from .a import run"),
         ("from b import run", "import a"),  # of scripts
+        ("import paper_repro.b", "import importlib\nimportlib.import_module('paper_repro.a')"),
     ],
 )
 def test_a_circle_of_imports_is_found(first, second, tmp_path):
