@@ -32,6 +32,7 @@ from torch import Tensor
 from streambp.accumulate import HALF, add_product
 from streambp.device import without_autocast
 from streambp.layer.products import UNREAD, Unread
+from streambp.tensors import unviewed
 
 HIGH_AGAIN = 2  # every other part of [hi, lo, hi] is the high one
 
@@ -361,7 +362,7 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     assert left is not None
     left = left.view(*x.shape[:-1], -1)
     if work.value is None:
-        return _product(x, weight, left, work.b)
+        return unviewed(_product(x, weight, left, work.b))
     out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
     if work.value is not UNREAD:
         here = work.value
