@@ -130,7 +130,7 @@ class SavedProducts:
         output once.
 
         Args:
-            brought: the tensors of the current chunk, by name; used outputs are removed.
+            brought: the tensors [B, C, ...] of the current chunk, by name; used outputs are removed.
             names: the Linears; None: the Linears that `saves` names.
             sums: as in `products.summed`.
             see: callback for the Linears' inputs.
