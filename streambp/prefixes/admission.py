@@ -45,13 +45,23 @@ from streambp.layer.outputs import recording
 from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.nested import replaced
-from streambp.prefixes.arguments import TRIAL, known_by, packed, tokens_of, trial_of, why_not_packed
+from streambp.prefixes.arguments import (
+    TRIAL,
+    known_by,
+    mask_and_positions,
+    packed,
+    tokens_of,
+    trial_of,
+    why_not_packed,
+)
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
 
 DROPS = "drop"  # part of names of modules with dropout, and of rate attributes
 JITTER = "jitter"  # part of names of attributes that scale a router's input at random
-BAR, BAR_IN_HALF = 1e-4, 3e-2  # maximal relative error of a trial, from rounding
+# maximal relative error of a trial, from rounding
+BAR = 1e-4
+BAR_IN_HALF = 3e-2
 # a backbone's forward: (arguments, None or a tree, in trials a list for exceptions)
 Over = Callable[..., Any]
 
@@ -86,18 +96,15 @@ def draws_noise(module: nn.Module) -> bool:
 
     Modules may do so by themselves or by rates that they pass to functions.
     """
-    return any(
-        isinstance(value, float)
-        and value > 0
-        and (
-            DROPS in name
-            or JITTER in name
-            or (name == "p" and DROPS in type(part).__name__.lower())
-        )
-        for part in module.modules()
-        if part.training
-        for name, value in vars(part).items()
-    )
+    for part in module.modules():
+        if not part.training:
+            continue
+        is_dropout = DROPS in type(part).__name__.lower()
+        for name, value in vars(part).items():
+            is_rate = DROPS in name or JITTER in name or (name == "p" and is_dropout)
+            if is_rate and isinstance(value, float) and value > 0:
+                return True
+    return False
 
 
 def _embeddings(module: nn.Module) -> nn.Module | None:
@@ -115,8 +122,9 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
         UnsharedError: the layer attends, and no mask among its arguments can store a tree.
     """
     masks = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyMask)]
-    for mapping in (value for value in kwargs.values() if isinstance(value, Mapping)):
-        masks += [value for value in mapping.values() if isinstance(value, LazyMask)]
+    for value in kwargs.values():
+        if isinstance(value, Mapping):
+            masks += [part for part in value.values() if isinstance(part, LazyMask)]
     for mask in masks:
         mask.tree = tree.spans
     if site.kind.attention.reads_a_mask and not masks:
@@ -153,11 +161,10 @@ class Trials:
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the kind of a call with these arguments, which `why_not` has accepted."""
-        said = (
-            name
-            for name, value in kwargs.items()
-            if value is not None and value is not False and name not in LABELS
-        )
+        said: list[str] = []
+        for name, value in kwargs.items():
+            if value is not None and value is not False and name not in LABELS:
+                said.append(name)
         positions = kwargs.get(SHARED_INPUTS[2])
         given = (*sorted(said), 0 if positions is None else positions.dim())
         dtype = next((parameter.dtype for parameter in self.module.parameters()), None)
@@ -184,19 +191,20 @@ class Trials:
             apart: `find_tree`'s argument.
             together: True if other ranks run the same trial.
         """
-        shares, padded = kwargs.get(EMBEDS) is None, kwargs.get(SHARED_INPUTS[1]) is not None
+        shares = kwargs.get(EMBEDS) is None
+        padded = kwargs.get(SHARED_INPUTS[1]) is not None
         embeddings: Any = _embeddings(self.module)
         vocabulary = int(getattr(embeddings, "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
-        found = [
-            self._try(trial_of(kwargs, vocabulary, with_padding), over, sites, apart, together)
-            for with_padding in (False,) * shares + (True,) * padded
-        ]
+        found: list[str | None] = []
+        for with_padding in (False,) * shares + (True,) * padded:
+            trial = trial_of(kwargs, vocabulary, with_padding)
+            found.append(self._try(trial, over, sites, apart, together))
         self.verdicts[self.kind_of(kwargs)] = found[0], found[-1]
 
     def _try(
         self, kwargs: dict[str, Any], over: Over, sites: list[LayerSite], apart: int, together: bool
     ) -> str | None:
-        _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+        mask, positions = mask_and_positions(kwargs)
         ids = known_by(kwargs)
         tree = find_tree(ids, mask, positions, least=TRIAL[1] // 3, saves=0.0, apart=apart)
         assert isinstance(tree, Tree), tree
@@ -220,7 +228,8 @@ class Trials:
                 with replaced(sites, "choices", taken):
                     row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
                 if not failed:
-                    expected, found = rows[0][here], spread_all(row, tree)[0][here]
+                    expected = rows[0][here]
+                    found = spread_all(row, tree)[0][here]
             except Exception as error:
                 if together and (failed or is_out_of_memory(error)):
                     # Other ranks continue this forward, so this rank cannot skip it.
@@ -239,17 +248,14 @@ class Trials:
         if set_otherwise:
             return f"its forward initialises itself at its first call ({', '.join(set_otherwise)})"
         half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
-        found, expected = found.double(), expected.double()
+        found = found.double()
+        expected = expected.double()
         if half:  # distance over all values, because single values round coarsely
-            distance, bar = (
-                float((found - expected).norm() / expected.norm().clamp(min=1e-30)),
-                BAR_IN_HALF,
-            )
+            distance = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+            bar = BAR_IN_HALF
         else:
-            distance, bar = (
-                float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)),
-                BAR,
-            )
+            distance = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+            bar = BAR
         scores = max((each.typical() if half else each.furthest() for each in taken), default=0.0)
         if distance <= bar and scores <= SCORES * bar:
             return None
@@ -269,9 +275,9 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
     if tree.furthest is None:
         return found
     last = found[:, -1:]
-    return torch.cat(
-        [found, torch.full_like(last, float("nan")) if last.is_floating_point() else last], 1
-    )
+    if last.is_floating_point():
+        last = torch.full_like(last, float("nan"))
+    return torch.cat([found, last], 1)
 
 
 @contextlib.contextmanager
@@ -284,12 +290,13 @@ def _in_eval(module: nn.Module) -> Iterator[None]:
     """
     training = []
     for part in module.modules():
-        own = [parameter for parameter in part._parameters.values() if parameter is not None]
-        # `bnb_4bit_quant_storage` may give a quantised parameter's bytes a floating dtype.
-        quantised = any(
-            not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE)
-            for parameter in own
-        )
+        quantised = False
+        for parameter in part._parameters.values():
+            if parameter is None:
+                continue
+            # `bnb_4bit_quant_storage` may give a quantised parameter's bytes a floating dtype.
+            if not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE):
+                quantised = True
         if part.training and not quantised:
             training.append(part)
     for part in training:

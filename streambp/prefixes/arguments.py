@@ -36,17 +36,28 @@ def tokens_of(kwargs: Mapping[str, Any]) -> Any:
     return ids if ids is not None else kwargs.get(EMBEDS)
 
 
+def mask_and_positions(kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return attention_mask and position_ids; None for an argument that is not passed."""
+    return kwargs.get(SHARED_INPUTS[1]), kwargs.get(SHARED_INPUTS[2])
+
+
+def _without_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without labels."""
+    return {name: value for name, value in kwargs.items() if name not in LABELS}
+
+
 def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
     """Return the reason against a packed row for these arguments.
 
     None: the arguments contain all that a packed row needs.
     """
-    foreign = next(
-        (name for name, value in kwargs.items() if name not in KNOWN and value is not None), None
-    )
-    if foreign is not None:
-        return f"the call has {foreign}, which may say more of a token than its id and its position"
-    tokens, (_, mask, positions) = tokens_of(kwargs), (kwargs.get(name) for name in SHARED_INPUTS)
+    for name, value in kwargs.items():
+        if name not in KNOWN and value is not None:
+            return (
+                f"the call has {name}, which may say more of a token than its id and its position"
+            )
+    tokens = tokens_of(kwargs)
+    mask, positions = mask_and_positions(kwargs)
     embedded = isinstance(tokens, Tensor) and tokens.is_floating_point()
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 + embedded or not has_data(tokens):
         return "the call has neither input_ids [B, T] nor inputs_embeds [B, T, h]"
@@ -79,7 +90,8 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
 
 def known_by(kwargs: Mapping[str, Any]) -> Tensor:
     """Return [B, T] integers that are equal for equal tokens, apart from text positions."""
-    tokens, positions = tokens_of(kwargs), kwargs.get(SHARED_INPUTS[2])
+    tokens = tokens_of(kwargs)
+    positions = kwargs.get(SHARED_INPUTS[2])
     shape = tokens.shape[:2]
     if tokens.is_floating_point():
         return torch.arange(shape.numel(), device=tokens.device).view(shape)
@@ -108,18 +120,17 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
 
     Tokens are [1, N, ...], the mask [1, N]. Positions, if accepted, are [1, N] or [axes, 1, N].
     """
-    changed = {name: value for name, value in kwargs.items() if name not in LABELS}
-    _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+    changed = _without_labels(kwargs)
+    mask, positions = mask_and_positions(kwargs)
     tokens = tokens_of(kwargs)
     if positions is None:
         positions = torch.arange(tree.width, device=tokens.device)[None]
     # [B, T] or [axes, B, T]
     positions = positions.expand(*positions.shape[:-2], len(tree.rows), -1)
-    found = (
-        tree.packed(positions)
-        if positions.dim() == 2
-        else torch.stack([tree.packed(axis) for axis in positions])
-    )
+    if positions.dim() == 2:
+        found = tree.packed(positions)
+    else:
+        found = torch.stack([tree.packed(axis) for axis in positions])
     if tree.furthest is not None:
         found = nn.functional.pad(found, (0, 1), value=tree.furthest)
     # A missing mask would make transformers search the positions for documents.
@@ -133,9 +144,9 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
                 # Append a copy of the first token. A padding id may have a zero embedding, and a
                 # root of zeros has no gradient (Gemma 3n).
                 first = row[:, :1].detach()
-                changed[name] = torch.cat(
-                    [row, torch.zeros_like(first) if name in PER_TOKEN else first], 1
-                )
+                if name in PER_TOKEN:
+                    first = torch.zeros_like(first)
+                changed[name] = torch.cat([row, first], 1)
     return changed
 
 
@@ -146,15 +157,17 @@ def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[s
         vocabulary: number of token ids.
         padded: True for padding on both sides.
     """
-    _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
-    length, generator = TRIAL[1], torch.Generator().manual_seed(0)
+    mask, positions = mask_and_positions(kwargs)
+    length = TRIAL[1]
+    generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, TRIAL, generator=generator, device="cpu")
     tokens[1, : length // 2] = tokens[0, : length // 2]
     tokens[2, : length * 5 // 6] = tokens[1, : length * 5 // 6]
     real = torch.ones_like(tokens)
     if padded:
-        real[:, : PADS[0]], real[2, -PADS[1] :] = 0, 0
-    changed = {name: value for name, value in kwargs.items() if name not in LABELS}
+        real[:, : PADS[0]] = 0
+        real[2, -PADS[1] :] = 0
+    changed = _without_labels(kwargs)
     given = tokens_of(kwargs)
     if given.is_floating_point():
         drawn = torch.randn(
@@ -169,20 +182,16 @@ def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[s
             changed[name] = marked.to(kwargs[name])
     for name in IN_ORDER:
         if kwargs.get(name) is not None:
-            sizes = [(int(marked.sum()), x.shape[-1]) for x in kwargs[name]]
-            features = [
-                torch.randn(size, generator=generator, device="cpu", dtype=torch.float32)
-                for size in sizes
-            ]
-            changed[name] = [x.to(like) for x, like in zip(features, kwargs[name], strict=True)]
+            changed[name] = []
+            for like in kwargs[name]:
+                size = (int(marked.sum()), like.shape[-1])
+                drawn = torch.randn(size, generator=generator, device="cpu", dtype=torch.float32)
+                changed[name].append(drawn.to(like))
     if mask is not None:
         changed[SHARED_INPUTS[1]] = real.to(mask)
     if positions is not None:
         counted = (real.cumsum(1) - 1).clamp(min=0)  # [rows, tokens]
-        axes = (
-            [counted + axis * marked for axis in range(len(positions))]
-            if positions.dim() == 3
-            else []
-        )
-        changed[SHARED_INPUTS[2]] = (torch.stack(axes) if axes else counted).to(positions)
+        if positions.dim() == 3:
+            counted = torch.stack([counted + axis * marked for axis in range(len(positions))])
+        changed[SHARED_INPUTS[2]] = counted.to(positions)
     return changed

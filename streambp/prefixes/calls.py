@@ -25,7 +25,7 @@ from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
 from streambp.layer.site import LayerSite
 from streambp.prefixes.admission import Over, Trials, draws_noise, why_not
-from streambp.prefixes.arguments import known_by, packed
+from streambp.prefixes.arguments import known_by, mask_and_positions, packed
 from streambp.prefixes.late import Again, LateRows
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import A_CHUNK, NOTHING, Tree, find_tree
@@ -116,11 +116,8 @@ class SharedPrefixes:
                 rank.
         """
         tree = self._find(kwargs, over, sites, labels, padding_unseen)
-        tree = (
-            "position_ids mark documents in packed rows"
-            if documents and isinstance(tree, Tree)
-            else tree
-        )
+        if documents and isinstance(tree, Tree):
+            tree = "position_ids mark documents in packed rows"
         if isinstance(tree, Tree):
             late = None
             if again is not None:
@@ -140,12 +137,9 @@ class SharedPrefixes:
                         "while the model ran, where other ranks wait for this one. Set "
                         "StreamConfig(rows='as_given')."
                     ) from error
-                known = isinstance(error, UnsharedError)
-                tree = (
-                    str(error)
-                    if known
-                    else f"their packed row failed ({type(error).__name__}: {error})"
-                )
+                tree = f"their packed row failed ({type(error).__name__}: {error})"
+                if isinstance(error, UnsharedError):
+                    tree = str(error)
                 # applies to all kinds
                 self.trials.verdicts = dict.fromkeys(self.trials.verdicts, (tree, tree))
             else:
@@ -217,7 +211,9 @@ class SharedPrefixes:
                 if not is_out_of_memory(error):
                     self.trials.verdicts[self.trials.kind_of(kwargs)] = reason, reason
                 return reason
-        return self._tried(kwargs, tree) if isinstance(tree, Tree) else tree
+        if isinstance(tree, Tree):
+            return self._tried(kwargs, tree)
+        return tree
 
     def _wanted(
         self,
@@ -263,8 +259,9 @@ class SharedPrefixes:
 
     def _why_not(self, kwargs: Mapping[str, Any], sites: list[LayerSite]) -> str | None:
         reason = why_not(self.module, kwargs, sites, self.trials.takes_positions)
-        # before a trial: hooks would get its tokens
-        return why_rows(self.module) if reason is None else reason
+        if reason is not None:
+            return reason
+        return why_rows(self.module)  # before a trial: hooks would get its tokens
 
     def _look(
         self,
@@ -277,17 +274,21 @@ class SharedPrefixes:
 
         The result is cached for the tensors of one call.
         """
-        _, mask, positions = (kwargs.get(name) for name in SHARED_INPUTS)
+        mask, positions = mask_and_positions(kwargs)
         if self.trials.knows(kwargs):
             plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
             if plain is not None and padded is not None:
                 return plain
         # Labels of the surrounding language model, or else the backbone's own labels.
-        outer = zip(labels, LABELS, strict=True)
-        plain, shifted = (value if value is not None else kwargs.get(name) for value, name in outer)
-        said = (kwargs.get(name) for name in (*SHARED_INPUTS, EMBEDS, *PER_TOKEN))
-        given = [x for x in (*said, plain, shifted) if isinstance(x, Tensor)]
-        key = [(x, None if x.is_inference() else x._version) for x in given]
+        plain, shifted = labels
+        if plain is None:
+            plain = kwargs.get(LABELS[0])
+        if shifted is None:
+            shifted = kwargs.get(LABELS[1])
+        key: list[tuple[Tensor, int | None]] = []
+        for x in (*map(kwargs.get, (*SHARED_INPUTS, EMBEDS, *PER_TOKEN)), plain, shifted):
+            if isinstance(x, Tensor):
+                key.append((x, None if x.is_inference() else x._version))
         before = [] if self._looked is None else self._looked[0]
         same = len(before) == len(key) and all(
             x is y and i == j for (x, i), (y, j) in zip(before, key, strict=True)
@@ -320,7 +321,9 @@ class SharedPrefixes:
     def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:
         """Return the packed row for a call of a tried kind, or the reason from the trial."""
         reason = self.trials.verdicts[self.trials.kind_of(kwargs)][any(tree.padding())]
-        return tree if reason is None else reason
+        if reason is None:
+            return tree
+        return reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
         """Tell other ranks that no rows of this call share prefixes. [Note: trial of sharing]"""
@@ -343,11 +346,9 @@ class SharedPrefixes:
         )
         kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if may_try else 0
         said = everyones_numbers(self.module, [kind, wants], device)
-        return (
-            kind != 0
-            and all(other[0] == kind for other in said)
-            and any(wanted for _, wanted in said)
-        )
+        if kind == 0 or any(other[0] != kind for other in said):
+            return False
+        return any(wanted for _, wanted in said)
 
 
 def _apart(sites: list[LayerSite]) -> int:

@@ -68,9 +68,12 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
     """
     found = []
     for part in module.modules():
-        flags: dict[str, Any] = {n: x for n, x in vars(part).items() if isinstance(x, PLAIN)}
-        lists = ((name, x) for name, x in vars(part).items() if isinstance(x, list))
-        flags.update((name, list(x)) for name, x in lists if all(isinstance(y, str) for y in x))
+        flags: dict[str, Any] = {}
+        for name, value in vars(part).items():
+            if isinstance(value, PLAIN):
+                flags[name] = value
+            elif isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+                flags[name] = list(value)
         found.append(flags)
     return found
 

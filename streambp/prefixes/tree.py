@@ -122,8 +122,13 @@ class Tree:
         """Return for `ChunkPlan` the start of each segment in the packed row and the token that it
         continues.
         """
-        found = [(s.own.start, s.before[-1].stop if s.before else 0) for s in self.segments]
-        return (*found, *([] if self.furthest is None else [(self.tokens, 0)]))
+        found: list[tuple[int, int]] = []
+        for segment in self.segments:
+            continued = segment.before[-1].stop if segment.before else 0
+            found.append((segment.own.start, continued))
+        if self.furthest is not None:
+            found.append((self.tokens, 0))
+        return tuple(found)
 
     @property
     def pieces(self) -> int:
@@ -156,13 +161,14 @@ class Tree:
 
     def packed(self, batch: Tensor) -> Tensor:
         """Return the packed row [1, tokens, ...] of a batch [B, T, ...]."""
-        columns = (
-            (s.row, self.rows[s.row].column + s.own.at, s.own.stop - s.own.start)
-            for s in self.segments
-        )
         # gradients are stacked; the gradient of batch[row] would have the batch's size
         rows = batch.unbind()
-        return torch.cat([rows[row][start : start + size] for row, start, size in columns])[None]
+        parts: list[Tensor] = []
+        for segment in self.segments:
+            start = self.rows[segment.row].column + segment.own.at
+            size = segment.own.stop - segment.own.start
+            parts.append(rows[segment.row][start : start + size])
+        return torch.cat(parts)[None]
 
     def spans(self, window: int | None = None) -> Spans:
         """Return the keys that each query of the packed row reads.
@@ -184,28 +190,24 @@ class Tree:
 
         The segments may have different lengths.
         """
-        cuts = sorted(
-            {
-                edge
-                for s in self.segments
-                for piece in s.before
-                for edge in (piece.start, piece.stop)
-            }
-        )
+        edges: set[int] = set()
+        for segment in self.segments:
+            for piece in segment.before:
+                edges.update((piece.start, piece.stop))
+        cuts = sorted(edges)
         readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for segment in self.segments:
             for piece in segment.before:
                 inside = [cut for cut in cuts if piece.start <= cut <= piece.stop]
                 for part in itertools.pairwise(inside):
                     queries = readers.setdefault(part, [])
-                    start = (
-                        queries.pop()[0]
-                        if queries and queries[-1][1] == segment.own.start
-                        else segment.own.start
-                    )
+                    start = segment.own.start
+                    if queries and queries[-1][1] == start:
+                        start = queries.pop()[0]
                     queries.append((start, segment.own.stop))
         for (k0, k1), queries in sorted(readers.items()):
-            yield from (Run(q0, q1, k0, k1) for q0, q1 in queries)
+            for q0, q1 in queries:
+                yield Run(q0, q1, k0, k1)
 
     def _pieces_within(self, window: int) -> Iterator[Run]:
         """Yield runs for each segment separately, because its distance to earlier tokens
@@ -325,18 +327,19 @@ def _look_at(
         if outside:
             return f"padding of the last call's row {index} predicts a label"
     furthest, read = (max(row[at] for row in rows) for at in (6, 7))
-    return [_Known(row[0], row[2], row[5]) for row in rows], None if read in (
-        furthest,
-        -1,
-    ) else furthest
+    known = [_Known(row[0], row[2], row[5]) for row in rows]
+    if read in (furthest, -1):
+        return known, None
+    return known, furthest
 
 
 def _write_down(
     ids: Tensor, known: list[_Known], least: int, apart: int
 ) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
     """Return the segments of all rows, depth first, and each row's pieces."""
-    if any(row.column for row in known):  # shift rows left to their first token
-        firsts = torch.tensor([row.column for row in known], device=ids.device)
+    first_columns = [row.column for row in known]
+    if any(first_columns):  # shift rows left to their first token
+        firsts = torch.tensor(first_columns, device=ids.device)
         columns = (torch.arange(ids.shape[1], device=ids.device) + firsts[:, None]).clamp(
             max=ids.shape[1] - 1
         )
@@ -345,13 +348,14 @@ def _write_down(
     starts = ids[:, :least].unique(dim=0, return_inverse=True)[1].tolist()
     alike: dict[tuple[float, ...], list[int]] = {}
     for index, (known_row, start) in enumerate(zip(known, starts, strict=True)):
-        alike.setdefault(
-            (known_row.position, start) if known_row.length >= least else (index,), []
-        ).append(index)
+        group: tuple[float, ...] = (index,)
+        if known_row.length >= least:
+            group = (known_row.position, start)
+        alike.setdefault(group, []).append(index)
     # Groups of rows without pieces yet, and the pieces that each group shares.
-    waiting: list[tuple[list[int], tuple[Piece, ...]]] = [
-        (rows, ()) for rows in reversed(alike.values())
-    ]
+    waiting: list[tuple[list[int], tuple[Piece, ...]]] = []
+    for rows in reversed(alike.values()):
+        waiting.append((rows, ()))
     segments: list[Segment] = []
     pieces: dict[int, tuple[Piece, ...]] = {}
     end = 0
@@ -362,12 +366,14 @@ def _write_down(
         if known[pivot].length > depth:
             own = Piece(depth, end, end + known[pivot].length - depth)
             segments.append(Segment(pivot, own, before))
-            pieces[pivot], end = (*before, own), own.stop
+            pieces[pivot] = (*before, own)
+            end = own.stop
             if before and before[-1].stop == own.start:  # adjacent in the packed row
                 pieces[pivot] = (*before[:-1], Piece(before[-1].at, before[-1].start, own.stop))
         common = _common(ids, pivot, others, depth, [row.length for row in known], least)
-        for row, at in common.items() if apart > 1 else ():
-            if at != known[row].length:  # a row that ends here has no own segment
+        for row, at in common.items():
+            # a row that ends at the branch has no own segment
+            if apart > 1 and at != known[row].length:
                 at = min(at, known[row].length - apart, known[pivot].length - apart)
                 common[row] = at - at % apart
         beside = [row for row in others if common[row] - depth < least]
@@ -375,9 +381,12 @@ def _write_down(
             waiting.append((beside, before))
         # the stack pops the longest first
         for at in sorted({at for at in common.values() if at - depth >= least}):
-            ahead = (piece for piece in pieces[pivot] if piece.at < at)
-            path = tuple(Piece(p.at, p.start, min(p.stop, p.start + at - p.at)) for p in ahead)
-            waiting.append(([row for row in others if common[row] == at], path))
+            path: list[Piece] = []
+            for piece in pieces[pivot]:
+                if piece.at < at:
+                    stop = min(piece.stop, piece.start + at - piece.at)
+                    path.append(Piece(piece.at, piece.start, stop))
+            waiting.append(([row for row in others if common[row] == at], tuple(path)))
     return tuple(segments), tuple(Row(row.column, pieces[index]) for index, row in enumerate(known))
 
 
@@ -393,18 +402,20 @@ def _common(
         depth: number of tokens that all rows share.
     """
     found = {row: min(lengths[row], lengths[pivot]) for row in others}
-    same, start, size = others, depth, max(least, 1)
+    same = others
+    start = depth
+    size = max(least, 1)
     while same and start < lengths[pivot]:
         stop = min(start + size, lengths[pivot])
         differs = ids[same, start:stop] != ids[pivot, start:stop]  # [rows, tokens]
         table = torch.stack([differs.any(1).to(torch.long), differs.int().argmax(1)]).tolist()
+        matching: list[int] = []
         for row, parts, at in zip(same, *table, strict=True):
             if parts:
                 found[row] = min(found[row], start + at)
-        same = [
-            row
-            for row, parts in zip(same, table[0], strict=True)
-            if not parts and found[row] > stop
-        ]
-        start, size = stop, WIDER * size
+            elif found[row] > stop:
+                matching.append(row)
+        same = matching
+        start = stop
+        size = WIDER * size
     return found
