@@ -35,7 +35,10 @@ def required(library: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise
-        what = f"'streambp[{EXTRAS[library]}]'" if library in EXTRAS else PROGRAMS[library]
+        if library in EXTRAS:
+            what = f"'streambp[{EXTRAS[library]}]'"
+        else:
+            what = PROGRAMS[library]
         raise MissingLibraryError(
             f"{library} is not installed. Install it: pip install {what}."
         ) from error
