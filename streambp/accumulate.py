@@ -51,7 +51,8 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     # torch.promote_types costs a dispatch
     wide = torch.float32 if left.dtype in HALF else left.dtype
     if wide != left.dtype and left.device.type == "cpu":
-        left, right = left.to(wide), right.to(wide)
+        left = left.to(wide)
+        right = right.to(wide)
     if total is None:
         if wide != left.dtype and _sums_inside(left):
             return aten.mm.dtype(left, right, wide)

@@ -145,9 +145,9 @@ def names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
         words = re.findall(r"[A-Za-z_]\w*", annotation)
         return any(word.endswith(ENDING) or is_cache_class(names.get(word)) for word in words)
     parts = typing.get_args(annotation)
-    return (
-        any(names_a_cache(part, names) for part in parts) if parts else is_cache_class(annotation)
-    )
+    if parts:
+        return any(names_a_cache(part, names) for part in parts)
+    return is_cache_class(annotation)
 
 
 def _is_mapping(annotation: Any) -> bool:
@@ -174,7 +174,10 @@ def _assigned(code: CodeType) -> dict[str, set[str]]:
     for step in dis.get_instructions(code):
         if step.opname.startswith(WRITES) and before is not None:
             # Python 3.13 assigns two variables in one instruction.
-            target = step.argval[0] if isinstance(step.argval, tuple) else step.argval
+            if isinstance(step.argval, tuple):
+                target = step.argval[0]
+            else:
+                target = step.argval
             sources.setdefault(target, set()).add(before)
         before = _read(step)
     return sources

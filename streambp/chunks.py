@@ -44,7 +44,9 @@ class Chunk:
         no others.
         """
         count = self.stop - self.start
-        return x if x.shape[dim] == count else x.narrow(dim, self.start, count)
+        if x.shape[dim] == count:
+            return x
+        return x.narrow(dim, self.start, count)
 
 
 Forks = tuple[tuple[int, int], ...]  # pairs (start, origin), see `ChunkPlan`
@@ -123,7 +125,8 @@ class ChunkPlan:
     @functools.cached_property
     def before(self) -> tuple[int | None, ...]:
         """Return for each chunk the index of the chunk that it continues; None: no chunk."""
-        ending, origins = {end: index for index, end in enumerate(self.ends)}, dict(self.forks)
+        ending = {end: index for index, end in enumerate(self.ends)}
+        origins = dict(self.forks)
         return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
 
     @functools.cached_property
@@ -160,7 +163,8 @@ class ChunkPlan:
             end = min(start + self.size, self.length)
             at = bisect.bisect_right(starts, end) - 1
             if at >= 0 and end <= barriers[at].last:
-                before, behind = barriers[at].first - 1, barriers[at].last + 1
+                before = barriers[at].first - 1
+                behind = barriers[at].last + 1
                 end = before if before > start else behind
             ends.append(end)
             start = end
@@ -172,7 +176,8 @@ class ChunkPlan:
         Chunks end at each fork. Between forks they end after every `size` positions, if at least
         `least` positions remain.
         """
-        size, ends = max(self.size, least), list[int]()
+        size = max(self.size, least)
+        ends = list[int]()
         for start, stop in itertools.pairwise(
             sorted({0, self.length, *itertools.chain.from_iterable(forks)})
         ):
@@ -220,7 +225,8 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
     Raises:
         ConfigError: the user's size does not, or no size does.
     """
-    ideal, most = seq_len / (MIN_CHUNKS + 0.25), (seq_len - 1) // (MIN_CHUNKS - 1)
+    ideal = seq_len / (MIN_CHUNKS + 0.25)
+    most = (seq_len - 1) // (MIN_CHUNKS - 1)
     near = range(max(2, int(ideal) - NEAR), min(most, int(ideal) + NEAR) + 1)
     best = min(
         (size for size in near if seq_len % size), key=lambda size: abs(size - ideal), default=None

@@ -21,7 +21,10 @@ def is_accelerator(device: torch.device) -> bool:
     The interface is `torch.accelerator`. CUDA, ROCm and Intel devices have such streams. Apple's
     have a single stream, in which copies and kernels run one after the other.
     """
-    found = None if device.type == "cpu" else torch.accelerator.current_accelerator()
+    if device.type == "cpu":
+        found = None
+    else:
+        found = torch.accelerator.current_accelerator()
     if found is None or device.type != found.type:
         return False
     try:
@@ -76,9 +79,10 @@ def is_elsewhere(x: Tensor, wanted: Iterable[Any]) -> bool:
     As in `x.to`, a number means an accelerator, and a device type without a number the current
     device.
     """
-    devices = [
-        torch.device(w) for w in wanted if isinstance(w, str | torch.device) or type(w) is int
-    ]
+    devices = []
+    for w in wanted:
+        if isinstance(w, str | torch.device) or type(w) is int:
+            devices.append(torch.device(w))
     devices += [w.device for w in wanted if isinstance(w, Tensor)]
     for device in devices:
         if device.type != x.device.type:
@@ -140,7 +144,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    told = str(error) if isinstance(error, MEMORY_ERRORS) else ""
+    if isinstance(error, MEMORY_ERRORS):
+        told = str(error)
+    else:
+        told = ""
     return bool(FULL.search(told) and WHOSE.search(told)) and "nccl" not in told.lower()
 
 
@@ -211,11 +218,9 @@ def products_rounded_to(device: str) -> torch.dtype | None:
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that disables autocast for this device type."""
-    return (
-        contextlib.nullcontext()
-        if autocast_dtype(device) is None
-        else torch.autocast(device, enabled=False)
-    )
+    if autocast_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 # called for each attention of each chunk

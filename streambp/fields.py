@@ -32,7 +32,8 @@ def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
         ConfigError: a value has another type, is not finite, or is out of range.
     """
     for field, hint in _hints(cast(Any, type(found))).items():
-        value, given = getattr(found, field), ranges.get(field, -MOST)
+        value = getattr(found, field)
+        given = ranges.get(field, -MOST)
         low, high = given if isinstance(given, tuple) else (given, MOST)
         try:
             type_validator(field, value, float | int if hint is float else hint)
@@ -40,13 +41,12 @@ def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
         except Exception:  # comparing a value with choices runs the value's own code
             fits = False
         if not fits:
-            bound = (
-                ""
-                if low == -MOST
-                else f" from {low:g}"
-                if high == MOST
-                else f" from {low:g} to {high:,}"
-            )
+            if low == -MOST:
+                bound = ""
+            elif high == MOST:
+                bound = f" from {low:g}"
+            else:
+                bound = f" from {low:g} to {high:,}"
             raise ConfigError(f"{field} is {shown(value)}; it must be {_told(hint, bound)}.")
 
 
@@ -61,7 +61,9 @@ def _told(hint: Any, bound: str) -> str:
     """Describe a type in words."""
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
-        return f"one of {list(parts)}" if len(parts) > 1 else f'"{parts[0]}"'
+        if len(parts) > 1:
+            return f"one of {list(parts)}"
+        return f'"{parts[0]}"'
     if typing.get_origin(hint) is tuple:
         return "a tuple of names"
     if parts:
@@ -109,14 +111,13 @@ def parse_tokens(field: str, value: int | str) -> int:
     Raises:
         ConfigError: the value has another form, or is not positive.
     """
-    match = (
-        re.fullmatch(r"(\d+(?:\.\d+(?=[kKM]))?)([kKM]?)", str(value))
-        if type(value) in (int, str)
-        else None
-    )
-    number = (
-        0 if match is None else float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
-    )
+    if type(value) in (int, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+(?=[kKM]))?)([kKM]?)", str(value))
+    else:
+        match = None
+    number = 0.0
+    if match is not None:
+        number = float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
     if not 1 <= number <= MOST:
         raise ConfigError(
             f"{field} is {shown(value)}; it must be a positive number of tokens such as 65536, 64k "
@@ -133,13 +134,18 @@ def parse_bytes(field: str, value: int | str) -> int:
     Raises:
         ConfigError: the value has another form, is not positive, or is text without a needed unit.
     """
-    match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
-        if isinstance(value, str)
-        else None
-    )
-    unit = "" if match is None else SHORT.get(match[2].upper(), match[2]).upper()
-    number = float(match[1]) * UPPER[unit] if match is not None and unit in UPPER else value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+    else:
+        match = None
+    if match is None:
+        unit = ""
+    else:
+        unit = SHORT.get(match[2].upper(), match[2]).upper()
+    if match is not None and unit in UPPER:
+        number = float(match[1]) * UPPER[unit]
+    else:
+        number = value
     if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number <= MOST:
         units = ", ".join(unit for unit in UNITS if unit)
         raise ConfigError(

@@ -82,7 +82,10 @@ def wrapped_functions(forward: Any) -> Iterator[Any]:
         else:
             yield forward
             trls = trls_head(forward)
-            forward = getattr(forward, "__wrapped__", None) if trls is None else trls[TRLS_FORWARD]
+            if trls is None:
+                forward = getattr(forward, "__wrapped__", None)
+            else:
+                forward = trls[TRLS_FORWARD]
 
 
 TRLS_SETTINGS = (TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS)
@@ -100,7 +103,9 @@ def trls_head(function: Any) -> dict[str, Any] | None:
     found = dict(
         zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True)
     )
-    return found if all(name in found for name in TRLS_SETTINGS) else None
+    if all(name in found for name in TRLS_SETTINGS):
+        return found
+    return None
 
 
 def home_of(function: Any) -> str:
@@ -181,12 +186,19 @@ def compiled_around(
         ours: modules with another forward of streambp's.
     """
     root = model if root is None else root
-    insides = {id(module) for layer in layers for module in layer.modules() if module is not layer}
-    heads = {
-        id(m.get_output_embeddings()) for m in root.modules() if isinstance(m, PreTrainedModel)
-    }
-    computing, forwards = {id(module) for module in root.modules()} - heads, set(map(id, ours))
-    around, apart = False, set()
+    insides = set()
+    for layer in layers:
+        for module in layer.modules():
+            if module is not layer:
+                insides.add(id(module))
+    heads = set()
+    for m in root.modules():
+        if isinstance(m, PreTrainedModel):
+            heads.add(id(m.get_output_embeddings()))
+    computing = {id(module) for module in root.modules()} - heads
+    forwards = set(map(id, ours))
+    around = False
+    apart = set()
     for name, module in (*model.named_modules(), *root.named_modules()):
         if not is_compiled(module) or id(module) in insides:
             continue

@@ -66,9 +66,10 @@ def forwards(module: nn.Module) -> Iterator[Any]:
         if isinstance(forward, Unbound):
             forward = forward.of(module)
         yield forward
-        within = (
-            None if isinstance(forward, InstanceForward) else getattr(forward, "__wrapped__", None)
-        )
+        if isinstance(forward, InstanceForward):
+            within = None
+        else:
+            within = getattr(forward, "__wrapped__", None)
         forward = within or getattr(forward, "previous", None)
 
 
@@ -91,7 +92,9 @@ def is_fsdp_unit(module: nn.Module) -> bool:
 
 def _slot(module: nn.Module) -> str:
     """Return the attribute to replace: under accelerate's device_map its inner `_old_forward`."""
-    return ACCELERATE_FORWARD if ACCELERATE_HOOK in module.__dict__ else "forward"
+    if ACCELERATE_HOOK in module.__dict__:
+        return ACCELERATE_FORWARD
+    return "forward"
 
 
 def as_unpatched(module: nn.Module, protocol: Any) -> Any:
@@ -147,7 +150,10 @@ class InstanceForward:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound_to = args[0] if args and isinstance(args[0], nn.Module) else None
+        if args and isinstance(args[0], nn.Module):
+            bound_to = args[0]
+        else:
+            bound_to = None
         if bound_to is self.module:
             return self.call(*args[1:], **kwargs)
         # the argument is a copy of the module
@@ -170,12 +176,16 @@ class InstanceForward:
             self.unwrapped is not None
             and self.module.__dict__.get(ACCELERATE_ORIGINAL) is not self.unwrapped
         ):
-            self.stood, self.unwrapped = self.unwrapped, None
+            self.stood = self.unwrapped
+            self.unwrapped = None
         return self.stood
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the replaced forward: an earlier one on the module, or the class's."""
-        previous = self.stood if self.unwrapped is None else self.previous
+        if self.unwrapped is None:
+            previous = self.stood
+        else:
+            previous = self.previous
         if previous is not None:
             return previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)

@@ -41,7 +41,10 @@ def required(library: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise
-        what = f"'{DISTRIBUTION}[{EXTRAS[library]}]'" if library in EXTRAS else PROGRAMS[library]
+        if library in EXTRAS:
+            what = f"'{DISTRIBUTION}[{EXTRAS[library]}]'"
+        else:
+            what = PROGRAMS[library]
         raise MissingLibraryError(
             f"{library} is not installed. Install it: pip install {what}."
         ) from error

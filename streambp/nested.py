@@ -35,7 +35,9 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         return change(value)
     if isinstance(value, tuple | list):
         parts = list(map(rebuilt, value, itertools.repeat(change)))
-        return type(value)(parts) if type(value) in (tuple, list) else value
+        if type(value) in (tuple, list):
+            return type(value)(parts)
+        return value
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
         changed = copy.copy(value)
         for key, part in value.items():
@@ -63,8 +65,15 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
         return [value] if isinstance(value, kind) else []
     if type(value) in (tuple, list, dict):
         parts = value.values() if type(value) is dict else value
-        return [leaf for part in parts for leaf in tensors_in(part, kind)]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+        leaves: list[T] = []
+        for part in parts:
+            leaves.extend(tensors_in(part, kind))
+        return leaves
+    leaves = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, kind):
+            leaves.append(leaf)
+    return leaves
 
 
 def changed_arguments(

@@ -31,5 +31,10 @@ def reason(error: BaseException) -> str:
         text = " ".join(str(error).split())
     except Exception:
         text = shown(error)
-    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    if text:
+        text = f"{type(error).__name__}: {text}"
+    else:
+        text = type(error).__name__
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]}..."

@@ -45,7 +45,10 @@ def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
         decorated: the forward, as the class has it.
     """
     inner = getattr(decorated, "__wrapped__", None)
-    cells = decorated.__closure__ or () if isinstance(decorated, FunctionType) else ()
+    if isinstance(decorated, FunctionType):
+        cells = decorated.__closure__ or ()
+    else:
+        cells = ()
     if isinstance(inner, FunctionType) and any(_content(cell) is inner for cell in cells):
         copy = with_globals(space, inner)
         around = tuple(CellType(copy) if _content(cell) is inner else cell for cell in cells)
@@ -71,5 +74,6 @@ def _copied(
     found = FunctionType(
         function.__code__, space, function.__name__, function.__defaults__, closure
     )
-    found.__kwdefaults__, found.__qualname__ = function.__kwdefaults__, function.__qualname__
+    found.__kwdefaults__ = function.__kwdefaults__
+    found.__qualname__ = function.__qualname__
     return found

@@ -42,16 +42,21 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
             if dim != ANY_DIMS:
                 rest.append(dim)
         count = given.dim() - len(rest)
-        found: dict[str, Any] = (
-            {ANY_DIMS: tuple(given.shape[: max(0, count)])} if ANY_DIMS in dims else {}
-        )
+        found: dict[str, Any]
+        if ANY_DIMS in dims:
+            found = {ANY_DIMS: tuple(given.shape[: max(0, count)])}
+        else:
+            found = {}
         found.update(zip(rest, given.shape[max(0, count) :], strict=False))
         if count < 0 or (count > 0 and ANY_DIMS not in dims):
             raise StreamBPError(f"{name} has shape {tuple(given.shape)}; it must be {shape}.")
         for dim, size in found.items():
             known, whose = sizes.setdefault(dim, (size, name))
             if known != size:
-                same = "equal leading dimensions" if dim == ANY_DIMS else f"{dim} = {known}"
+                if dim == ANY_DIMS:
+                    same = "equal leading dimensions"
+                else:
+                    same = f"{dim} = {known}"
                 raise StreamBPError(
                     f"{name} has shape {tuple(given.shape)}, but {whose} has "
                     f"{tuple(wanted[whose][0].shape)}; {name} must be {shape} with "

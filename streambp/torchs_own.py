@@ -75,7 +75,8 @@ def asked_of(func: Any) -> Any:
     ):
         frame = frame.f_back  # the frame of `torch.compiler.disable`
     if frame.f_code is handle_torch_function.__code__ and frame.f_back is not None:
-        code, names = frame.f_back.f_code, frame.f_back.f_globals
+        code = frame.f_back.f_code
+        names = frame.f_back.f_globals
         if getattr(func, "__code__", None) is code or func not in (
             names.get(code.co_name),
             vars(Tensor).get(code.co_name),
@@ -85,16 +86,19 @@ def asked_of(func: Any) -> Any:
         # The function was wrapped before the import. Torch passes all arguments, so defaults are
         # not needed.
         return kept or FunctionType(code, names, code.co_name)
-    stands_for = [
-        name for name, value in vars(Tensor).items() if value is func and hasattr(TensorBase, name)
-    ]
+    stands_for = []
+    for name, value in vars(Tensor).items():
+        if value is func and hasattr(TensorBase, name):
+            stands_for.append(name)
     if len(stands_for) > 1:
         raise StreamBPError(
             f"{getattr(func, '__qualname__', func)} replaces several methods of torch.Tensor "
             f"({', '.join(stands_for)}), and was called with logits that do not exist yet. Write a "
             "function for each method, or use StreamConfig(head=False)."
         )
-    return getattr(TensorBase, stands_for[0]) if stands_for else func
+    if stands_for:
+        return getattr(TensorBase, stands_for[0])
+    return func
 
 
 def rule_name(func: Any) -> str:

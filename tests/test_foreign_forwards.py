@@ -118,7 +118,7 @@ def test_per_token_values_are_refused(monkeypatch):
     ours = streambp.patch(build("qwen3"), CONFIG)
     with pytest.raises(
         streambp.StreamBPError,
-        match=r"fused_forward stands in place of the forward of Qwen3ForCausalLM",
+        match=r"fused_forward replaces the forward of Qwen3ForCausalLM",
     ):
         ours(**make_batch("plain"), output_log_probs=True, use_cache=False)
 

@@ -49,7 +49,9 @@ def parse(words: Sequence[str]) -> Any:
     ours, program = launcher.split(words)
     arguments = parsed(app, ours, "streambp")
     if not isinstance(arguments, int):
-        arguments.given, arguments.program, arguments.out = ours, program, sys.stdout
+        arguments.given = ours
+        arguments.program = program
+        arguments.out = sys.stdout
     return arguments
 
 

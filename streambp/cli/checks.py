@@ -60,7 +60,8 @@ def check_model(name: str, file: bool) -> None:
     )
     try:
         path = Path(name)
-        is_folder, is_file = path.is_dir(), path.is_file()
+        is_folder = path.is_dir()
+        is_file = path.is_file()
     except (OSError, ValueError):  # the name is too long or has a NUL byte
         is_folder = is_file = False
     if is_file and file:
@@ -73,7 +74,10 @@ def check_model(name: str, file: bool) -> None:
         hint = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             base = str(json.loads((path / ADAPTER).read_text("utf-8"))["base_model_name_or_path"])
-            hint = f" It holds an adapter of {shown(base)}: pass that one." if base else ""
+            if base:
+                hint = f" It holds an adapter of {shown(base)}: pass that one."
+            else:
+                hint = ""
         raise ConfigError(
             f"The model {shown(name)} is a folder without {CONFIG}; it must be {expected}.{hint}"
         )
@@ -110,13 +114,12 @@ def _check_plan(arguments: Any) -> None:
     if arguments.measure_device is not None and not arguments.model:
         return
     if not arguments.model or arguments.gpu_memory is None:
-        lacks = (
-            "--gpu-memory"
-            if arguments.model
-            else "MODEL"
-            if arguments.gpu_memory is not None
-            else "MODEL and --gpu-memory"
-        )
+        if arguments.model:
+            lacks = "--gpu-memory"
+        elif arguments.gpu_memory is not None:
+            lacks = "MODEL"
+        else:
+            lacks = "MODEL and --gpu-memory"
         raise ConfigError(f"A plan needs {lacks}, such as `{EXAMPLE}`.")
     if arguments.full and arguments.lora is not None:
         raise ConfigError(
@@ -133,7 +136,10 @@ def _check_plan(arguments: Any) -> None:
 def _check_batch(arguments: Any) -> None:
     """Check the arguments of a micro-batch of several rows, and read `arguments.lengths`."""
     ways = ("group", "lengths", "mean_length")
-    named = [f"--{name.replace('_', '-')}" for name in ways if getattr(arguments, name) is not None]
+    named = []
+    for name in ways:
+        if getattr(arguments, name) is not None:
+            named.append(f"--{name.replace('_', '-')}")
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)} each describe a micro-batch: pass one of them.")
     if arguments.prompt is not None and arguments.group is None:
@@ -156,7 +162,9 @@ def _check_batch(arguments: Any) -> None:
             "8."
         )
     if arguments.mean_length is not None:
-        rows, mean, longest = arguments.batch_size, arguments.mean_length, arguments.seq_len
+        rows = arguments.batch_size
+        mean = arguments.mean_length
+        longest = arguments.seq_len
         if longest == "max" or not longest <= mean * rows - rows + 1 or mean > longest:
             raise ConfigError(
                 f"--mean-length {mean} needs --seq-len, the tokens of the longest row: with "

@@ -54,7 +54,9 @@ def run_env(arguments: Any) -> int:
 def _accelerator() -> str | None:
     """Return the type of this machine's GPUs, if torch finds a supported one."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None or not is_accelerator(found) else found.type
+    if found is None or not is_accelerator(found):
+        return None
+    return found.type
 
 
 def _device(asked: str) -> str:
@@ -104,7 +106,8 @@ def run_plan(arguments: Any) -> int:
         accumulate=arguments.accumulate,
         weights=arguments.weights,
     )
-    batches, training = _batches(arguments), Training(arguments.lora, arguments.bits)
+    batches = _batches(arguments)
+    training = Training(arguments.lora, arguments.bits)
     with progress(sys.stderr, "counting") as said:
         counted = functools.partial(
             plan,
@@ -130,19 +133,23 @@ def run_plan(arguments: Any) -> int:
         if arguments.html is not None:
             _write_page(arguments, found, training, counted)
     if batches:
-        ways = [
-            both_ways(found.profile, batch, found.memory, found.setting, found.rates)
-            for batch in batches
-        ]
+        ways = []
+        for batch in batches:
+            ways.append(both_ways(found.profile, batch, found.memory, found.setting, found.rates))
         print(
             as_json({"batches": ways}) if arguments.json else batches_table(found, ways),
             file=arguments.out,
         )
-        return FITS if all(packed.fits for _, packed in ways) else DOES_NOT_FIT
+        if all(packed.fits for _, packed in ways):
+            return FITS
+        return DOES_NOT_FIT
     if arguments.json:
         print(as_json(found), file=arguments.out)
     else:
-        width = shutil.get_terminal_size().columns if arguments.out.isatty() else None
+        if arguments.out.isatty():
+            width = shutil.get_terminal_size().columns
+        else:
+            width = None
         print(plan_table(found, arguments.modules, width), file=arguments.out)
         _print_what_fits(arguments, found, training, counted)
     return FITS if found.choice is not None else DOES_NOT_FIT
@@ -166,12 +173,15 @@ def _print_what_fits(
     elif training == Training() and not arguments.full:
         how = next(training.smaller())
         adapters = counted(lora=how.lora, bits=how.bits)
-        others = [Remedy(str(how), how.options, adapters)] if adapters.choice is not None else []
+        if adapters.choice is not None:
+            others = [Remedy(str(how), how.options, adapters)]
+        else:
+            others = []
     else:
         return
-    commands = [
-        shlex.join(["streambp", *with_options(arguments.given, other.options)]) for other in others
-    ]
+    commands = []
+    for other in others:
+        commands.append(shlex.join(["streambp", *with_options(arguments.given, other.options)]))
     print("\n".join(remedies_table(found, others, commands)), file=arguments.out)
 
 
@@ -181,7 +191,8 @@ def _batches(arguments: Any) -> list[Batch]:
     For a group: the default completions, or the rest of --seq-len behind the prompt. For a data
     set: its rows, cut at --seq-len.
     """
-    row, rows = arguments.seq_len, arguments.batch_size
+    row = arguments.seq_len
+    rows = arguments.batch_size
     if arguments.group is not None:
         prompt = arguments.prompt
         completions = COMPLETIONS if row == "max" else (row - prompt,)
@@ -191,11 +202,10 @@ def _batches(arguments: Any) -> list[Batch]:
     if arguments.mean_length is not None:
         return [Batch.of_mean(row, arguments.mean_length, rows)]
     if arguments.lengths is not None:
-        cut = (
-            arguments.lengths
-            if row == "max"
-            else [min(length, row) for length in arguments.lengths]
-        )
+        if row == "max":
+            cut = arguments.lengths
+        else:
+            cut = [min(length, row) for length in arguments.lengths]
         return [Batch.of_data(cut, rows)]
     return []
 
@@ -205,7 +215,10 @@ def _rates(arguments: Any) -> Rates:
     memory.
     """
     if arguments.measure_device is None:
-        usual = None if arguments.gpu_memory is None else device_of(arguments.gpu_memory)
+        if arguments.gpu_memory is None:
+            usual = None
+        else:
+            usual = device_of(arguments.gpu_memory)
         return rates_of(arguments.device or usual or DEFAULT)
     rates = measure_device(_accelerator() or "cpu")
     write_rates(rates, arguments.measure_device)
@@ -224,25 +237,30 @@ def _write_page(
 ) -> None:
     """Write the page, with the model's other trainings for its switch and its remedies."""
     path = Path(arguments.model).resolve()
-    name = path.parent.name if path.is_file() else path.name if path.is_dir() else arguments.model
+    if path.is_file():
+        name = path.parent.name
+    elif path.is_dir():
+        name = path.name
+    else:
+        name = arguments.model
     profiles = {training: found.profile}
     for how in (Training(), *training.smaller()):
         if how not in profiles:
             with contextlib.suppress(StreamBPError):  # not every model can have adapters
                 profiles[how] = counted(lora=how.lora, bits=how.bits).profile
     fused = fusion(arguments.kernels, "cuda") is not None
-    own = {
-        str(how): counted(lora=how.lora, bits=how.bits, kernels="own").profile
-        for how in profiles
-        if fused
-    }
+    own = {}
+    if fused:
+        for how in profiles:
+            own[str(how)] = counted(lora=how.lora, bits=how.bits, kernels="own").profile
     others = {str(how): profile for how, profile in profiles.items() if how != training}
     arguments.html.write_text(page(found, name, others, str(training), own), "utf-8")
 
 
 def run_profile(arguments: Any) -> int:
     """Print the memory of a real step next to its prediction."""
-    length, config = arguments.seq_len, arguments.config
+    length = arguments.seq_len
+    config = arguments.config
     chunk = plan_chunks(length, 1, config.chunk_size).size
     device = _device(arguments.device)
     with progress(sys.stderr, "running") as said:
@@ -255,9 +273,10 @@ def run_profile(arguments: Any) -> int:
         said("a step by default", 0.75)
         default = compare_default(model, ids)
     if arguments.json:
-        found = (
-            None if default is None else dict(zip(("predicted", "measured"), default, strict=True))
-        )
+        if default is None:
+            found = None
+        else:
+            found = dict(zip(("predicted", "measured"), default, strict=True))
         print(as_json({"phases": rows, "default": found}), file=arguments.out)
     else:
         tables = [
@@ -272,7 +291,8 @@ def _load(arguments: Any) -> PreTrainedModel:
     """Load the checkpoint with transformers' default attention: sdpa wherever the model supports
     it.
     """
-    name, trusted = arguments.model, arguments.trust_remote_code
+    name = arguments.model
+    trusted = arguments.trust_remote_code
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, dtype=arguments.dtype, trust_remote_code=trusted

@@ -49,9 +49,11 @@ def everyones_numbers(
         mine: this rank's numbers.
         device: the device of the model's inputs.
     """
-    ranks = next(
-        (getattr(p, ZERO_GROUP) for p in module.parameters() if hasattr(p, ZERO_GROUP)), None
-    )
+    ranks = None
+    for parameter in module.parameters():
+        if hasattr(parameter, ZERO_GROUP):
+            ranks = getattr(parameter, ZERO_GROUP)
+            break
     for unit in filter(is_fsdp_unit, () if ranks is not None else module.modules()):
         state = unit._get_fsdp_state()  # type: ignore[operator]
         for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:

@@ -32,7 +32,9 @@ def replaced_attention() -> Any:
     function = F.scaled_dot_product_attention
     if (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):
         return CONTEXT_PARALLEL
-    return function if isinstance(function, Hashable) else id(function)
+    if isinstance(function, Hashable):
+        return function
+    return id(function)
 
 
 def find_context_parallel() -> SplitOver | None:

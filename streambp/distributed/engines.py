@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from streambp.known_names import (
     Z3_LEAF,
 )
 
+T = TypeVar("T")
 DDP = "DDP"  # the names in errors
 FSDP2 = "FSDP2"
 
@@ -70,7 +71,11 @@ def engine_of(module: nn.Module) -> str | None:
         return DDP
     if any(map(is_fsdp_unit, {type(inner): inner for inner in modules}.values())):
         return FSDP2
-    return next((name for name in map(engine_of_parameter, parameters) if name is not None), None)
+    for parameter in parameters:
+        name = engine_of_parameter(parameter)
+        if name is not None:
+            return name
+    return None
 
 
 def engine_of_parameter(parameter: Tensor) -> str | None:
@@ -123,9 +128,12 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
                 modules += own[modules_table].values()
             if own[parameters_table]:
                 parameters += own[parameters_table].values()
-    return [inner for inner in modules if inner is not None], [
-        found for found in parameters if found is not None
-    ]
+    return _present(modules), _present(parameters)
+
+
+def _present(values: list[T | None]) -> list[T]:
+    """Return the values that are not None."""
+    return [value for value in values if value is not None]
 
 
 def held(module: nn.Module) -> Hold:
@@ -141,13 +149,14 @@ def held(module: nn.Module) -> Hold:
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
     """Return the hook tables of the layer's inner modules that hold engine hooks."""
-    tables = [
-        getattr(module, name)
-        for module in layer.modules()
-        if module is not layer
-        for name in MODULE_HOOKS
-    ]
-    return [hooks for hooks in tables if any(map(belongs_to_engine, hooks.values()))]
+    tables = []
+    for module in layer.modules():
+        if module is not layer:
+            for name in MODULE_HOOKS:
+                hooks = getattr(module, name)
+                if any(map(belongs_to_engine, hooks.values())):
+                    tables.append(hooks)
+    return tables
 
 
 @contextlib.contextmanager
@@ -178,13 +187,13 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
     """Return the hooks that reduce gradients of the layer's leaves. [Note: inner leaves]"""
-    return [
-        (module, hook)
-        for module in layer.modules()
-        if module is not layer and getattr(module, Z3_LEAF, False)
-        for hook in module._backward_hooks.values()
-        if belongs_to_engine(hook)
-    ]
+    reductions: list[Reduction] = []
+    for module in layer.modules():
+        if module is not layer and getattr(module, Z3_LEAF, False):
+            for hook in module._backward_hooks.values():
+                if belongs_to_engine(hook):
+                    reductions.append((module, hook))
+    return reductions
 
 
 class Reduced(torch.autograd.Function):

@@ -56,15 +56,7 @@ def engine_host_use(model: nn.Module) -> HostUse:
         gradients = _bytes(p.grad for p in shards if p.grad is not None)
         trained = _bytes(p for p in shards if p.requires_grad)
         return HostUse(parameters=_bytes(shards), to_come=(1 + STATES) * trained - gradients)
-    zero = next(
-        (
-            getattr(p, name)
-            for p in model.parameters()
-            for name in ZERO_OPTIMIZERS
-            if hasattr(p, name)
-        ),
-        None,
-    )
+    zero = _zero_optimizer(model)
     partitioned: list[Tensor] = []
     if getattr(zero, OFFLOADS_PARAMETERS, False):
         partitioned = [p.ds_tensor for p in model.parameters() if is_partitioned(p)]  # type: ignore[attr-defined]
@@ -77,11 +69,23 @@ def engine_host_use(model: nn.Module) -> HostUse:
     )
 
 
+def _zero_optimizer(model: nn.Module) -> Any:
+    """Return ZeRO's optimizer, which the parameters refer to; None without ZeRO."""
+    for parameter in model.parameters():
+        for name in ZERO_OPTIMIZERS:
+            if hasattr(parameter, name):
+                return getattr(parameter, name)
+    return None
+
+
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Sum the bytes of distinct storages; a DTensor counts this rank's part."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+        else:
+            local = tensor
         storage = local.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

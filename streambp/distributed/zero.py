@@ -41,7 +41,11 @@ def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
     if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
-    hidden_states: Tensor = args[0] if args else kwargs.pop("hidden_states")
+    hidden_states: Tensor
+    if args:
+        hidden_states = args[0]
+    else:
+        hidden_states = kwargs.pop("hidden_states")
     if torch.is_grad_enabled() and not hidden_states.requires_grad:
         hidden_states = hidden_states.detach().requires_grad_()
     return (hidden_states, *args[1:]), kwargs

@@ -145,16 +145,19 @@ def _step(optimizer: Optimizer, on_host: bool, parameter: Tensor) -> None:
         on_host: True to step on the host, on whatever device the weight is.
     """
     _refuse_engine(parameter)  # calling a submodule skips the guard
-    here, gradient = parameter.data, parameter.grad
+    here = parameter.data
+    gradient = parameter.grad
     if not on_host or here.device.type == "cpu" or gradient is None:
         optimizer.step()
     else:
         parameter.grad = None  # a gradient must be on its weight's device
-        parameter.data, parameter.grad = here.to("cpu"), gradient.to("cpu")
+        parameter.data = here.to("cpu")
+        parameter.grad = gradient.to("cpu")
         try:
             optimizer.step()
         finally:
-            stepped, parameter.grad = parameter.data, None
+            stepped = parameter.data
+            parameter.grad = None
             parameter.data = here.copy_(stepped)
     parameter.grad = None
 

@@ -60,13 +60,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         window: int = 1024,
     ) -> None:
         self.lengths = _whole_numbers(lengths)
-        self.tokens, self.num_replicas, self.rank, self.seed, self.window = (
-            tokens,
-            num_replicas,
-            rank,
-            seed,
-            window,
-        )
+        self.tokens = tokens
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.seed = seed
+        self.window = window
         self.epoch = self._done = 0
         numbers = (tokens, num_replicas, window)
         if not all(isinstance(number, int) and number >= 1 for number in numbers):
@@ -113,18 +111,23 @@ class TokenBatchSampler(Sampler[list[int]]):
             batches_done: number of this rank's batches to skip, because a resumed run has trained
                 on them.
         """
-        self.epoch, self._done = epoch, batches_done
+        self.epoch = epoch
+        self._done = batches_done
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, for this rank or, without `rank`, for all
         ranks.
         """
-        return self._count if self.rank is None else self._count // self.num_replicas
+        if self.rank is None:
+            return self._count
+        return self._count // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the row numbers of each batch."""
         first, step = (0, 1) if self.rank is None else (self.rank, self.num_replicas)
-        epoch, skipped, self._done = self.epoch, self._done, 0
+        epoch = self.epoch
+        skipped = self._done
+        self._done = 0
         order = self._shuffled(epoch)
         found = self._in_windows(order)
         if len(found) > self._count:
@@ -134,10 +137,9 @@ class TokenBatchSampler(Sampler[list[int]]):
             rows = found[which]
             # or repeat a row
             found[which : which + 1] = [rows[::2], rows[1::2] or [order[len(found) % len(order)]]]
-        groups = [
-            found[start : start + self.num_replicas]
-            for start in range(0, self._count, self.num_replicas)
-        ]
+        groups = []
+        for start in range(0, self._count, self.num_replicas):
+            groups.append(found[start : start + self.num_replicas])
         random.Random(f"{self.seed} {epoch} groups").shuffle(groups)
         longest = [max(self.lengths[row] for batch in group for row in batch) for group in groups]
         groups.insert(0, groups.pop(longest.index(max(longest))))
@@ -158,9 +160,11 @@ class TokenBatchSampler(Sampler[list[int]]):
     def _in_windows(self, order: Sequence[int]) -> list[list[int]]:
         """Return the batches of each window's rows."""
         starts = range(0, len(order), self.window)
-        return [
-            batch for start in starts for batch in self._filled(order[start : start + self.window])
-        ]
+        batches: list[list[int]] = []
+        for start in starts:
+            for batch in self._filled(order[start : start + self.window]):
+                batches.append(batch)
+        return batches
 
     def _filled(self, rows: Sequence[int]) -> list[list[int]]:
         """Return batches of these rows: the longest row first, each into the fullest batch with
@@ -184,7 +188,10 @@ def _whole_numbers(lengths: Any) -> list[int]:
     Raises:
         ConfigError: `lengths` has another type.
     """
-    found = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    if hasattr(lengths, "tolist"):
+        found = lengths.tolist()
+    else:
+        found = lengths
     try:
         whole = [operator.index(length) for length in found]
     except TypeError:

@@ -66,7 +66,8 @@ def check(engine: Any) -> None:
 
 def patch_engines(engine_class: Any) -> None:
     """Make an engine class patch its models from now on, and `check` each new engine."""
-    make, wrap = engine_class.__init__, engine_class._build_fsdp_module
+    make = engine_class.__init__
+    wrap = engine_class._build_fsdp_module
 
     @functools.wraps(make)
     def __init__(engine: Any, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807

@@ -71,7 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
-        code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+        if end.code is None:
+            code = 0
+        elif isinstance(end.code, int):
+            code = end.code
+        else:
+            code = 1
     return told(
         lambda: judge(code, streamed([hook.launched.account()]), given.allow_unpatched),
         otherwise=lambda why: code,

@@ -47,7 +47,8 @@ def run(arguments: Any) -> int:
         ConfigError: the flags do not make a `StreamConfig`, or there is no command.
         StreamBPError: the file cannot be placed or removed.
     """
-    settings, program = from_flags(arguments), arguments.program
+    settings = from_flags(arguments)
+    program = arguments.program
     if arguments.install or arguments.uninstall:
         if program:
             raise ConfigError(
@@ -72,7 +73,8 @@ def run(arguments: Any) -> int:
             "there is no command to run; put it after --: streambp launch --chunk-size 8k -- trl "
             "sft ..."
         )
-    folder, lost = "", ""
+    folder = ""
+    lost = ""
     try:
         folder = tempfile.mkdtemp(prefix="streambp-launch-")
     except OSError as error:  # without a folder, each process prints its own report
@@ -86,9 +88,9 @@ def run(arguments: Any) -> int:
                     leave(account)  # for an outer `streambp launch`
                 say(f"end of {shlex.join(program)}")
                 say("\n".join([*untold, *([table(accounts)] if accounts or not untold else [])]))
-                return (
-                    code if untold else judge(code, streamed(accounts), arguments.allow_unpatched)
-                )
+                if untold:
+                    return code
+                return judge(code, streamed(accounts), arguments.allow_unpatched)
             except Exception as error:  # [Note: reports]
                 lost = reason(error)
         say(f"what the program's processes did could not be told ({lost})")
@@ -135,7 +137,9 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
             child = subprocess.Popen(program, env=variables)
         except (OSError, ValueError) as error:  # ValueError: a NUL byte
             say(f"{shown(program[0])} cannot be run: {getattr(error, 'strerror', None) or error}")
-            return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+            if isinstance(error, FileNotFoundError):
+                return NOT_FOUND
+            return NOT_EXECUTABLE
         with _signals_to(child.send_signal):
             while not came.empty():
                 child.send_signal(came.get())
@@ -160,7 +164,10 @@ def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
                     return
         receive(number)
 
-    numbers = [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]
+    numbers = []
+    for name in PASSED_ON:
+        if hasattr(signal, name):
+            numbers.append(getattr(signal, name))
     before = {
         number: signal.signal(number, handle)
         for number in numbers

@@ -45,11 +45,10 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     cut = getattr(trainer, ROLLOUTS, None)
     if cut is None or cut is before:
         return inputs
-    patched = [
-        part.__dict__["_streambp"]
-        for part in trainer.model.modules()
-        if "_streambp" in part.__dict__
-    ]
+    patched = []
+    for part in trainer.model.modules():
+        if "_streambp" in part.__dict__:
+            patched.append(part.__dict__["_streambp"])
     # with "auto", micro-batches do not change
     if not any(state.config.rows == "packed" for state in patched):
         return inputs
@@ -70,11 +69,10 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     if not all(isinstance(first.get(name), Tensor) for name in PROMPTS) or IMAGES_OF_ROWS in first:
         return batches
     sizes = [len(batch[PROMPTS[0]]) for batch in batches]
-    of_rows = [
-        name
-        for name, value in first.items()
-        if isinstance(value, list) or (torch.is_tensor(value) and value.dim())
-    ]
+    of_rows = []
+    for name, value in first.items():
+        if isinstance(value, list) or (torch.is_tensor(value) and value.dim()):
+            of_rows.append(name)
     if any(
         len(batch[name]) != size
         for batch, size in zip(batches, sizes, strict=True)
@@ -95,7 +93,7 @@ def grouped(batches: list[Batch]) -> list[Batch]:
             values = list(itertools.chain.from_iterable(parts))
             whole[name] = [values[row] for row in order]
     ends = list(itertools.accumulate(sizes, initial=0))
-    return [
-        {**batch, **{name: value[start:stop] for name, value in whole.items()}}
-        for batch, (start, stop) in zip(batches, itertools.pairwise(ends), strict=True)
-    ]
+    regrouped: list[Batch] = []
+    for batch, (start, stop) in zip(batches, itertools.pairwise(ends), strict=True):
+        regrouped.append({**batch, **{name: value[start:stop] for name, value in whole.items()}})
+    return regrouped

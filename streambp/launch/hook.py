@@ -46,11 +46,10 @@ class Hook:
         action = self.actions.get(name)
         if action is None:
             return None
-        others = [
-            finder.find_spec
-            for finder in sys.meta_path
-            if finder is not self and hasattr(finder, "find_spec")
-        ]
+        others = []
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                others.append(finder.find_spec)
         spec = next(filter(None, (find(name, path, target) for find in others)), None)
         loader: Any = getattr(spec, "loader", None)
         load = getattr(loader, "exec_module", None)

@@ -66,7 +66,9 @@ class Launched:
         wanted = (
             trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
         )
-        return dataclasses.replace(config, eval_logits=True) if wanted and config.head else config
+        if wanted and config.head:
+            return dataclasses.replace(config, eval_logits=True)
+        return config
 
     def head_wanted(
         self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
@@ -74,7 +76,10 @@ class Launched:
         """Add our head in place of TRL's fused head (`theirs`) if the model streams and has
         a head.
         """
-        causal = streamed_head(model) if self.streams(model) and self.config.head else None
+        if self.streams(model) and self.config.head:
+            causal = streamed_head(model)
+        else:
+            causal = None
         if causal is None:
             theirs(model, *args, **kwargs)
             return
@@ -152,7 +157,11 @@ class Launched:
                         otherwise=lambda why: f"could not be told ({why})",
                     )
             here = torch.accelerator.current_accelerator()
-            device: Any = None if here is None else torch.get_device_module(here)
+            device: Any
+            if here is None:
+                device = None
+            else:
+                device = torch.get_device_module(here)
             used = hasattr(device, "max_memory_allocated") and device.is_initialized()
             peak = int(device.max_memory_allocated()) if used else None
             account = Account(

@@ -100,7 +100,10 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
 def _place(rank: str | None) -> tuple[bool, int, str]:
     """Return a sort key: numeric ranks first, then other names ("worker-0")."""
     text = rank or ""
-    number = int(text) if text.isdecimal() and len(text) < DIGITS else -1
+    if text.isdecimal() and len(text) < DIGITS:
+        number = int(text)
+    else:
+        number = -1
     return bool(text) and number < 0, number, text
 
 
@@ -121,7 +124,10 @@ def table(accounts: list[Account]) -> str:
         models = [(model.kind, model.left, model.description) for model in account.models]
         for model in dict.fromkeys(models):
             kind, left, description = model
-            count = f"{models.count(model)} x " if models.count(model) > 1 else ""
+            if models.count(model) > 1:
+                count = f"{models.count(model)} x "
+            else:
+                count = ""
             lines.append(
                 f"  model       {count}{kind}, "
                 + ("patched" if left is None else f"left as it was: {left}")

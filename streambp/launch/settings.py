@@ -42,9 +42,10 @@ class Settings:
     def to_json(self) -> str:
         """Return the differences from the defaults as JSON, for an environment variable."""
         given = {name: getattr(self.config, name) for name in FIELDS}
-        changed: dict[str, Any] = {
-            name: value for name, value in given.items() if value != getattr(DEFAULTS, name)
-        }
+        changed: dict[str, Any] = {}
+        for name, value in given.items():
+            if value != getattr(DEFAULTS, name):
+                changed[name] = value
         return json.dumps(changed if self.at == "trainer" else {**changed, "at": self.at})
 
 
@@ -54,7 +55,10 @@ def from_fields(found: dict[str, Any]) -> Settings:
     Raises:
         ConfigError: a name is unknown, or a value is invalid.
     """
-    config = {name: value for name, value in found.items() if name != "at"}
+    config = {}
+    for name, value in found.items():
+        if name != "at":
+            config[name] = value
     return Settings(config_from(config, "streambp launch"), found.get("at", "trainer"))
 
 
@@ -85,15 +89,15 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
     The fields are `StreamConfig`'s and --at. Flags absent from the command line are None.
     """
     signature = inspect.signature(function, eval_str=True)
-    own = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    own = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            own.append(parameter)
     hints = typing.get_type_hints(StreamConfig)
     flags = []
     for name in FIELDS:
-        flag, default = name.replace("_", "-"), getattr(DEFAULTS, name)
+        flag = name.replace("_", "-")
+        default = getattr(DEFAULTS, name)
         told = f"StreamConfig's {name} (default: {default!r})"
         if bool in (hints[name], *typing.get_args(hints[name])):
             kind: Any = Annotated[
@@ -127,11 +131,10 @@ def from_flags(arguments: Any) -> Settings:
     Raises:
         ConfigError: `StreamConfig` rejects a value.
     """
-    found = {
-        name: value
-        for name, value in vars(arguments).items()
-        if name in (*FIELDS, "at") and value is not None
-    }
+    found = {}
+    for name, value in vars(arguments).items():
+        if name in (*FIELDS, "at") and value is not None:
+            found[name] = value
     if "saves" in found:
         found["saves"] = tuple(name for name in found["saves"].split(",") if name)
     return from_fields(found)

@@ -53,5 +53,8 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
     The mean over an empty mask is 0.
     """
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    if dim is None:
+        count = mask.bool().sum()
+    else:
+        count = mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)

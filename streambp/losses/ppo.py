@@ -73,10 +73,8 @@ def ppo_loss(
     values = within(mask, values)
     old_values = within(mask, old_values)
     returns = within(mask, returns)
-    plain, clipped = (
-        -advantages * ratio,
-        -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range),
-    )
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
     policy = masked_mean(torch.maximum(plain, clipped), mask)
     error = (values - returns).square()
     worse = error
@@ -84,7 +82,10 @@ def ppo_loss(
         near = torch.clamp(values, old_values - value_clip_range, old_values + value_clip_range)
         worse = torch.maximum(error, (near - returns).square())
     value = 0.5 * masked_mean(worse, mask)
-    spread = masked_mean(entropy, mask) if entropy is not None else log_probs.new_zeros(())
+    if entropy is not None:
+        spread = masked_mean(entropy, mask)
+    else:
+        spread = log_probs.new_zeros(())
     with torch.no_grad():
         policy_clipped = masked_mean((clipped > plain).to(ratio.dtype), mask)
         value_clipped = masked_mean((worse > error).to(ratio.dtype), mask)

@@ -44,14 +44,14 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """
         handler = getattr(trainer, "callback_handler", None)  # a mock trainer may have none
         if handler is not None:
-            ours = [
-                callback for callback in handler.callbacks if isinstance(callback, StreamCallback)
-            ]
-            others = [
-                callback
-                for callback in handler.callbacks
-                if not isinstance(callback, StreamCallback)
-            ]
+            ours = []
+            for callback in handler.callbacks:
+                if isinstance(callback, StreamCallback):
+                    ours.append(callback)
+            others = []
+            for callback in handler.callbacks:
+                if not isinstance(callback, StreamCallback):
+                    others.append(callback)
             handler.callbacks[:] = [*(ours or [cls()]), *others]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +71,8 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         try:
             if not isinstance(logs, dict) or LOSS not in logs:
                 return
-            record, before = _last_step(model), self._before
+            record = _last_step(model)
+            before = self._before
             if record is None or (before is not None and record.number == before.number):
                 return
             self._before = record

@@ -83,15 +83,20 @@ class Batch:
 
     def tokens(self, packed: bool) -> int:
         """Return the number of tokens that layers compute."""
-        return self.prompt + self.scored if packed else len(self.lengths) * self.row
+        if packed:
+            return self.prompt + self.scored
+        return len(self.lengths) * self.row
 
     def reach(self, packed: bool) -> float:
         """Return the length of a causal row whose queries read equally many keys on average."""
         rests = sum(length**2 - self.prompt**2 for length in self.lengths)  # 2 P C + C^2
-        return (self.prompt**2 + rests) / self.tokens(True) if packed else float(self.row)
+        if packed:
+            return (self.prompt**2 + rests) / self.tokens(True)
+        return float(self.row)
 
     def __str__(self) -> str:
-        rows, padding = len(self.lengths), 1 - sum(self.lengths) / self.tokens(False)
+        rows = len(self.lengths)
+        padding = 1 - sum(self.lengths) / self.tokens(False)
         if self.prompt:
             return f"A group of {rows} rows with a prompt of {self.prompt:,} tokens"
         return f"{rows} rows of {min(self.lengths):,} to {self.row:,} tokens, {padding:.0%} padding"
@@ -155,7 +160,9 @@ def both_ways(
     plain = min(methods, key=lambda method: (method.offload != "none", len(method.saves)))
     ways = []
     for packed in (False, True):
-        rows, tokens, found = 1 if packed else len(batch.lengths), batch.tokens(packed), []
+        rows = 1 if packed else len(batch.lengths)
+        tokens = batch.tokens(packed)
+        found = []
         for method in methods:
             for size in dict.fromkeys(min(size, tokens // rows) for size in chunk_sizes(rows)):
                 at = peak(profile, method, tokens, rows * size, setting)
@@ -194,18 +201,21 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
         packed: True for one packed row.
         chunk_size: positions of a chunk in each row.
     """
-    rows, tokens, reach = (
-        1 if packed else len(batch.lengths),
-        batch.tokens(packed),
-        batch.reach(packed),
-    )
+    rows = 1 if packed else len(batch.lengths)
+    tokens = batch.tokens(packed)
+    reach = batch.reach(packed)
     length = tokens / rows
     found = {}
     for part in method.work:
         step = features(length, chunk_size, k_block=part.k_block)
-        chunk, blocks = rows * chunk_size, step.blocks * reach / length
-        counted = batch.scored if part.name.startswith(HEAD) else tokens
-        again, window = rows * reach * step.chunks, tokens * chunk_size
+        chunk = rows * chunk_size
+        blocks = step.blocks * reach / length
+        if part.name.startswith(HEAD):
+            counted = batch.scored
+        else:
+            counted = tokens
+        again = rows * reach * step.chunks
+        window = tokens * chunk_size
         step = step._replace(tokens=counted, chunk=chunk, tokens_chunks=again, tokens_chunk=window)
         step = step._replace(square=tokens * reach, blocks=blocks, queries_blocks=chunk * blocks)
         found[part.name] = part.at(step)
@@ -241,13 +251,12 @@ def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
                 )
             )
             methods.append(f"{way.method}{'' if way.fits else ', does not fit'}")
-        ratios = [
-            getattr(plain, name) / getattr(packed, name)
-            for name in ("tokens", "resident", "flops", "seconds")
-        ]
-        rows.append(
-            ("ratio", f"{ratios[0]:.2f}", "", *(f"{ratio:.2f}" for ratio in ratios[1:]), "")
-        )
+        ratios = []
+        for name in ("tokens", "resident", "flops", "seconds"):
+            ratios.append(f"{getattr(plain, name) / getattr(packed, name):.2f}")
+        rows.append(("ratio", ratios[0], "", *ratios[1:], ""))
         methods.append("")
-    table = [f"{line}  {by}".rstrip() for line, by in zip(columns(rows), methods, strict=True)]
+    table = []
+    for line, by in zip(columns(rows), methods, strict=True):
+        table.append(f"{line}  {by}".rstrip())
     return "\n".join([headline(plan.profile, plan.setting), str(found[0][0].batch), "", *table])

@@ -49,26 +49,36 @@ def unroll(
             step.
     """
     depth = len(reduced.kinds)
-    forward = {span.layer: span for span in spans if span.name == "forward"}
-    backward = {span.layer: span for span in spans if span.name == "backward"}
+    forward = {}
+    for span in spans:
+        if span.name == "forward":
+            forward[span.layer] = span
+    backward = {}
+    for span in spans:
+        if span.name == "backward":
+            backward[span.layer] = span
     order: list[tuple[str, Span]] = []
     for span in spans:
         if span.layer is None:
             order.append((span.name, span))
         elif span.layer == 0 and span.name == "forward":
-            order += [
-                (f"forward {index}", forward[reduced.stand_in(index)]) for index in range(depth)
-            ]
+            for index in range(depth):
+                order.append((f"forward {index}", forward[reduced.stand_in(index)]))
         elif span.layer == len(reduced.kept) - 1 and span.name == "backward":
-            down = [
-                index for index in reversed(range(depth)) if reduced.stand_in(index) in backward
-            ]
+            down = []
+            for index in reversed(range(depth)):
+                if reduced.stand_in(index) in backward:
+                    down.append(index)
             order += [(f"backward {index}", backward[reduced.stand_in(index)]) for index in down]
-    before = {id(span): (last.gradients, last.host) for last, span in itertools.pairwise(spans)}
+    before = {}
+    for last, span in itertools.pairwise(spans):
+        before[id(span)] = (last.gradients, last.host)
     live = gradients = host = 0.0
     counted = []
     for name, span in order:
-        most = {keys: live + others - span.start for keys, others in span.most.items()}
+        most = {}
+        for keys, others in span.most.items():
+            most[keys] = live + others - span.start
         counted.append(Counted(name, live, live + span.peak - span.start, gradients, most))
         gradients_before, host_before = before.get(id(span), (0, 0))
         live += span.end - span.start
@@ -76,7 +86,10 @@ def unroll(
         host += span.host - host_before
     work: dict[str, Work] = {}
     for name, span in order:
-        kind = name if span.layer is None else span.name
+        if span.layer is None:
+            kind = name
+        else:
+            kind = span.name
         work[kind] = work.get(kind, Work()).plus(span.work)
     links = tuple(map(sum, zip(*(span.links for _, span in order), strict=True)))
     return counted, host, work, links
@@ -92,10 +105,13 @@ def fit(
     two lines has the larger of the two values.
     """
     fitted = []
-    peaks, starts = (
-        fit_bytes(points, [[getattr(phase, field) for phase in counted] for counted in phases])
-        for field in ("peak", "start")
-    )
+    counted_peaks = []
+    counted_starts = []
+    for at_point in phases:
+        counted_peaks.append([phase.peak for phase in at_point])
+        counted_starts.append([phase.start for phase in at_point])
+    peaks = fit_bytes(points, counted_peaks)
+    starts = fit_bytes(points, counted_starts)
     for counted, peak, start in zip(phases[0], peaks, starts, strict=True):
         fitted.append(Phase(counted.name, peak._replace(keys=counted.per_key), counted.gradients))
         if start.tokens > peak.tokens:  # for long sequences the start exceeds the peak
@@ -103,7 +119,10 @@ def fit(
     ends: dict[int, tuple[int, int]] = {}
     for index, kind in enumerate(reduced.kinds):
         ends[kind] = (ends.get(kind, (index, index))[0], index)
-    shown = {index for pair in ends.values() for index in pair} | {0, len(reduced.kinds) - 1}
-    return tuple(
-        p for p in fitted if not p.name.split()[-1].isdigit() or int(p.name.split()[-1]) in shown
-    )
+    shown = {0, len(reduced.kinds) - 1}.union(*ends.values())
+    chosen = []
+    for phase in fitted:
+        layer = phase.name.split()[-1]
+        if not layer.isdigit() or int(layer) in shown:
+            chosen.append(phase)
+    return tuple(chosen)

@@ -52,31 +52,33 @@ def read_config(
     if isinstance(source, PreTrainedConfig):
         _check_numbers(source.to_dict(), type(source).__name__)
         return source
-    name, fields = shown(str(source)), None
+    name = shown(str(source))
+    fields = None
     try:
         path = Path(source)
-        fields = (
-            json.loads(path.read_text("utf-8"))
-            if path.is_file()
-            else PreTrainedConfig.get_config_dict(source)[0]
-        )
+        if path.is_file():
+            fields = json.loads(path.read_text("utf-8"))
+        else:
+            fields = PreTrainedConfig.get_config_dict(source)[0]
         if not isinstance(fields, dict):
             raise TypeError(f"it is a {type(fields).__name__} instead of an object with fields")
         _check_numbers(fields, name)
-        config: PreTrainedConfig = (
-            AutoConfig.for_model(**fields)
-            if path.is_file()
-            else AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        )
+        config: PreTrainedConfig
+        if path.is_file():
+            config = AutoConfig.for_model(**fields)
+        else:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except StreamBPError:
         raise
     except Exception as error:  # transformers' code, with values from anywhere
-        named = (
-            _fields_of(error, fields, lambda some: AutoConfig.for_model(**some))
-            if isinstance(fields, dict)
-            else ""
-        )
-        advice = f"{TRUST} " if needs_trust(error) else ""
+        if isinstance(fields, dict):
+            named = _fields_of(error, fields, lambda some: AutoConfig.for_model(**some))
+        else:
+            named = ""
+        if needs_trust(error):
+            advice = f"{TRUST} "
+        else:
+            advice = ""
         raise StreamBPError(
             f"No model configuration could be read from {name} ({named}{reason(error)}). "
             f"{advice}Pass a config.json, the folder that save_pretrained wrote, or an id on the "
@@ -95,11 +97,10 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
         return make(config)
     except Exception as error:  # transformers' code, with values from anywhere
         kind = type(config)
-        given = {
-            k: v
-            for k, v in config.to_diff_dict().items()
-            if k not in ("model_type", "transformers_version")
-        }
+        given = {}
+        for k, v in config.to_diff_dict().items():
+            if k not in ("model_type", "transformers_version"):
+                given[k] = v
         named = _fields_of(error, given, lambda fields: make(kind(**fields)))
         raise StreamBPError(
             f"No causal language model for {kind.__name__} ({named}{reason(error)}). Pass the "
@@ -114,7 +115,12 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         last = field.rpartition(".")[2]
-        most = MOST_LAYERS if "layer" in last else MOST_PARTS if COUNTS.match(last) else MOST
+        if "layer" in last:
+            most = MOST_LAYERS
+        elif COUNTS.match(last):
+            most = MOST_PARTS
+        else:
+            most = MOST
         if abs(value) > most:
             raise StreamBPError(
                 f"{field} of {name} is {shown(value)}; the planner takes numbers up to {most:,} "
@@ -135,7 +141,8 @@ def _fields_of(
 
     [Note: fields of an error]
     """
-    gone, other = [], []
+    gone = []
+    other = []
     level = logging.root.manager.disable
     logging.disable()  # each attempt would repeat the warnings
     try:
@@ -149,4 +156,6 @@ def _fields_of(
     finally:
         logging.disable(level)
     named = gone or other
-    return f"{', '.join(named)}: " if 0 < len(named) <= NAMED else ""
+    if 0 < len(named) <= NAMED:
+        return f"{', '.join(named)}: "
+    return ""

@@ -67,9 +67,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        fresh = [
-            s for s in (x.untyped_storage() for x in tensors(result)) if s._cdata not in self._alive
-        ]
+        fresh = []
+        for s in (x.untyped_storage() for x in tensors(result)):
+            if s._cdata not in self._alive:
+                fresh.append(s)
         if fresh:
             before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
             for storage in fresh:
@@ -83,7 +84,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         """Count a new storage until it is freed."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         self._alive[key] = (
             self.tracked,
             size,
@@ -209,11 +211,9 @@ class Shapes:
                 raise TypeError(f"{type(value).__name__} on {value.device}")
             return value.shape, value.stride(), value.dtype
         if isinstance(value, list | tuple):
-            return (
-                tuple(map(self._part, value))
-                if any(isinstance(one, Tensor) for one in value)
-                else tuple(value)
-            )
+            if any(isinstance(one, Tensor) for one in value):
+                return tuple(map(self._part, value))
+            return tuple(value)
         # nan never equals itself, so its key would never match
         return type(value), "nan" if value != value else value
 
@@ -232,7 +232,10 @@ class Shapes:
             return VIEW.work
         work = work_of(func, args, kwargs, result)
         several = isinstance(result, tuple)
-        outputs = list(result) if several else [result]
+        if several:
+            outputs = list(result)
+        else:
+            outputs = [result]
         if key is None:
             return work
         if written:
@@ -247,7 +250,12 @@ class Shapes:
         elif all(
             type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs
         ):
-            made = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in outputs]
+            made = []
+            for x in outputs:
+                if isinstance(x, Tensor):
+                    made.append((x.shape, x.stride(), x.dtype))
+                else:
+                    made.append(x)
             self._known[key] = Known(
                 made, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
             )
@@ -333,15 +341,16 @@ class StepCount(LiveBytes):
         for output in made:
             if isinstance(output, Tensor):
                 self._track(output.untyped_storage())
-        return tuple(made) if known.several else made[0]
+        if known.several:
+            return tuple(made)
+        return made[0]
 
     def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """Run an uncached operation."""
-        device = (
-            kwargs.get("device")
-            if func is aten._to_copy.default and args[0].device.type == "meta"
-            else None
-        )
+        if func is aten._to_copy.default and args[0].device.type == "meta":
+            device = kwargs.get("device")
+        else:
+            device = None
         # True for a copy of values that do not exist
         to_data = device is not None and torch.device(device).type != "meta"
         is_read = func is aten._local_scalar_dense.default and not has_data(args[0])
@@ -349,10 +358,16 @@ class StepCount(LiveBytes):
             # Conditions are true. In models' forwards, such conditions test that a mask keeps every
             # token, that a batch is not packed, or that an index is in range.
             kind = kwargs.get("dtype") or args[0].dtype
-            value = (
-                True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-            )
-            return value if is_read else torch.tensor(value, dtype=kind, device=device)
+            value: float
+            if args[0].dtype == torch.bool:
+                value = True
+            elif args[0].is_floating_point():
+                value = 1.0
+            else:
+                value = 1
+            if is_read:
+                return value
+            return torch.tensor(value, dtype=kind, device=device)
         if (
             func in LOOKED_AT
             and not has_data(args[0])

@@ -89,14 +89,14 @@ def counted(
     file = None
     if cache and not isinstance(asked.source, nn.Module):
         config = read_config(asked.source)
-        fields = {
-            name: value for name, value in config.to_dict().items() if name not in NO_PART_OF_A_STEP
-        }
-        options = {
-            field.name: getattr(asked, field.name)
-            for field in dataclasses.fields(asked)
-            if field.name != "source"
-        }
+        fields = {}
+        for name, value in config.to_dict().items():
+            if name not in NO_PART_OF_A_STEP:
+                fields[name] = value
+        options = {}
+        for field in dataclasses.fields(asked):
+            if field.name != "source":
+                options[field.name] = getattr(asked, field.name)
         packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
         versions = dict.fromkeys(VERSIONS, "")
         for package in VERSIONS:

@@ -60,11 +60,9 @@ def by_default(
     if profile.saves is None or setting.split or setting.zero >= 3:
         return None
     setting = dataclasses.replace(setting, on_host=None)  # by default weights stay on the device
-    method, rows, kept = (
-        profile.method(METHODS[0].name),
-        profile.batch_size,
-        static(profile, setting),
-    )
+    method = profile.method(METHODS[0].name)
+    rows = profile.batch_size
+    kept = static(profile, setting)
     present = 1.0 if setting.accumulate else 0.0
     free = usable - kept.weights - kept.optimizer - present * kept.gradients
     spent_by = seconds_of(method, rates, rows)
@@ -77,7 +75,8 @@ def by_default(
     )
     policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (known, present), True, True)
     policy.begins(HERE)
-    tokens, size = rows * seq_len, policy.size(rows, seq_len, HERE)
+    tokens = rows * seq_len
+    size = policy.size(rows, seq_len, HERE)
     if size >= seq_len and profile.saves["plain"]:  # [Note: micro-batches as unpatched]
         heads = [0] * profile.layers  # fused attention kernels save no scores
         kept_plain = unpatched.kept_unpatched(
@@ -89,15 +88,16 @@ def by_default(
             and kept_plain.bytes <= unpatched.SHARE * kept_plain.room
             and plain is not None
         ):
-            took, most = (
-                seconds(plain, seq_len, seq_len, rates),
-                peak(profile, plain, seq_len, seq_len, setting),
-            )
+            took = seconds(plain, seq_len, seq_len, rates)
+            most = peak(profile, plain, seq_len, seq_len, setting)
             return ByDefault(UNPATCHED, size, True, (), most.total, took.total)
     fits, plan, spent = policy.predicted(free, tokens, rows * size, HERE, seq_len)
     chosen = Chosen(tokens, seq_len, size, free, plan)
     saved = tuple(Saved(name, chosen.layers[name], count) for name, count in chosen.bytes.items())
-    way = KEPT_GRAPH if chosen.layers.get(GRAPH) == profile.layers else STREAMED
+    if chosen.layers.get(GRAPH) == profile.layers:
+        way = KEPT_GRAPH
+    else:
+        way = STREAMED
     phases = peak(profile, method, seq_len, size, setting).phases
     most_saved = max(
         total

@@ -29,7 +29,8 @@ WIDE = torch.float32
 
 def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Save x [B, D, T], copied unless its tokens or its channels are contiguous, and return y."""
-    x = x if 1 in x.stride()[1:] else x.contiguous()
+    if 1 not in x.stride()[1:]:
+        x = x.contiguous()
     ctx.save_for_backward(x, weight, bias)
     return torch.empty_like(x)
 
@@ -37,8 +38,12 @@ def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
     x, weight, bias = ctx.saved_tensors
-    grad = grad if 1 in grad.stride()[1:] else grad.contiguous()
-    d_bias = None if bias is None else torch.empty_like(bias, dtype=WIDE)
+    if 1 not in grad.stride()[1:]:
+        grad = grad.contiguous()
+    if bias is None:
+        d_bias = None
+    else:
+        d_bias = torch.empty_like(bias, dtype=WIDE)
     return torch.empty_like(x), torch.empty_like(weight, dtype=WIDE), d_bias
 
 
@@ -118,18 +123,28 @@ def _chunk_delta_rule(
     """
     # copies of q and k live until the end
     q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    q, k, q_length, k_length = q_in, k_in, None, None
+    q = q_in
+    k = k_in
+    q_length = None
+    k_length = None
     if normalises:
         (q, q_length), (k, k_length) = (  # one number for each row is saved for backward
             (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE))
             for x in (q_in, k_in)
         )
-    sizes, by_channel = Blocks(k, v), g.dim() == 4
+    sizes = Blocks(k, v)
+    by_channel = g.dim() == 4
     decay = torch.empty_like(g, dtype=WIDE)
-    scores = sizes.per_token(BLOCK) if by_channel else None
+    if by_channel:
+        scores = sizes.per_token(BLOCK)
+    else:
+        scores = None
     solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
     # [B, T, H_v, SOLVED_BLOCK]
-    diagonal = sizes.per_token(SOLVED_BLOCK, WIDE) if by_channel else None
+    if by_channel:
+        diagonal = sizes.per_token(SOLVED_BLOCK, WIDE)
+    else:
+        diagonal = None
     work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values)]
     work += [sizes.per_token(sizes.keys)] if by_channel else []
     del diagonal
@@ -154,42 +169,48 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
     q, _, k, _, v, decay, g, beta, _, _, start = ctx.saved_tensors
     sizes = Blocks(k, v)
     d_out = d_out.contiguous()
-    keys, values = sizes.keys, sizes.values
-    again = [
-        sizes.per_token(width)
-        for width in ((keys, values) if g is None else (keys, values, keys, keys))
-    ]
+    keys = sizes.keys
+    values = sizes.values
+    again = []
+    for width in (keys, values) if g is None else (keys, values, keys, keys):
+        again.append(sizes.per_token(width))
     again += [sizes.states(), sizes.per_token(values)]
-    d_scores = None if g is None else sizes.per_token(BLOCK, WIDE)
+    if g is None:
+        d_scores = None
+    else:
+        d_scores = sizes.per_token(BLOCK, WIDE)
     dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
     d_states = sizes.states()
-    d_start = None if start is None else sizes.state()
+    if start is None:
+        d_start = None
+    else:
+        d_start = sizes.state()
     dv_new = torch.empty_like(d_out)
     del dv_within
     if g is None:
-        dq, dk = sizes.per_token(keys), sizes.per_token(keys)
-        d_decay, dw = torch.empty_like(decay), sizes.per_token(keys)
+        dq = sizes.per_token(keys)
+        dk = sizes.per_token(keys)
+        d_decay = torch.empty_like(decay)
+        dw = sizes.per_token(keys)
         dq = sizes.over_heads(dq)
         dk = sizes.over_heads(dk)
         dk_within = sizes.per_token(keys)
-        dv, d_decay_within, d_beta = (
-            torch.empty_like(v),
-            torch.empty_like(decay),
-            torch.empty_like(beta),
-        )
+        dv = torch.empty_like(v)
+        d_decay_within = torch.empty_like(decay)
+        d_beta = torch.empty_like(beta)
         dk_within = sizes.over_heads(dk_within)
         d_decay = torch.empty_like(decay)
         del dv_new, dw, dk_within, d_decay_within
     else:
-        dq, dk = sizes.per_token(keys, WIDE), sizes.per_token(keys, WIDE)
-        dv, d_decay, d_beta = (
-            torch.empty_like(v),
-            torch.empty_like(decay),
-            torch.empty_like(beta, dtype=WIDE),
-        )
+        dq = sizes.per_token(keys, WIDE)
+        dk = sizes.per_token(keys, WIDE)
+        dv = torch.empty_like(v)
+        d_decay = torch.empty_like(decay)
+        d_beta = torch.empty_like(beta, dtype=WIDE)
         d_solved = sizes.per_token(BLOCK, WIDE)
         del dv_new
-        dq_sum, dk_sum = torch.empty_like(dq), torch.empty_like(dk)
+        dq_sum = torch.empty_like(dq)
+        dk_sum = torch.empty_like(dk)
         parts = [torch.empty_like(d_beta) for _ in range(-(-keys // INTRA_CHANNELS))]
         d_decay_sum = torch.empty_like(d_decay)
         d_beta = torch.empty_like(d_beta)

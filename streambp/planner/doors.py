@@ -34,16 +34,19 @@ def python(choice: Choice) -> str:
 def doors(choice: Choice, setting: Setting) -> dict[str, str]:
     """Return one line for each other entry point, by name."""
     fields = fields_of(choice)
-    flags = [
-        f"--{name.replace('_', '-')}={','.join(v) if isinstance(v, list) else v}"
-        for name, v in fields.items()
-    ]
-    trl = ", ".join(
-        f"stream_{name}={quoted(str(v) if name == 'chunk_size' else v)}"
-        for name, v in fields.items()
-    )
-    section = ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
-    engine: dict[str, Any] = {"zero_optimization": {"stage": setting.zero}} if setting.zero else {}
+    flags = []
+    trl = []
+    section = []
+    for name, value in fields.items():
+        text = ",".join(value) if isinstance(value, list) else value
+        flags.append(f"--{name.replace('_', '-')}={text}")
+        trl.append(f"stream_{name}={quoted(str(value) if name == 'chunk_size' else value)}")
+        section.append(f"{name}: {json.dumps(value)}")
+    engine: dict[str, Any]
+    if setting.zero:
+        engine = {"zero_optimization": {"stage": setting.zero}}
+    else:
+        engine = {}
     if setting.optimizer_on_host:
         engine = {
             "zero_optimization": {
@@ -56,8 +59,8 @@ def doors(choice: Choice, setting: Setting) -> dict[str, str]:
         section_of_engine = ALONE + (IN_BACKWARD if setting.optimizer_on_host else "")
     return {
         "launch": f"{shlex.join(['streambp', 'launch', *flags])} -- PROGRAM ...",
-        "TRL": f"StreamSFTConfig({trl})",
-        "axolotl": f"streambp: {{{section}}}",
+        "TRL": f"StreamSFTConfig({', '.join(trl)})",
+        "axolotl": f"streambp: {{{', '.join(section)}}}",
         "DeepSpeed": section_of_engine,
     }
 

@@ -122,21 +122,21 @@ def estimate(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention
     )
     StreamConfig(chunk_size=chunk_size, saves=saves, offload=offload)
-    setting, known = setting or Setting(), rates_of(rates)
+    setting = setting or Setting()
+    known = rates_of(rates)
     skeleton = asked.skeleton()
     shard = -(-seq_len // setting.ranks)
     chunk = plan_chunks(shard, batch_size, chunk_size).size
     recipes = (*UNPATCHED, streamed(saves, offload, setting.split))
     profile = survey(skeleton, recipes, batch_size, (shard, chunk), attention)
     available(profile, setting)  # raises if the setting is not available
-    methods = tuple(
-        MethodEstimate(
-            m.name, peak(profile, m, seq_len, chunk, setting), flops(m, seq_len, chunk, setting),
-            seconds(m, seq_len, chunk, known, setting),
-        )
-        for m in profile.methods
-    )  # fmt: skip
-    return Estimate(profile, setting, seq_len, chunk, methods)
+    estimates = []
+    for method in profile.methods:
+        highest = peak(profile, method, seq_len, chunk, setting)
+        total_flops = flops(method, seq_len, chunk, setting)
+        spent = seconds(method, seq_len, chunk, known, setting)
+        estimates.append(MethodEstimate(method.name, highest, total_flops, spent))
+    return Estimate(profile, setting, seq_len, chunk, tuple(estimates))
 
 
 def check_length(field: str, value: int) -> None:

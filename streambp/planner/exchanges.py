@@ -25,7 +25,8 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
     """
     ranks = setting.ranks
     if split.by == ULYSSES:
-        tokens, repeats = seq_len / ranks, split.repeats(ranks)
+        tokens = seq_len / ranks
+        repeats = split.repeats(ranks)
         return (
             (split.traded + split.traded_keys * repeats) * tokens,
             0.0,
@@ -36,7 +37,10 @@ def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, floa
     for heads in split.heads:
         at_once = max(1, min(heads.keys, math.floor(setting.room / (heads.size * seq_len))))
         groups = max(groups, math.ceil(heads.keys / at_once))
-    gathered = split.gathered if groups > 1 else split.gathered_at_once
+    if groups > 1:
+        gathered = split.gathered
+    else:
+        gathered = split.gathered_at_once
     return split.summed * seq_len, gathered * seq_len, groups, split.moved * seq_len
 
 
@@ -71,7 +75,10 @@ def exchange_seconds(
     if method.split.by == ULYSSES:
         inside, outside = (waited * part / ranks for part in (near - 1, ranks - near))
         return max(inside / rates.peers, outside / rates.network) + order
-    rate = rates.peers if ranks <= rates.node else min(rates.peers, rates.node * rates.network)
+    if ranks <= rates.node:
+        rate = rates.peers
+    else:
+        rate = min(rates.peers, rates.node * rates.network)
     gathers, sums = (size * (ranks - 1) / ranks / rate for size in (gathered, waited))
     others = 1 - 1 / groups  # fraction of the groups behind the first
     return sums + gathers / groups + others * max(0.0, gathers - attention) + order

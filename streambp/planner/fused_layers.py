@@ -39,7 +39,9 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
         ConfigError: the value is none of `Kernels`.
     """
     if kernels == "auto":
-        return "liger" if device != "cpu" and is_installed(LIGER) else None
+        if device != "cpu" and is_installed(LIGER):
+            return "liger"
+        return None
     if kernels not in ("own", "liger", "compiled"):
         raise ConfigError(
             f"kernels is {shown(kernels)}; it must be one of 'auto', 'own', 'liger', 'compiled'."
@@ -51,7 +53,8 @@ def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
     """Save x [..., h] and one float32 for each row, and return y [..., h]."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        ctx.weight, ctx.by = weight, by
+        ctx.weight = weight
+        ctx.by = by
         return torch.empty_like(x)
 
 
@@ -60,7 +63,10 @@ def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None
     grad.
     """
     (x, _) = ctx.saved_tensors
-    d_weight = torch.empty_like(ctx.weight) if ctx.needs_input_grad[3] else None
+    if ctx.needs_input_grad[3]:
+        d_weight = torch.empty_like(ctx.weight)
+    else:
+        d_weight = None
     own = ctx.by == "compiled"
     with one_kernel((5 if own and d_weight is not None else 3) * x.nbytes):
         return torch.empty_like(grad) if own else grad, d_weight, None
@@ -93,13 +99,12 @@ gate_kernel = functools.partial(Replayed.apply, _gate_kernel, _gate_kernel_backw
 
 def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
     """Return q [B, H, T, D] and k [B, H_kv, T, D] after rotation, and save nothing."""
-    ctx.moved, ctx.by = 2 * (q.nbytes + k.nbytes), by
+    ctx.moved = 2 * (q.nbytes + k.nbytes)
+    ctx.by = by
     with one_kernel(ctx.moved):
-        return (
-            (q.view_as(q), k.view_as(k))
-            if by == "liger"
-            else (torch.empty_like(q), torch.empty_like(k))
-        )
+        if by == "liger":
+            return (q.view_as(q), k.view_as(k))
+        return (torch.empty_like(q), torch.empty_like(k))
 
 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -107,11 +112,9 @@ def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, T
     place.
     """
     with one_kernel(ctx.moved):
-        return (
-            (dq, dk, None)
-            if ctx.by == "liger"
-            else (torch.empty_like(dq), torch.empty_like(dk), None)
-        )
+        if ctx.by == "liger":
+            return (dq, dk, None)
+        return (torch.empty_like(dq), torch.empty_like(dk), None)
 
 
 # q [B, H, T, D], k [B, H_kv, T, D] -> both, rotated; Liger's in place.
@@ -140,7 +143,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     found = 0
     for module in model.modules():
-        kind, ligers = type(module), is_ligers(module.forward)
+        kind = type(module)
+        ligers = is_ligers(module.forward)
         if by is None and not ligers:
             continue
         weights = [name for name, _ in module.named_parameters(recurse=False)]
@@ -183,4 +187,6 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
 
 def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run the kernel on queries without data, and the modeling file's function on others."""
-    return function(q, k, *args, **kwargs) if has_data(q) else rotary_kernel(q, k, by)
+    if has_data(q):
+        return function(q, k, *args, **kwargs)
+    return rotary_kernel(q, k, by)

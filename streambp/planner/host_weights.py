@@ -88,11 +88,11 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
     """Return the smallest number of first layers that frees `lacking` bytes; all layers if none
     does.
     """
-    tried = (first(sizes, number, decoded) for number in range(1, len(sizes)))
-    return next(
-        (on_host for on_host in tried if on_host.freed >= lacking),
-        first(sizes, len(sizes), decoded),
-    )
+    for number in range(1, len(sizes)):
+        on_host = first(sizes, number, decoded)
+        if on_host.freed >= lacking:
+            return on_host
+    return first(sizes, len(sizes), decoded)
 
 
 def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:

@@ -75,8 +75,7 @@ def no_launches() -> Iterator[None]:
             name = getattr(kernel, "__name__", "a Triton kernel")
             raise StreamBPError(
                 f"{name} cannot be launched on tensors without data, so the planner cannot count a "
-                "step with this kernel. Run a step and measure its memory "
-                "(torch.cuda.max_memory_allocated)."
+                "step with this kernel. Run a step and measure its peak memory."
             )
         return launch(kernel, *args, **kwargs)
 

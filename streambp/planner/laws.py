@@ -101,10 +101,14 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
         keys: bytes of other ranks' keys.
         k_block: number of keys in a block; 0: do not count blocks.
     """
-    chunks = math.ceil(tokens / chunk) if chunk else 0
+    if chunk:
+        chunks = math.ceil(tokens / chunk)
+    else:
+        chunks = 0
     blocks = 0.0
     for index in range(min(chunks, LOOKED_AT) if k_block else 0):
-        start, stop = index * chunk, min(tokens, (index + 1) * chunk)
+        start = index * chunk
+        stop = min(tokens, (index + 1) * chunk)
         blocks += (
             math.ceil(start / k_block) if stop - start >= k_block else math.ceil(stop / k_block) - 1
         )
@@ -120,7 +124,10 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
     Its coefficients are the constant, per T, per C and per chunk. There is no slope in C if all
     points have C = 0, and none per chunk for only three points.
     """
-    columns = min(4, len(points)) if any(c for _, c in points) else 2
+    if any(c for _, c in points):
+        columns = min(4, len(points))
+    else:
+        columns = 2
     rows = torch.tensor([features(*point)[:columns] for point in points], dtype=torch.float64)
     found = torch.linalg.lstsq(rows, torch.tensor(values, dtype=torch.float64)).solution.mT.tolist()
     return [Law(*(round(value, 6) + 0.0 for value in line)) for line in found]
@@ -145,7 +152,10 @@ def fit_work(
     steps = [features(*point, k_block=k_block) for point in points]
     laws = []
     for field, values in zip(Work._fields, zip(*found, strict=True), strict=True):
-        number = own if own is not None and field in ("out", "back") else len(points)
+        if own is not None and field in ("out", "back"):
+            number = own
+        else:
+            number = len(points)
         chosen = list(used[field][:number])
         law = Law()
         if chosen and any(values):

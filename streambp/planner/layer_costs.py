@@ -47,7 +47,10 @@ def seen_costs(
         ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
         skeleton.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     found = sees.learn()
-    costs = {index: found[place] for index in layers if (place := reduced.stand_in(index)) in found}
+    costs = {}
+    for index in layers:
+        if (place := reduced.stand_in(index)) in found:
+            costs[index] = found[place]
     return costs, all(map(is_plain, installed.steps.sites))
 
 
@@ -83,7 +86,9 @@ def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:
     """Return costs by layer, from the result of `counted_saves`."""
     kinds = []
     for kind in saves["kinds"]:
-        products = {name: Product(**product) for name, product in kind["cost"]["products"].items()}
+        products = {}
+        for name, product in kind["cost"]["products"].items():
+            products[name] = Product(**product)
         overwritten = frozenset(kind["cost"]["overwritten"])
         cost = Cost(**{**kind["cost"], "products": products, "overwritten": overwritten})
         kinds.append(LayerCost(**{**kind, "device": HERE, "cost": cost}))

@@ -73,7 +73,11 @@ def compare_step(
         )
     recipe = SurveyRecipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
     # CUDA's counts apply to other accelerators
-    target: Device = "cuda" if tells_memory(device) else "cpu"
+    target: Device
+    if tells_memory(device):
+        target = "cuda"
+    else:
+        target = "cpu"
     skeleton = Skeleton(
         model,
         torch.float32,
@@ -99,7 +103,11 @@ def compare_step(
         model.zero_grad(set_to_none=True)
         if snapshot is not None:
             torch.cuda.memory._record_memory_history()
-        count = LiveBytes() if target == "cpu" else AllocatedBytes(device)
+        count: LiveBytes | AllocatedBytes
+        if target == "cpu":
+            count = LiveBytes()
+        else:
+            count = AllocatedBytes(device)
         spans = run_step(model, layers, lambda: model(**given).loss, count)
         if snapshot is not None:
             torch.cuda.memory._dump_snapshot(str(snapshot))
@@ -109,11 +117,11 @@ def compare_step(
         unpatch(model)
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
     known = {phase.name: phase.peak for phase in predicted}
-    return [
-        Compared(name, known[name], span.peak)
-        for name, span in zip(names, spans, strict=True)
-        if name in known
-    ]
+    rows: list[Compared] = []
+    for name, span in zip(names, spans, strict=True):
+        if name in known:
+            rows.append(Compared(name, known[name], span.peak))
+    return rows
 
 
 def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault | None] | None:
@@ -128,17 +136,23 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
             prediction: on a device that does not report free memory, or for a model that
             `by_default` does not support.
     """
-    device, setting = ids.device, Setting(optimizer=0)
+    device = ids.device
+    setting = Setting(optimizer=0)
     free = auto.free_memory(device)
     if free is None:
         return None
     asked = Asked(model, device="cuda", mixers="installed", batch_size=ids.shape[0])
-    profile, rates = counted(asked, (PLAIN, STREAMED[0])), auto.rates_here(device)
+    profile = counted(asked, (PLAIN, STREAMED[0]))
+    rates = auto.rates_here(device)
     weights = static(profile, setting).weights
     predicted = by_default(profile, ids.shape[1], free + weights, setting, rates)
     if predicted is None:
         return None
-    count = AllocatedBytes(device) if tells_memory(device) else LiveBytes()
+    count: LiveBytes | AllocatedBytes
+    if tells_memory(device):
+        count = AllocatedBytes(device)
+    else:
+        count = LiveBytes()
     auto.patch(model)
     try:
         _step(model, ids)
@@ -153,7 +167,8 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
         return predicted, None
     finally:
         unpatch(model)
-    fits, peak = step.let_go is None, weights + count.peak
+    fits = step.let_go is None
+    peak = weights + count.peak
     return predicted, ByDefault(step.way, step.chunk_size, fits, step.saved, peak, took)
 
 
@@ -175,7 +190,10 @@ def uncount_host(model: nn.Module) -> None:
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:
-        budget = None if sites[0].config.gpu_memory is None else int(sites[0].config.gpu_memory)
+        if sites[0].config.gpu_memory is None:
+            budget = None
+        else:
+            budget = int(sites[0].config.gpu_memory)
         manager = OffloadManager(
             None, "raise", len(sites), budget, engine=UncountedHost(torch.device("cpu"))
         )

@@ -78,7 +78,10 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
     if gpu:
         device = torch.device(kind, torch.accelerator.current_device_index())
     sizes = sizes or (GPU if gpu else CPU)
-    dtype = torch.bfloat16 if gpu else torch.float32
+    if gpu:
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     clock = functools.partial(seconds_of_run, device=device, times=sizes.times)
     with torch.no_grad():
         # Products with many rows and with few rows, to the inner size and back. The first ones heat
@@ -106,7 +109,9 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         there, back = (
             torch.empty(sizes.copied, dtype=torch.uint8, device=device) for _ in range(2)
         )
-        host = [torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=gpu) for _ in range(2)]
+        host = []
+        for _ in range(2):
+            host.append(torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=gpu))
         streams = [torch.Stream(device) if gpu else contextlib.nullcontext() for _ in range(2)]
 
         def copies() -> None:
@@ -118,12 +123,17 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
                     target.copy_(source, non_blocking=True)
 
         link = sizes.copied / clock(copies)
-    factor = SUSTAINED if gpu else dict.fromkeys(SUSTAINED, 1.0)
-    name = (
-        torch.get_device_module(device).get_device_name(device) if gpu else f"this {kind.upper()}"
-    )
+    if gpu:
+        factor = SUSTAINED
+    else:
+        factor = dict.fromkeys(SUSTAINED, 1.0)
+    if gpu:
+        name = torch.get_device_module(device).get_device_name(device)
+    else:
+        name = f"this {kind.upper()}"
     source = f"measured with torch {torch.__version__}"
-    forward, backward = forward * factor["attention"], backward * factor["attention"]
+    forward = forward * factor["attention"]
+    backward = backward * factor["attention"]
     return Rates(
         name,
         products * factor["products"],
@@ -143,7 +153,8 @@ def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) 
     a part of a small product's time. The first run is not counted.
     """
     run()
-    samples, runs = list[float](), 1
+    samples = list[float]()
+    runs = 1
     for _ in range(1 + times):
         wait(device)
         start = time.perf_counter()

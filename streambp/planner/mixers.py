@@ -105,12 +105,18 @@ def stand_in(
     if has_data(next(iter(given.values()))):
         return function(*args, **kwargs)
     found = kernel.allocate(*(given[name] for name in kernel.arguments))
-    return found[0] if kernel.asks_for_end and not given[kernel.asks_for_end] else found
+    if kernel.asks_for_end and not given[kernel.asks_for_end]:
+        return found[0]
+    return found
 
 
 def _plain(function: Any) -> Callable[..., Any]:
     """Return the function, or the forward of a module from the `kernels` package."""
-    found: Callable[..., Any] = function.forward if isinstance(function, nn.Module) else function
+    found: Callable[..., Any]
+    if isinstance(function, nn.Module):
+        found = function.forward
+    else:
+        found = function
     return found
 
 
@@ -127,16 +133,10 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
                 parameters = set(inspect.signature(_plain(value)).parameters)
             except (TypeError, ValueError):
                 continue
-            kernel = next(
-                (
-                    one
-                    for one in KERNELS
-                    if one.parameters <= parameters and not one.absent & parameters
-                ),
-                None,
-            )
-            if kernel is not None:
-                found.append((space, name, kernel))
+            for kernel in KERNELS:
+                if kernel.parameters <= parameters and not kernel.absent & parameters:
+                    found.append((space, name, kernel))
+                    break
     return found
 
 
@@ -153,12 +153,11 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 def out_of_reach(model: nn.Module) -> list[str]:
     """Return packages whose kernels the model calls and for which there is no replacement."""
     known = {kernel.package for _, _, kernel in mixers_of(model)}
-    imported = {
-        package
-        for space in globals_of(model)
-        for name, package in KERNEL_IMPORTS.items()
-        if name in space
-    }
+    imported = set()
+    for space in globals_of(model):
+        for name, package in KERNEL_IMPORTS.items():
+            if name in space:
+                imported.add(package)
     return sorted(imported - known)
 
 
@@ -203,9 +202,15 @@ def is_installed(package: str) -> bool:
 def assumed(model: nn.Module, mixers: Mixers) -> str:
     """Return a description of the count's assumptions about mixers; "" if the model has none."""
     packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
-    stand = [package for package in packages if is_counted(package, mixers)]
+    stand = []
+    for package in packages:
+        if is_counted(package, mixers):
+            stand.append(package)
     plain = [*(package for package in packages if package not in stand), *out_of_reach(model)]
-    parts = [f"kernels of {', '.join(stand)}"] if stand else []
+    if stand:
+        parts = [f"kernels of {', '.join(stand)}"]
+    else:
+        parts = []
     parts += (
         [f"transformers' plain torch where {', '.join(plain)} would have kernels"] if plain else []
     )

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from importlib import resources
+from typing import Any
 
 from streambp.planner.plan import CHUNK_TOKENS, LONGEST, SLOWER, Plan
 from streambp.planner.profile import Profile, to_json
@@ -53,21 +54,20 @@ def page(
         unfused: the same profiles without fused layers, if the plan has fused layers; empty: the
             page has no switch.
     """
-    memory, setting = plan.memory, plan.setting
+    memory = plan.memory
+    setting = plan.setting
     profiles = {training: plan.profile, **(others or {})}
-    embedded, without = (  # the page's own planner does not read `saves`
-        {
-            label: to_json(dataclasses.replace(profile, saves=None))
-            for label, profile in some.items()
-        }
-        for some in (profiles, unfused or {})
-    )
+    embedded = []
+    without = []
+    for label, profile in profiles.items():
+        embedded.append({"training": label, "profile": _embedded(profile)})
+        if unfused:
+            without.append(_embedded(unfused[label]))
+    devices = {plan.rates.name: plan.rates} | dict(DEVICES)
     data = {
         "name": name,
-        "profiles": [
-            {"training": label, "profile": profile} for label, profile in embedded.items()
-        ],
-        "unfused": [without[label] for label in profiles] if unfused else [],
+        "profiles": embedded,
+        "unfused": without,
         "setting": dataclasses.asdict(dataclasses.replace(setting, on_host=None)),
         "memory": {
             "gpu": memory.gpu,
@@ -76,10 +76,7 @@ def page(
         },
         "seq_len": plan.seq_len or START,
         "chunk_tokens": CHUNK_TOKENS,
-        "devices": [
-            dataclasses.asdict(rates)
-            for rates in ({plan.rates.name: plan.rates} | dict(DEVICES)).values()
-        ],
+        "devices": list(map(dataclasses.asdict, devices.values())),
         "longest": LONGEST,
         "slower": SLOWER,
         "usual": USUAL,
@@ -93,3 +90,8 @@ def page(
     return text.replace(
         DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     )
+
+
+def _embedded(profile: Profile) -> dict[str, Any]:
+    """Return a profile as JSON types without `saves`, which the page's planner does not read."""
+    return to_json(dataclasses.replace(profile, saves=None))

@@ -109,13 +109,12 @@ class Choice:
     @property
     def config(self) -> StreamConfig:
         """Return the config for `streambp.patch`."""
-        weights = (
-            "device"
-            if self.on_host is None
-            else "cpu"
-            if self.on_host.layers == self.on_host.of
-            else "auto"
-        )
+        if self.on_host is None:
+            weights = "device"
+        elif self.on_host.layers == self.on_host.of:
+            weights = "cpu"
+        else:
+            weights = "auto"
         where = {"offload": self.offload, "gpu_memory": self.gpu_memory, "weights": weights}
         return StreamConfig(self.chunk_size, self.saves, **where)  # type: ignore[arg-type]
 
@@ -204,12 +203,14 @@ class Plan:
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
         """Return the two fastest streamed methods behind the choice, of those that fit."""
-        chosen = None if self.choice is None else self.choice.method
-        others = [
-            one
-            for one in self.times
-            if one.fits and one.method != chosen and self.profile.method(one.method).chunked
-        ]
+        if self.choice is None:
+            chosen = None
+        else:
+            chosen = self.choice.method
+        others = []
+        for one in self.times:
+            if one.fits and one.method != chosen and self.profile.method(one.method).chunked:
+                others.append(one)
         return tuple(sorted(others, key=lambda one: one.seconds)[:2])
 
 
@@ -257,7 +258,8 @@ def plan(
         StreamBPError: the model or the device is unknown, the model does not stream, or not over
             this number of ranks, or an argument is out of range.
     """
-    known, setting = rates_of(rates), setting or Setting()
+    known = rates_of(rates)
+    setting = setting or Setting()
     asked = Asked(
         model_or_config, dtype, lora, bits, device, mixers, kernels, batch_size, attention
     )
@@ -268,7 +270,10 @@ def plan(
                 f"seq_len is {seq_len}, and {setting.ranks} ranks share a sequence. Shards must "
                 "have the same shape: the number of ranks must divide the number of tokens."
             )
-    host = None if host_memory is None else parse_bytes("host_memory", host_memory) // setting.gpus
+    if host_memory is None:
+        host = None
+    else:
+        host = parse_bytes("host_memory", host_memory) // setting.gpus
     memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
     recipes = (*UNPATCHED, *(SPLIT[setting.split] if setting.split else STREAMED))
     if every_split:
@@ -301,7 +306,9 @@ def plan_profile(
     if moved is None or setting.weights == "device" or found.choice is not None:
         return found
     other = _plan_profile(profile, seq_len, memory, moved, rates)
-    return found if other.choice is None else other
+    if other.choice is None:
+        return found
+    return other
 
 
 def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
@@ -310,10 +317,12 @@ def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
     Trained weights move as well if the setting requests host memory for all weights. None if there
     are no such weights, or several GPUs.
     """
-    sizes, trained = profile.frozen, 0
+    sizes = profile.frozen
+    trained = 0
     if setting.weights == "cpu" and profile.trained:
         # each layer has frozen or trained bytes, and 0 of the other kind
-        sizes, trained = tuple(map(max, sizes, profile.trained)), sum(profile.trained)
+        sizes = tuple(map(max, sizes, profile.trained))
+        trained = sum(profile.trained)
     if setting.gpus > 1 or not any(sizes):
         return None
     born = sum(group.trainable_bytes for group in profile.groups)
@@ -332,26 +341,37 @@ def _plan_profile(
     best = max(
         (row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len
     )
-    length = best.seq_len if seq_len == "max" else seq_len
-    chunked = [m for m in methods if m.chunked]
-    every = options(profile, chunked, length, memory, setting, rates) if length else ()
-    fitting = [one for one in every if fits(one.peak, memory)]
+    if seq_len == "max":
+        length = best.seq_len
+    else:
+        length = seq_len
+    chunked = []
+    for m in methods:
+        if m.chunked:
+            chunked.append(m)
+    fitting = []
+    if length:
+        for option in options(profile, chunked, length, memory, setting, rates):
+            if fits(option.peak, memory):
+                fitting.append(option)
     choice = _fastest(fitting)
     if choice is not None and choice.on_host is not None:
         used = dataclasses.replace(setting, on_host=choice.on_host)
         hidden = hides_from(profile.method(choice.method), choice.chunk_size, rates, used)
         choice = dataclasses.replace(choice, hidden_from=hidden)
     levers = tuple(_levers(profile, best.seq_len, memory, setting))
-    times, within = [], with_room(profile, memory, setting)
+    times = []
+    within = with_room(profile, memory, setting)
     for method in methods if length else ():
         one = choose(profile, [method], length, memory, within, rates)
-        size = (
-            one.chunk_size if one is not None else min(chunk_sizes(profile.batch_size)[-1], length)
-        )
-        spent = one.seconds if one is not None else seconds(method, length, size, rates, within)
-        total = (
-            one.peak.total if one is not None else peak(profile, method, length, size, within).total
-        )
+        if one is not None:
+            size = one.chunk_size
+            spent = one.seconds
+            total = one.peak.total
+        else:
+            size = min(chunk_sizes(profile.batch_size)[-1], length)
+            spent = seconds(method, length, size, rates, within)
+            total = peak(profile, method, length, size, within).total
         speed = throughput(spent, length, profile.batch_size, within)
         times.append(
             Timed(
@@ -364,7 +384,10 @@ def _plan_profile(
             )
         )
     usable = min(memory.usable, memory.gpu - LEFT)
-    default = by_default(profile, length, usable, setting, rates) if length else None
+    if length:
+        default = by_default(profile, length, usable, setting, rates)
+    else:
+        default = None
     found = (choice, best.binds, levers, table, tuple(times), rates, default, _safest(fitting))
     return Plan(profile, setting, memory, length, *found)
 
@@ -382,13 +405,11 @@ def choose(
     Of choices within half a percent, it is the one that moves the least to the host, with the
     largest chunk.
     """
-    return _fastest(
-        [
-            one
-            for one in options(profile, methods, seq_len, memory, setting, rates)
-            if fits(one.peak, memory)
-        ]
-    )
+    fitting = []
+    for option in options(profile, methods, seq_len, memory, setting, rates):
+        if fits(option.peak, memory):
+            fitting.append(option)
+    return _fastest(fitting)
 
 
 def _fastest(found: Sequence[Choice]) -> Choice | None:
@@ -426,10 +447,16 @@ def options(
     """
     setting = with_room(profile, memory, setting)
     for method in methods:
-        sizes = chunk_sizes(profile.batch_size) if method.chunked else (seq_len,)
+        if method.chunked:
+            sizes = chunk_sizes(profile.batch_size)
+        else:
+            sizes = (seq_len,)
         for size in dict.fromkeys(min(size, seq_len) for size in sizes):
             at = peak(profile, method, seq_len, size, setting)
-            used = setting if method.chunked else dataclasses.replace(setting, on_host=None)
+            if method.chunked:
+                used = setting
+            else:
+                used = dataclasses.replace(setting, on_host=None)
             if used.on_host is not None and setting.weights == "auto":
                 lacking = at.total + used.on_host.freed - memory.usable
                 used = dataclasses.replace(
@@ -437,7 +464,10 @@ def options(
                 )
                 at = peak(profile, method, seq_len, size, used)
             how = (method.name, method.saves, method.offload, size, seq_len)
-            left = max(1, int(memory.usable - at.total)) if method.prefix_on_host else None
+            if method.prefix_on_host:
+                left = max(1, int(memory.usable - at.total))
+            else:
+                left = None
             spent = seconds(method, seq_len, size, rates, used)
             sent = link_bytes(method, seq_len, setting)
             yield Choice(
@@ -471,13 +501,17 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
     )
     found = []
     for size in sizes if method.counts_chunks else sizes[-1:]:
-        low, high = 0, LONGEST // ranks
+        low = 0
+        high = LONGEST // ranks
         while low < high:  # valid because every phase grows with the length
             middle = (low + high + 1) // 2
             fitting = fits(peak(profile, method, ranks * middle, size, setting), memory)
             low, high = (middle, high) if fitting else (low, middle - 1)
         beyond = peak(profile, method, ranks * (low + 1), size, setting)
-        binds = beyond.phase if beyond.total > memory.usable else "host memory"
+        if beyond.total > memory.usable:
+            binds = beyond.phase
+        else:
+            binds = "host memory"
         found.append(Longest(method.name, ranks * low, binds))
     return max(found, key=lambda row: row.seq_len)
 

@@ -29,9 +29,13 @@ def points_for(
         tiles: True if tiles of keys come from the host.
     """
     small, large = CHUNKS if fused else TILED_CHUNKS
-    k_block = K_BLOCK if fused else MATH.tiling.k_block or 0
+    if fused:
+        k_block = K_BLOCK
+    else:
+        k_block = MATH.tiling.k_block or 0
     if at is not None and (fused or at[1] < large):
-        small, large = max(1, at[1] // 2), at[1]
+        small = max(1, at[1] // 2)
+        large = at[1]
     few = fused and not tiles and (at is None or at[0] >= large + k_block)
     if (
         few
@@ -48,15 +52,15 @@ def points_for(
             (length + large, large),
         )
     few = few and not states
-    small = small if few or at is not None or not fused else large // 4
+    if fused and at is None and not few:
+        small = large // 4
     short = few and at is None
     length = max((3 if few else 4) * large, large + k_block)
-    length = length if at is None else min(at[0], length)
+    if at is not None:
+        length = min(at[0], length)
     if not chunked:
         return (length, 0), (length + large, 0)
     points = (length, large), (3 * small if short else length, small), (length + large, large)
-    return (
-        (*points, (length, 2 * small if 2 * small < large else max(1, small // 2)))
-        if states
-        else points
-    )
+    if states:
+        return (*points, (length, 2 * small if 2 * small < large else max(1, small // 2)))
+    return points

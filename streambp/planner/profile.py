@@ -17,6 +17,7 @@ kernels are at most as large as their block.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -127,10 +128,9 @@ class Method:
     @property
     def counts_chunks(self) -> bool:
         """True if fewer and larger chunks can take less memory."""
-        return any(
-            law.chunks > 0
-            for law in (self.host, *(phase.law for phase in (*self.first, *self.accumulating)))
-        )
+        if self.host.chunks > 0:
+            return True
+        return any(phase.law.chunks > 0 for phase in (*self.first, *self.accumulating))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,9 +296,11 @@ class Setting:
     @property
     def split(self) -> str:
         """Return the kind of sequence sharding; "" for one rank."""
-        return (
-            ULYSSES if self.ulysses > 1 else CONTEXT_PARALLEL if self.context_parallel > 1 else ""
-        )
+        if self.ulysses > 1:
+            return ULYSSES
+        if self.context_parallel > 1:
+            return CONTEXT_PARALLEL
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,30 +336,35 @@ def static(profile: Profile, setting: Setting) -> Peak:
     """
     weights = gradients = optimizer = 0.0
     for group in profile.groups:
-        expert = setting.expert_parallel if group.name == "expert" else 1
+        if group.name == "expert":
+            expert = setting.expert_parallel
+        else:
+            expert = 1
         replicas = setting.gpus / expert
         weights += group.bytes / expert / (replicas if setting.zero >= 3 else 1)
-        size = (
-            group.trainable_bytes
-            if setting.gradient_bytes is None
-            else group.trainable * setting.gradient_bytes
-        )
+        if setting.gradient_bytes is None:
+            size = group.trainable_bytes
+        else:
+            size = group.trainable * setting.gradient_bytes
         gradients += size / expert / (replicas if setting.zero >= 2 else 1)
         optimizer += (
             setting.optimizer * group.trainable / expert / (replicas if setting.zero >= 1 else 1)
         )
     if setting.zero >= 3:
         weights = min(weights + profile.unsharded, sum(group.bytes for group in profile.groups))
-    host = optimizer if setting.optimizer_on_host else 0.0
-    here = 0.0 if setting.optimizer_on_host else optimizer
+    if setting.optimizer_on_host:
+        host = optimizer
+        here = 0.0
+    else:
+        host = 0.0
+        here = optimizer
     if setting.on_host is not None:
-        weights, host = weights - setting.on_host.freed, host + setting.on_host.bytes
+        weights = weights - setting.on_host.freed
+        host = host + setting.on_host.bytes
         part = setting.on_host.part
-        host, gradients, here = (
-            host + part * (gradients + here),
-            (1 - part) * gradients,
-            (1 - part) * here,
-        )
+        host = host + part * (gradients + here)
+        gradients = (1 - part) * gradients
+        here = (1 - part) * here
     return Peak(weights + gradients + here, "", weights, here, gradients, 0.0, host, {})
 
 
@@ -371,17 +378,33 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
         chunk_size: positions of a chunk.
         setting: the training setting.
     """
-    setting = setting if method.chunked else dataclasses.replace(setting, on_host=None)
+    if not method.chunked:
+        setting = dataclasses.replace(setting, on_host=None)
     kept = static(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)
-    part = 0.0 if setting.on_host is None else setting.on_host.part
-    share = kept.gradients / (born * (1 - part)) if born and part < 1 else 0.0
+    if setting.on_host is None:
+        part = 0.0
+    else:
+        part = setting.on_host.part
+    if born and part < 1:
+        share = kept.gradients / (born * (1 - part))
+    else:
+        share = 0.0
     tokens = seq_len / setting.ranks
-    chunk = min(chunk_size, tokens) if method.chunked else 0
+    if method.chunked:
+        chunk = min(chunk_size, tokens)
+    else:
+        chunk = 0
     step = features(tokens, chunk, keys_held(method.split, tokens, setting))
-    present = kept.gradients if setting.accumulate else 0.0
+    if setting.accumulate:
+        present = kept.gradients
+    else:
+        present = 0.0
     parts: dict[str, tuple[float, float]] = {}  # gradients, activations
-    phases = method.accumulating if setting.accumulate else method.first
+    if setting.accumulate:
+        phases = method.accumulating
+    else:
+        phases = method.first
     here = gradients_here([(phase.name, phase.gradients) for phase in phases], setting.on_host)
     for phase, of_device in zip(phases, here, strict=True):
         found = (present + share * of_device, phase.law.at(step) - phase.gradients)
@@ -409,9 +432,18 @@ def work(
         chunk_size: positions of a chunk.
         setting: the training setting; None: one rank.
     """
-    ranks = 1 if setting is None else setting.ranks
-    whole = chunk_size if method.split is not None else chunk_size * ranks
-    chunk = min(whole, seq_len) if method.chunked else 0
+    if setting is None:
+        ranks = 1
+    else:
+        ranks = setting.ranks
+    if method.split is not None:
+        whole = chunk_size
+    else:
+        whole = chunk_size * ranks
+    if method.chunked:
+        chunk = min(whole, seq_len)
+    else:
+        chunk = 0
     # all parts have the same k_block
     step = features(seq_len, chunk, k_block=method.work[0].k_block if method.work else 0)
     found = {part.name: part.at(step) for part in method.work}
@@ -431,7 +463,8 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
         return 0.0
     if split.by == ULYSSES:
         return tokens * split.repeats(setting.ranks)
-    whole, found = tokens * setting.ranks, 0.0
+    whole = tokens * setting.ranks
+    found = 0.0
     for heads in split.heads:
         found = max(found, min(heads.keys * whole, setting.room / heads.size))
     return max(whole, found)
@@ -446,13 +479,14 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
         ConfigError: no method was counted with this kind of sequence sharding.
         UnsupportedModelError: the ranks cannot share the heads.
     """
-    ranks, repeated = setting.ranks, False
-    found = [
-        method
-        for method in profile.methods
-        if (method.split.by if method.split else "") == setting.split
-    ]
-    for split in (method.split for method in found):
+    ranks = setting.ranks
+    repeated = False
+    found = []
+    for method in profile.methods:
+        if (method.split.by if method.split else "") == setting.split:
+            found.append(method)
+    for method in found:
+        split = method.split
         for heads in split.heads if split is not None and split.by == ULYSSES else ():
             for number in (heads.queries, heads.keys):
                 if number % ranks and (number == heads.queries or ranks % number):
@@ -462,7 +496,10 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
     found = [method for method in found if not (repeated and "kv" in method.saves)]
     if not any(method.chunked for method in found):
         how = setting.split or "whole sequences on each rank"
-        why = f" ({'; '.join(profile.left_out)})" if profile.left_out else ""
+        if profile.left_out:
+            why = f" ({'; '.join(profile.left_out)})"
+        else:
+            why = ""
         raise ConfigError(
             f"No streamed step was counted with {how}{why}. Plan the model anew with this setting."
         )
@@ -491,29 +528,30 @@ def from_json(data: Mapping[str, Any]) -> Profile:
 
     methods = []
     for value in data["methods"]:
-        phases = {
-            name: tuple(
+        phases = {}
+        for name in ("first", "accumulating"):
+            phases[name] = tuple(
                 Phase(one["name"], Law(*one["law"]), one["gradients"]) for one in value[name]
             )
-            for name in ("first", "accumulating")
-        }
-        parts = tuple(
-            Part(one["name"], tuple(Law(*law) for law in one["laws"]), one["k_block"])
-            for one in value["work"]
-        )
+        parts = []
+        for one in value["work"]:
+            laws = tuple(itertools.starmap(Law, one["laws"]))
+            parts.append(Part(one["name"], laws, one["k_block"]))
         split = value.get("split")
         split = split and Split(
-            **{**split, "heads": tuple(Heads(*heads) for heads in split["heads"])}
+            **{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))}
         )
         given = {
             "saves": tuple(value["saves"]),
             "host": Law(*value["host"]),
-            "work": parts,
+            "work": tuple(parts),
             "split": split,
         }
         methods.append(Method(**{**value, **phases, **given}))
     groups = tuple(Group(**group) for group in data["groups"])
-    lists = {name: tuple(data[name]) for name in ("left_out", "frozen", "trained")}
+    lists = {}
+    for name in ("left_out", "frozen", "trained"):
+        lists[name] = tuple(data[name])
     return Profile(
         **{**data, **lists, "groups": groups, "methods": tuple(methods), "tree": node(data["tree"])}
     )

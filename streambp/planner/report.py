@@ -47,8 +47,14 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
         modules: True to add the modules.
         width: columns of the terminal; None: do not wrap lines.
     """
-    width = None if width is None else max(width, NARROW)
-    host = "no limit" if plan.memory.host is None else f"{plan.memory.host / GIB:.1f} GiB"
+    if width is None:
+        width = None
+    else:
+        width = max(width, NARROW)
+    if plan.memory.host is None:
+        host = "no limit"
+    else:
+        host = f"{plan.memory.host / GIB:.1f} GiB"
     gpu = f"{plan.memory.gpu / GIB:.1f} GiB, {plan.memory.usable / GIB:.1f} GiB of it usable"
     lines = [headline(plan.profile, plan.setting), f"Each GPU: {gpu}; host memory for each: {host}"]
     lines += (
@@ -66,13 +72,16 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
     rows = [("longest sequence", "tokens", f"{plan.seq_len:,} tokens: GiB", "seconds", "tokens/s")]
     times = {timed.method: timed for timed in plan.times if timed.fits}
     for row in plan.longest:
-        timed, cells = times.get(row.method), ("too large", "-", "-")
+        timed = times.get(row.method)
+        cells = ("too large", "-", "-")
         if timed is not None:
             took = duration(timed.seconds).removesuffix(" s")
             cells = (f"{timed.peak / GIB:.1f}", took, f"{timed.tokens_per_second:,.0f}")
         rows.append((row.method, f"{row.seq_len:,}", *cells))
     stopped = ["stopped by", *(phase_text(row.binds) for row in plan.longest)]
-    table = [f"{line}  {binds}" for line, binds in zip(columns(rows), stopped, strict=True)]
+    table = []
+    for line, binds in zip(columns(rows), stopped, strict=True):
+        table.append(f"{line}  {binds}")
     for pane in PANES:
         if width is not None and max(map(len, table)) > width:
             table = columns([row[:pane] for row in rows])
@@ -84,7 +93,11 @@ def plan_table(plan: Plan, modules: bool = True, width: int | None = None) -> st
             "on each GPU:"
         )
         lines += ["", *folded([title], width)]
-        peak, long = plan.choice.peak, BAR if width is None else min(BAR, width - 40)
+        peak = plan.choice.peak
+        if width is None:
+            long = BAR
+        else:
+            long = min(BAR, width - 40)
         wide = max(len(phase_text(name)) for name in peak.phases)
         # the limit is marked, and bytes beyond the limit have another shade
         for name, total in peak.phases.items():
@@ -107,12 +120,18 @@ def headline(profile: Profile, setting: Setting) -> str:
     """Return one line with model, parameters, trained parameters, dtype, and setting."""
     parameters = sum(group.parameters for group in profile.groups)
     trained = sum(group.trainable for group in profile.groups)
-    share = "all of them trained" if trained == parameters else f"{_count(trained)} trained"
+    if trained == parameters:
+        share = "all of them trained"
+    else:
+        share = f"{_count(trained)} trained"
     stored = sum(group.bytes for group in profile.groups) / GIB
     parts = [f"{profile.model}: {_count(parameters)} parameters in {stored:.1f} GiB, {share}, {profile.dtype}, "
              f"{profile.layers} layers"]  # fmt: skip
     parts += [f"{profile.batch_size} rows"] if profile.batch_size > 1 else []
-    where = " on the host" if setting.optimizer_on_host else ""
+    if setting.optimizer_on_host:
+        where = " on the host"
+    else:
+        where = ""
     parts += [f"{setting.optimizer:g} optimizer bytes a parameter{where}"]
     parts += [f"ZeRO-{setting.zero} over {setting.gpus} GPUs"] if setting.zero else []
     parts += (
@@ -135,10 +154,14 @@ def _choice(plan: Plan) -> list[str]:
         found = plan.by_default
         how = f"  {BY_DEFAULT}: chunks of {found.chunk_size:,}"
         if found.fits:
-            kept = [
-                f"{one.name} of {one.layers} layers" for one in found.saved if one.name in AT_ONCE
-            ]
-            linears = [one.layers for one in found.saved if one.name not in AT_ONCE]
+            kept = []
+            for one in found.saved:
+                if one.name in AT_ONCE:
+                    kept.append(f"{one.name} of {one.layers} layers")
+            linears = []
+            for one in found.saved:
+                if one.name not in AT_ONCE:
+                    linears.append(one.layers)
             kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
             how += (
                 ", runs unpatched"
@@ -150,8 +173,14 @@ def _choice(plan: Plan) -> list[str]:
             )
         else:
             lines.append(f"{how}, {found.peak / GIB:.1f} GiB: does not fit")
-    where = plan.binds if plan.binds == "host memory" else f"GPU memory in {phase_text(plan.binds)}"
-    who = "Longer sequences run" if any(row.seq_len for row in plan.longest) else "It runs"
+    if plan.binds == "host memory":
+        where = plan.binds
+    else:
+        where = f"GPU memory in {phase_text(plan.binds)}"
+    if any(row.seq_len for row in plan.longest):
+        who = "Longer sequences run"
+    else:
+        who = "It runs"
     lines.append(f"{who} out of {where} first")
     lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
@@ -159,36 +188,38 @@ def _choice(plan: Plan) -> list[str]:
 
 def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
     """Return a table of `streambp.patch(model)` alone, predicted and measured."""
-    both = (predicted,) if measured is None else (predicted, measured)
+    both = [predicted]
+    if measured is not None:
+        both.append(measured)
     cells: list[tuple[str, ...]] = [
         ("", "predicted", "measured"),
         ("step", *(one.way for one in both)),
     ]
     cells.append(("chunk_size", *(f"{one.chunk_size:,}" for one in both)))
     for name in dict.fromkeys(saved.name for one in both for saved in one.saved):
-        found = [next((saved for saved in one.saved if saved.name == name), None) for one in both]
-        told = (
-            "-" if one is None else f"{one.layers} layers, {(one.bytes or 0.0) / 2**20:.2f}"
-            for one in found
-        )
-        cells.append((name, *told))
+        row = [name]
+        for one in both:
+            cell = "-"
+            for saved in one.saved:
+                if saved.name == name:
+                    cell = f"{saved.layers} layers, {(saved.bytes or 0.0) / 2**20:.2f}"
+                    break
+            row.append(cell)
+        cells.append(tuple(row))
     cells.append(("peak with weights", *(f"{one.peak / 2**20:.2f}" for one in both)))
     cells.append(("seconds", *(f"{one.seconds:.3g}" for one in both)))
-    missing = ("out of memory",) if measured is None else ()
-    return "\n".join(
-        [
-            f"{BY_DEFAULT}, MiB",
-            "",
-            *columns([(*cells[0],), *((*row, *missing) for row in cells[1:])]),
-        ]
-    )
+    if measured is None:
+        for index in range(1, len(cells)):
+            cells[index] += ("out of memory",)
+    return "\n".join([f"{BY_DEFAULT}, MiB", "", *columns(cells)])
 
 
 def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
     """Return lines with other plans that fit, each with the command that prints the plan."""
-    lines = (
-        [] if not others else ["", "Commands that fit:" if plan.choice is None else "Beside it:"]
-    )
+    if not others:
+        lines = []
+    else:
+        lines = ["", "Commands that fit:" if plan.choice is None else "Beside it:"]
     for other, command in zip(others, commands, strict=True):
         choice = other.plan.choice
         assert choice is not None
@@ -209,7 +240,10 @@ def remedies_table(plan: Plan, others: Sequence[Remedy], commands: Sequence[str]
 
 def _chosen(plan: Plan, choice: Choice) -> list[str]:
     """Return lines with the choice's settings, bytes, seconds, and close alternatives."""
-    peak, spent, on_host, safest = choice.peak, choice.seconds, choice.on_host, plan.safest
+    peak = choice.peak
+    spent = choice.seconds
+    on_host = choice.on_host
+    safest = plan.safest
     lines = [
         f"{choice.seq_len:,} tokens: {python(choice)}",
         f"  peak {peak.total / GIB:.1f} GiB in {phase_text(peak.phase)}, {peak.host / GIB:.1f} "
@@ -223,7 +257,10 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
     }
     for name, value in (("waiting", spent.waiting), ("exchanges", spent.exchange)):
         parts |= {name: value} if value >= 0.005 * spent.total else {}
-    guess = ", some of its rates guessed" if plan.rates.guess else ""
+    if plan.rates.guess:
+        guess = ", some of its rates guessed"
+    else:
+        guess = ""
     lines.append(
         f"  {duration(spent.total)} a step, {speed:,.0f} tokens/s, on {plan.rates.name}{guess}: "
         + ", ".join(f"{name} {duration(value)}" for name, value in parts.items())
@@ -248,10 +285,9 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
             f"chunk_size, the peak, and {choice.link / GIB:.1f} GiB to the others in a step; "
             f"{duration(spent.exchange)} of exchanges are not hidden (rates of links guessed)"
         )
-    following = [
-        f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)"
-        for one in plan.next_fastest
-    ]
+    following = []
+    for one in plan.next_fastest:
+        following.append(f"{one.method} in {duration(one.seconds)} ({one.peak / GIB:.1f} GiB)")
     lines += [f"  next in speed: {', '.join(following)}"] if following else []
     # less memory costs almost no time
     if safest is not None and safest.peak.total <= 0.95 * peak.total:
@@ -262,19 +298,19 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Return seconds as text, with three digits below a hundred."""
-    return (
-        f"{seconds:,.0f} s"
-        if seconds >= 100
-        else f"{seconds:.1f} s"
-        if seconds >= 10
-        else f"{seconds:.2f} s"
-    )
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.2f} s"
 
 
 def phase_text(name: str) -> str:
     """Return a phase in words, such as "backward of layer 35" for "backward 35"."""
     kind, _, layer = name.partition(" ")
-    return f"{kind} of layer {layer}" if layer.isdecimal() else name
+    if layer.isdecimal():
+        return f"{kind} of layer {layer}"
+    return name
 
 
 def folded(lines: Sequence[str], width: int | None) -> list[str]:
@@ -293,10 +329,16 @@ def folded(lines: Sequence[str], width: int | None) -> list[str]:
 
 def tree_lines(node: Node, depth: int = 0) -> list[str]:
     """Return one line for each module, with the number of equal modules before the class."""
-    times = f"{node.count} x " if node.count > 1 else ""
+    if node.count > 1:
+        times = f"{node.count} x "
+    else:
+        times = ""
     name = f"({node.name}) " if node.name else ""
     label = f"{'  ' * depth}{name}{times}{node.kind}"
-    kept = f"{node.activation / 1024:.1f} KiB" if node.activation else "-"
+    if node.activation:
+        kept = f"{node.activation / 1024:.1f} KiB"
+    else:
+        kept = "-"
     lines = [f"{label:<58} {_count(node.parameters) if node.parameters else '-':>9} {kept:>14}"]
     for child in node.children:
         lines += tree_lines(child, depth + 1)
@@ -305,16 +347,14 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Align rows of cells in columns; the first column is flush left."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    ]
+    widths = []
+    for index in range(len(rows[0])):
+        widths.append(max(len(row[index]) for row in rows))
+    lines: list[str] = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+        lines.append("  ".join(cells))
+    return lines
 
 
 @contextlib.contextmanager
@@ -348,10 +388,14 @@ def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) ->
         "before it",
         "",
     ]
-    predicted, measured = max(row.predicted for row in rows), max(row.measured for row in rows)
+    predicted = max(row.predicted for row in rows)
+    measured = max(row.measured for row in rows)
     cells = [("phase", "predicted", "measured", "difference")]
     for row in (*rows, Compared("peak", predicted, measured)):
-        difference = f"{100 * (row.predicted / row.measured - 1):+.2f} %" if row.measured else "-"
+        if row.measured:
+            difference = f"{100 * (row.predicted / row.measured - 1):+.2f} %"
+        else:
+            difference = "-"
         cells.append(
             (row.phase, f"{row.predicted / 2**20:.2f}", f"{row.measured / 2**20:.2f}", difference)
         )
@@ -380,6 +424,8 @@ def as_json(result: Any) -> str:
             return {name: finite(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
             return [finite(inner) for inner in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value
 
     return json.dumps(finite(result), indent=2, allow_nan=False)

@@ -46,5 +46,9 @@ def answer(
         shares = [each + (place < more) for place in range(asked.shape[0])]
         return torch.tensor(shares, dtype=torch.long, device="cpu").to(asked.dtype)  # [experts]
     if asked.dtype == torch.bool:
-        return ((asked.shape[0], 1), torch.long) if asked.dim() == 1 else None
-    return ((-(-asked.numel() // experts), asked.dim()), torch.long) if experts else None
+        if asked.dim() == 1:
+            return ((asked.shape[0], 1), torch.long)
+        return None
+    if experts:
+        return ((-(-asked.numel() // experts), asked.dim()), torch.long)
+    return None

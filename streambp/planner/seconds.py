@@ -56,8 +56,14 @@ def seconds(
         rates: the device's rates.
         setting: its ranks share the work evenly; None: one rank.
     """
-    ranks = 1 if setting is None else setting.ranks
-    on_host = setting.on_host if setting is not None and method.chunked else None
+    if setting is None:
+        ranks = 1
+    else:
+        ranks = setting.ranks
+    if setting is not None and method.chunked:
+        on_host = setting.on_host
+    else:
+        on_host = None
     found = seconds_of(
         with_copies(work(method, seq_len, chunk_size, setting), on_host), rates, ranks
     )
@@ -103,16 +109,17 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
         step = with_copies(
             work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host
         )
-        parts = [part for name, part in step.items() if name.endswith(MOVED)]
-        return all(
-            part.back / rates.link
-            <= max(sum(kernels(part, rates)), part.dispatches * rates.dispatch)
-            for part in parts
-        )
+        for name, part in step.items():
+            if name.endswith(MOVED):
+                computing = max(sum(kernels(part, rates)), part.dispatches * rates.dispatch)
+                if part.back / rates.link > computing:
+                    return False
+        return True
 
     if not is_hidden(MOST_TOKENS):
         return None
-    low, high = 1, MOST_TOKENS
+    low = 1
+    high = MOST_TOKENS
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_hidden(middle) else (middle + 1, high)

@@ -81,9 +81,12 @@ class Skeleton:
         kernels: Kernels = "own",
         fewer: bool = False,
     ) -> None:
-        self.device, self.bits = device, bits
+        self.device = device
+        self.bits = bits
         self.mixers: Mixers = mixers or ("kernels" if device == "cuda" else "torch")
-        self.mode = FakeTensorMode(allow_non_fake_inputs=False) if device == "cpu" else None
+        self.mode: FakeTensorMode | None = None
+        if device == "cpu":
+            self.mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.own_adapters = (
             False  # streamed layers leave adapters to peft, whatever a recipe's config says
         )
@@ -173,22 +176,21 @@ class Skeleton:
 
         Empty for 8-bit weights, which cannot be in host memory.
         """
-        layers = [layer for stack in find_stacks(self.model).stacks for layer in stack.layers]
+        layers: list[nn.Module] = []
+        for stack in find_stacks(self.model).stacks:
+            layers.extend(stack.layers)
         frozen, trained = bytes_on_host(self.model, layers)
         # two bytes for each weight except the largest, which its product decodes itself
         decoded = []
         for layer in layers:
-            sizes = [
-                2 * parameters_of(part.weight)
-                for part in layer.modules()
-                if isinstance(part, QuantisedLinear)
-            ]
+            sizes = []
+            for part in layer.modules():
+                if isinstance(part, QuantisedLinear):
+                    sizes.append(2 * parameters_of(part.weight))
             decoded.append(sum(sizes) - max(sizes, default=0))
-        return (
-            {}
-            if self.bits == 8
-            else {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
-        )
+        if self.bits == 8:
+            return {}
+        return {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
     def reduce(self) -> Reduced:
         """Remove layers that are equal to others, unless already removed."""
@@ -220,27 +222,19 @@ class Skeleton:
                     )
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
-        for table in (getattr(module, name) for module in model.modules() for name in MODULE_HOOKS):
-            # share hooks instead of copying their contents
-            memo.update({id(hook): hook for hook in table.values()})
+        for table in _hook_tables(model):
+            for hook in table.values():
+                memo[id(hook)] = hook  # share hooks instead of copying their contents
         copied = unpatch(copy.deepcopy(model, memo))
-        for wrapper in [
-            f
-            for module in copied.modules()
-            for f in forwards(module)
-            if isinstance(f, InstanceForward)
-        ]:
-            wrapper.remove()  # wrappers of a forward in progress
+        for module in copied.modules():
+            for wrapper in list(forwards(module)):
+                if isinstance(wrapper, InstanceForward):
+                    wrapper.remove()  # wrappers of a forward in progress
         # A program's hooks must not receive tensors without data, but their existence matters.
-        for table in (
-            getattr(module, name) for module in copied.modules() for name in MODULE_HOOKS
-        ):
-            table.update(
-                {
-                    key: hook if drops_masks(hook) else lambda *_, **__: None
-                    for key, hook in table.items()
-                }
-            )
+        for table in _hook_tables(copied):
+            for key, hook in table.items():
+                if not drops_masks(hook):
+                    table[key] = lambda *_, **__: None
         if self._reduced is not None:
             self._reduced.apply(copied)
         return copied
@@ -288,6 +282,13 @@ def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
     return module
 
 
+def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the hook tables of all modules."""
+    for module in model.modules():
+        for name in MODULE_HOOKS:
+            yield getattr(module, name)
+
+
 class QuantisedLinear(nn.Module):
     """A frozen Linear stored in few bits: each product builds the weight in the input's dtype and
     frees it.
@@ -300,7 +301,8 @@ class QuantisedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, bytes_per_parameter: float) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         size = int(linear.weight.numel() * bytes_per_parameter)
         device = linear.weight.device
         self.weight = nn.Parameter(
@@ -312,7 +314,9 @@ class QuantisedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] @ weight + bias, [..., out] in x's dtype."""
         result: Tensor = dequantised(x, self.out_features)
-        return result if self.bias is None else result + self.bias
+        if self.bias is None:
+            return result
+        return result + self.bias
 
 
 def parameters_of(parameter: Tensor) -> int:
@@ -381,7 +385,10 @@ class Reduced:
         """
         if index in self.kept:
             return self.kept.index(index)
-        inner = [place for place, kept in enumerate(self.kept) if 0 < kept < len(self.kinds) - 1]
+        inner = []
+        for place, kept in enumerate(self.kept):
+            if 0 < kept < len(self.kinds) - 1:
+                inner.append(place)
         return next(
             place for place in reversed(inner) if self.kinds[self.kept[place]] == self.kinds[index]
         )
@@ -400,17 +407,17 @@ class Reduced:
         if len(self.kept) == len(self.kinds):
             return
         backbone: Any = model.get_submodule(self.backbone)
-        config, layers = backbone.config, getattr(backbone, self.layers)
+        config = backbone.config
+        layers = getattr(backbone, self.layers)
         fields, own, computed = values_by_layer(backbone, len(layers))
         setattr(backbone, self.layers, nn.ModuleList([layers[index] for index in self.kept]))
         for holder, found in ((config, fields), (backbone, own)):
             for field, values in found.items():
                 setattr(holder, field, type(values)(values[index] for index in self.kept))
         if computed:
-            answers = {
-                field: type(values)(values[index] for index in self.kept)
-                for field, values in computed.items()
-            }
+            answers = {}
+            for field, values in computed.items():
+                answers[field] = type(values)(values[index] for index in self.kept)
             constant = {}
             for field, answer in answers.items():
                 constant[field] = property(functools.partial(_constant, answer))
@@ -436,19 +443,23 @@ def reduced_layers(model: nn.Module) -> Reduced:
     for index, layer in enumerate(stack.layers):  # equal for layers with equal computation
         parts: list[Any] = [repr(layer), *(values[index] for values in fields.values())]
         parts += [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in layer.parameters()]
-        parts += [
-            (name, value)
-            for module in layer.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | None)
-            and name not in ("layer_idx", "layer_id", "training")
-        ]
+        for module in layer.modules():
+            for name, value in vars(module).items():
+                is_plain = isinstance(value, bool | int | float | str | None)
+                if is_plain and name not in ("layer_idx", "layer_id", "training"):
+                    parts.append((name, value))
         signatures.append(str(parts))
     kinds = tuple(list(dict.fromkeys(signatures)).index(signature) for signature in signatures)
     alike = len(set(kinds)) == 1 and all(states_argument(layer) is None for layer in stack.layers)
     each = 1 if alike else INNER
-    inner = [index for index in range(1, depth - 1) if kinds[1:index].count(kinds[index]) < each]
-    kept = (0, *inner, depth - 1) if depth > 1 else (0,)
+    inner = []
+    for index in range(1, depth - 1):
+        if kinds[1:index].count(kinds[index]) < each:
+            inner.append(index)
+    if depth > 1:
+        kept = (0, *inner, depth - 1)
+    else:
+        kept = (0,)
     if getattr(stack.backbone.config, "num_kv_shared_layers", 0) or not lists:
         kept = tuple(range(depth))
     return Reduced(kept, kinds, path, lists[0] if lists else "")
@@ -465,18 +476,16 @@ def values_by_layer(
     """
     config = backbone.config
     kind = type(config)
-    names = [name for name in dir(kind) if name not in vars(PreTrainedConfig)]
-    properties = {
-        name: getattr(config, name, None)
-        for name in names
-        if isinstance(getattr(kind, name, None), property)
-    }
-    fields, own, computed = (
-        {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, list | tuple) and len(value) == depth
-        }
-        for values in (vars(config), vars(backbone), properties)
-    )
-    return fields, own, computed
+    properties = {}
+    for name in dir(kind):
+        inherited = name in vars(PreTrainedConfig)
+        if not inherited and isinstance(getattr(kind, name, None), property):
+            properties[name] = getattr(config, name, None)
+    by_layer: list[dict[str, Any]] = []
+    for values in (vars(config), vars(backbone), properties):
+        matching = {}
+        for name, value in values.items():
+            if isinstance(value, list | tuple) and len(value) == depth:
+                matching[name] = value
+        by_layer.append(matching)
+    return by_layer[0], by_layer[1], by_layer[2]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,8 @@ class SplitCount(StepCount):
         super()._gone(key, _)
 
     def _workspace(self, func: Any, args: Any) -> None:
-        before, self.peak = self.peak, self.live
+        before = self.peak
+        self.peak = self.live
         super()._workspace(func, args)
         self._note(self.peak)
         self.peak = max(before, self.peak)
@@ -148,9 +150,16 @@ def split_over(
         length: tokens of a row in the shard.
         seen: set to which the heads of every attending layer are added.
     """
-    kind: type[Shards] = Shards if by == ULYSSES else GatheredShards
+    kind: type[Shards]
+    if by == ULYSSES:
+        kind = Shards
+    else:
+        kind = GatheredShards
     shards = kind(None, ranks, length, Spans.causal(rows, ranks * length), room=1)
-    start = _keys_allocated()(kind.start_keys) if by == ULYSSES else kind.start_keys
+    if by == ULYSSES:
+        start = _keys_allocated()(kind.start_keys)
+    else:
+        start = kind.start_keys
     own = _keys_allocated()(kind.own_gradient)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
@@ -227,26 +236,24 @@ def lines_of_keys(
         lengths: tokens of the shards at each point.
         ranks: number of ranks in the count.
     """
-    setting = Setting(gpus=ranks, ulysses=ranks if split.by == ULYSSES else 1)
-    setting = (
-        setting if split.by == ULYSSES else dataclasses.replace(setting, context_parallel=ranks)
-    )
+    if split.by == ULYSSES:
+        setting = Setting(gpus=ranks, ulysses=ranks)
+    else:
+        setting = Setting(gpus=ranks, context_parallel=ranks)
     held = [keys_held(split, tokens, setting) for tokens in lengths]
     found: list[list[Counted]] = [[] for _ in phases]
     for counted in zip(*phases, strict=True):
-        amounts = [
-            {size / scale: most for size, most in c.most.items()}
-            for c, scale in zip(counted, held, strict=True)
-        ]
+        amounts = []
+        for c, scale in zip(counted, held, strict=True):
+            amounts.append({size / scale: most for size, most in c.most.items()})
         before: list[float] = []
-        for amount in sorted({size for one in amounts for size in one}, reverse=True):
-            values = [
-                max((most for size, most in one.items() if size >= amount), default=0.0)
-                for one in amounts
-            ]
-            if not before or any(
-                value > least for value, least in zip(values, before, strict=True)
-            ):
+        for amount in sorted(set().union(*amounts), reverse=True):
+            values = []
+            for one in amounts:
+                values.append(
+                    max((most for size, most in one.items() if size >= amount), default=0.0)
+                )
+            if not before or any(map(operator.gt, values, before)):
                 for rows, one, value in zip(found, counted, values, strict=True):
                     rows.append(dataclasses.replace(one, peak=value, per_key=amount))
                 before = values

@@ -33,7 +33,9 @@ WIDE = torch.float32
 
 def _rows(x: Tensor) -> Tensor:
     """Return x [...] with a contiguous last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 def _selective_scan(
@@ -46,7 +48,10 @@ def _selective_scan(
     """
     u, dt, b, c = (_rows(x) for x in (u, dt, b, c))
     z = None if z is None else _rows(z)
-    gated = None if z is None else torch.empty_like(z)
+    if z is None:
+        gated = None
+    else:
+        gated = torch.empty_like(z)
     out = torch.empty_like(dt)
     # [B, D, blocks, 2 N]
     states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)
@@ -58,9 +63,15 @@ def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor 
     """Return gradients of forward's tensors for grad [B, D, T]; those of b and c in float32."""
     u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
     grad = _rows(grad)
-    dz = None if z is None else torch.empty_like(z)
-    du, d_dt, da = torch.empty_like(u), torch.empty_like(dt), torch.empty_like(a)
-    db, dc = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
+    if z is None:
+        dz = None
+    else:
+        dz = torch.empty_like(z)
+    du = torch.empty_like(u)
+    d_dt = torch.empty_like(dt)
+    da = torch.empty_like(a)
+    db = torch.empty_like(b, dtype=WIDE)
+    dc = torch.empty_like(c, dtype=WIDE)
     return du, d_dt, da, db, dc, _like(d), dz, _like(bias)
 
 
@@ -70,7 +81,9 @@ selective_scan = functools.partial(Replayed.apply, _selective_scan, _selective_s
 
 def _like(x: Tensor | None) -> Tensor | None:
     """Return an empty tensor like x, or None."""
-    return None if x is None else torch.empty_like(x)
+    if x is None:
+        return None
+    return torch.empty_like(x)
 
 
 def _fused_mamba(
@@ -122,13 +135,12 @@ def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     d_xz = torch.empty_like(xz)
     flat = grad.flatten(0, 1).mT  # [h, B T]
     d_y = out_proj.mT @ flat  # [D, B T]
-    gated, d_convolved, d_dt, d_a = (
-        torch.empty_like(x),
-        torch.empty_like(x),
-        torch.empty_like(dt),
-        torch.empty_like(a),
-    )
-    d_b, d_c = torch.empty_like(b, dtype=WIDE), torch.empty_like(c, dtype=WIDE)
+    gated = torch.empty_like(x)
+    d_convolved = torch.empty_like(x)
+    d_dt = torch.empty_like(dt)
+    d_a = torch.empty_like(a)
+    d_b = torch.empty_like(b, dtype=WIDE)
+    d_c = torch.empty_like(c, dtype=WIDE)
     d_out = flat @ gated.mT.flatten(0, 1)  # [h, D]
     d_small = torch.empty_like(small)
     d_dt_proj = d_dt @ small[:, : dt_proj.shape[1]]  # [D, R]
@@ -225,7 +237,8 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return output [B, T, H, P], end state [B, H, P, N] and the decay saved for backward
     [B, H, NB, 1, Q].
     """
-    decay, steps = sizes.steps(), sizes.steps()
+    decay = sizes.steps()
+    steps = sizes.steps()
     own = sizes.states(WIDE)
     starts = sizes.states(x.dtype)
     end = x.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size, dtype=WIDE)  # [B, H, P, N]
@@ -248,14 +261,18 @@ def _scan_backward(
         has_start: True if the start state needs a gradient.
         given: True if the caller has allocated the first four gradients, which are then None.
     """
-    like, ratio = sizes.like, sizes.heads // sizes.groups
+    like = sizes.like
+    ratio = sizes.heads // sizes.groups
     per_program = max(min(-(-sizes.rows * sizes.blocks * sizes.heads // PROCESSORS), ratio), 1)
     splits = -(-ratio // per_program)  # number of programs for the heads of a group
     db, dc = (
         None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.groups, sizes.size)
         for _ in range(2)
     )
-    d_dt = None if given else torch.empty_like(dt)
+    if given:
+        d_dt = None
+    else:
+        d_dt = torch.empty_like(dt)
     # another dt, decay, steps, scores
     alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]
     own = sizes.states(WIDE)
@@ -263,16 +280,20 @@ def _scan_backward(
     del own
     d_starts = sizes.states(WIDE)
     halves = [sizes.states(like.dtype), sizes.states(like.dtype)]
-    d_start = (
-        like.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size) if has_start else None
-    )
+    if has_start:
+        d_start = like.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size)
+    else:
+        d_start = None
     tiles = -(-sizes.width * sizes.size // STATE_TILE)
     decays = like.new_empty(sizes.rows, sizes.heads, sizes.blocks, tiles, dtype=WIDE)
     del starts, d_starts, decays
     d_skip = like.new_empty(
         -(-sizes.block // ROWS), sizes.rows, sizes.blocks, sizes.heads, dtype=WIDE
     )
-    dx = None if given else like.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)
+    if given:
+        dx = None
+    else:
+        dx = like.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)
     alive.append(sizes.steps())  # the gradient of the steps
     del d_skip
     for _ in range(2):  # gradients of B and C, with the decay's
@@ -362,16 +383,21 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
-    again, convolved = (
-        torch.empty_like(out),
-        zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0]),
-    )
-    d_zxbcdt, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(convolved)
+    again = torch.empty_like(out)
+    convolved = zxbcdt.new_empty(sizes.rows, sizes.tokens, conv.shape[0])
+    d_zxbcdt = torch.empty_like(zxbcdt)
+    d_convolved = torch.empty_like(convolved)
     d_normed = grad @ proj  # [B, T, H P]
-    d_out = None if norm is None else torch.empty_like(out)
+    if norm is None:
+        d_out = None
+    else:
+        d_out = torch.empty_like(out)
     _scan_backward(sizes, zxbcdt[..., -sizes.heads :], has_start=False, given=True)
     d_proj = grad.flatten(0, 1).mT @ again.flatten(0, 1).flatten(1)  # [h, H P]
-    d_proj_bias = None if proj_bias is None else grad.sum((0, 1))
+    if proj_bias is None:
+        d_proj_bias = None
+    else:
+        d_proj_bias = grad.sum((0, 1))
     del d_normed, d_out, again, convolved, d_convolved
     gradients = [
         d_zxbcdt,

@@ -73,7 +73,9 @@ class Phases:
         host: Callable[[], int],
     ) -> None:
         self.spans: list[Span] = []
-        self._count, self._parameters, self._host = count, parameters, host
+        self._count = count
+        self._parameters = parameters
+        self._host = host
         self._current: tuple[str, int | None] | None = None
         self._start = 0
         self._work = Work()
@@ -83,7 +85,8 @@ class Phases:
     def enter(self, name: str | None, layer: int | None = None) -> None:
         """End the current span and begin one with this name; None ends the step."""
         count = self._count
-        work, links = getattr(count, "work", Work()), tuple(getattr(count, "links", ()))
+        work = getattr(count, "work", Work())
+        links = tuple(getattr(count, "links", ()))
         if self._current is not None:
             gradients = sum(p.grad.nbytes for p in self._parameters if p.grad is not None)
             done = work.plus(self._work, -1)
@@ -94,8 +97,13 @@ class Phases:
             self.spans.append(
                 dataclasses.replace(span, most=getattr(count, "most", {}), links=linked)
             )
-        self._current = None if name is None else (name, layer)
-        self._start, self._work, self._links = count.live, work, links
+        if name is None:
+            self._current = None
+        else:
+            self._current = (name, layer)
+        self._start = count.live
+        self._work = work
+        self._links = links
         count.reset_peak()
 
 
@@ -122,7 +130,10 @@ def run_step(
         if phases.backward:
             return  # a recomputation
         if place == 0:
-            hidden_states = args[0] if args else kwargs["hidden_states"]
+            if args:
+                hidden_states = args[0]
+            else:
+                hidden_states = kwargs["hidden_states"]
             if hidden_states.requires_grad:
                 hidden_states.register_hook(lambda grad: phases.enter(EMBEDDING_BACKWARD))
         phases.enter("forward", place)
@@ -131,7 +142,10 @@ def run_step(
         """Begin the next phase after a layer's forward, and register its backward."""
         if phases.backward:
             return
-        hidden_states = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            hidden_states = output[0]
+        else:
+            hidden_states = output
         if hidden_states.requires_grad:
             hidden_states.register_hook(lambda grad: phases.enter("backward", place))
         if place == len(layers) - 1:
@@ -209,7 +223,9 @@ def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
     for rows in hidden.split(TILE[0]):
         for columns in weight.split(TILE[1]):
             add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads the tile
-    statistics = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(7)]
+    statistics = []
+    for _ in range(7):
+        statistics.append(hidden.new_empty(hidden.shape[0], dtype=torch.float32))
     ctx.save_for_backward(hidden, weight, statistics[0])
     return statistics[1].sum()
 
@@ -218,7 +234,10 @@ def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return gradients of hidden [N, h] and, if trained, of weight [V, h], in their dtypes."""
     hidden, weight, _ = ctx.saved_tensors
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
-    d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[3] else None
+    if ctx.needs_input_grad[3]:
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+    else:
+        d_weight = None
     for rows in hidden.split(TILE[0]):
         for columns in weight.split(TILE[1]):
             tile = rows @ columns.mT  # [rows, columns]

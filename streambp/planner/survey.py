@@ -22,6 +22,7 @@ from streambp.model.state import PatchState
 from streambp.offload.arena import Arena
 from streambp.planner.compose import Counted, fit, unroll
 from streambp.planner.count import Shapes, StepCount
+from streambp.planner.fused_layers import Kernels
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
 from streambp.planner.laws import Point, fit_bytes, fit_work
@@ -73,7 +74,10 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = ""
             f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what "
             "follows out."
         )
-    parts = [split.removeprefix("DeepSpeed ")] if split else []
+    if split:
+        parts = [split.removeprefix("DeepSpeed ")]
+    else:
+        parts = []
     parts += [f"saves {'+'.join(saves)}"] if saves else []
     parts += ["offload"] if offload != "none" else []
     config = StreamConfig(saves=saves, offload=offload)  # type: ignore[arg-type]
@@ -139,11 +143,18 @@ def survey(
     on_host = skeleton.on_host()
     reduced = skeleton.reduce()
     counter = Counter(skeleton, reduced, batch_size, kernels if skeleton.device == "cuda" else None)
-    methods, left_out, refused = [], [], set[str]()
+    methods = []
+    left_out = []
+    refused = set[str]()
     # approximate numbers of chunks
-    chunks = [
-        2 if one.config is None else 15 if one.config.gpu_memory is None else 30 for one in recipes
-    ]
+    chunks = []
+    for one in recipes:
+        if one.config is None:
+            chunks.append(2)
+        elif one.config.gpu_memory is None:
+            chunks.append(15)
+        else:
+            chunks.append(30)
     for number, recipe in enumerate(recipes):
         if recipe.split in refused:
             continue
@@ -199,30 +210,38 @@ def _gathered_at_once(skeleton: Skeleton) -> int:
     head.
     """
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
-    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
-    head = sum(p.nbytes for p in skeleton.causal_lm.get_output_embeddings().parameters())
+    largest = max(_bytes_of([*layer.parameters()]) for layer in layers)
+    head = _bytes_of([*skeleton.causal_lm.get_output_embeddings().parameters()])
     return max(2 * largest, head)
+
+
+def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the decoder layers of all stacks."""
+    for stack in find_stacks(model).stacks:
+        yield from stack.layers
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
     """Return the dense parameters and the experts' parameters; tied parameters count once."""
     groups = []
     for name in ("dense", "expert"):
-        mine = [
-            p for path, p in model.named_parameters() if (".experts." in path) == (name == "expert")
-        ]
-        trained = [p for p in mine if p.requires_grad]
-        sizes = [sum(map(parameters_of, mine)), sum(p.nbytes for p in mine)]
+        mine = []
+        for path, p in model.named_parameters():
+            if (".experts." in path) == (name == "expert"):
+                mine.append(p)
+        trained = []
+        for p in mine:
+            if p.requires_grad:
+                trained.append(p)
         if mine:
-            groups.append(
-                Group(
-                    name,
-                    sizes[0],
-                    sizes[1],
-                    sum(p.numel() for p in trained),
-                    sum(p.nbytes for p in trained),
-                )
-            )
+            sizes = (sum(map(parameters_of, mine)), _bytes_of(mine))
+            trained_sizes = (sum(map(torch.numel, trained)), _bytes_of(trained))
+            groups.append(Group(name, *sizes, *trained_sizes))
     return tuple(groups)
 
 
@@ -260,9 +279,7 @@ class Counter:
         """
         if recipe.config is None:
             return True
-        layers = (
-            layer for stack in find_stacks(self.skeleton.model).stacks for layer in stack.layers
-        )
+        layers = _layers_of(self.skeleton.model)
         # for few tokens all keys are picked
         if any(kind_of(layer).attention.picks_keys for layer in layers):
             return False
@@ -294,11 +311,13 @@ class Counter:
         key = recipe.split, recipe.config.named_saves, size
         if key not in self._more_points:
             points = (2 * size, size), ((8 if recipe.split else 6) * size, 2 * size)
-            steps = {point: self.count(recipe, point, accumulate=False)[0] for point in points}
-            self._more_points[key] = (
-                own,
-                {point: unroll(spans, self.reduced)[2] for point, spans in steps.items()},
-            )
+            steps = {}
+            for point in points:
+                steps[point] = self.count(recipe, point, accumulate=False)[0]
+            counted_works: Works = {}
+            for point, spans in steps.items():
+                counted_works[point] = unroll(spans, self.reduced)[2]
+            self._more_points[key] = (own, counted_works)
         first, found = self._more_points[key]
         shared = next(point for point in own if point in first)
         works: Works = {}
@@ -308,10 +327,8 @@ class Counter:
             works[point] = {}
             for name, one in work.items():
                 more = own[shared][name].plus(first[shared][name], -1)
-                moved, dispatches = (
-                    one.moved + tokens * more.moved,
-                    one.dispatches + chunks * more.dispatches,
-                )
+                moved = one.moved + tokens * more.moved
+                dispatches = one.dispatches + chunks * more.dispatches
                 works[point][name] = one._replace(moved=moved, dispatches=dispatches)
         return works
 
@@ -352,7 +369,8 @@ class Counter:
         """Return the spans of a first step and optionally of a second step that adds to its
         gradients.
         """
-        model, skeleton = self.skeleton.model, self.skeleton
+        model = self.skeleton.model
+        skeleton = self.skeleton
         layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
         with skeleton.active():
             ids = torch.empty(self.batch_size, point[0], dtype=torch.long)  # [B, T]
@@ -373,10 +391,8 @@ class Counter:
         shared: Any = contextlib.nullcontext()
         kind: type[StepCount] = StepCount
         if recipe.split:
-            shared, kind = (
-                split_over(recipe.split, self.ranks(recipe), self.batch_size, point[0]),
-                SplitCount,
-            )
+            shared = split_over(recipe.split, self.ranks(recipe), self.batch_size, point[0])
+            kind = SplitCount
         with (
             shared,
             self._prepared(recipe, point[1]) as manager,
@@ -394,7 +410,8 @@ class Counter:
     @contextlib.contextmanager
     def _prepared(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
         """Context manager that sets up the model for the recipe and yields the host's count."""
-        model, causal_lm = self.skeleton.model, self.skeleton.causal_lm
+        model = self.skeleton.model
+        causal_lm = self.skeleton.causal_lm
         with contextlib.ExitStack() as stack:
             if recipe.config is None:
                 if self.skeleton.device == "cuda":
@@ -409,7 +426,11 @@ class Counter:
                     stack.callback(getattr(causal_lm, f"{switch}disable"))
                 yield CountingManager()
                 return
-            kernels = "own" if self.skeleton.own_adapters else recipe.config.kernels
+            kernels: Kernels
+            if self.skeleton.own_adapters:
+                kernels = "own"
+            else:
+                kernels = recipe.config.kernels
             patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size, kernels=kernels))
             stack.callback(unpatch, model)
             installed: PatchState = model._streambp  # type: ignore[assignment]
@@ -423,7 +444,10 @@ class Counter:
             engine = UncountedHost(
                 torch.device("meta" if self.skeleton.mode is None else "cpu"), self.skeleton
             )
-            budget = None if recipe.config.gpu_memory is None else int(recipe.config.gpu_memory)
+            if recipe.config.gpu_memory is None:
+                budget = None
+            else:
+                budget = int(recipe.config.gpu_memory)
             manager = CountingManager(len(sites), budget, engine)
             # no limit, independent of this machine
             manager.arena = Arena(2**62, engine.host_buffer)
@@ -440,19 +464,20 @@ def _count_method(
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # raises if the model cannot be sharded
-    layers = (
-        layer for stack in find_stacks(counter.skeleton.model).stacks for layer in stack.layers
-    )
+    layers = _layers_of(counter.skeleton.model)
     states = any(states_argument(layer) is not None for layer in layers)
     points = points_for(at, chunked, fused, states, tiles)
     if recipe.split:  # a shard has two parts of complete chunks
-        large = (
-            4 * math.ceil(at[1] / 4) if at is not None else (CHUNKS if fused else TILED_CHUNKS)[1]
-        )
+        if at is not None:
+            large = 4 * math.ceil(at[1] / 4)
+        else:
+            large = (CHUNKS if fused else TILED_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
     first: list[list[Counted]] = []
     again: list[list[Counted]] = []
-    hosts, counted, links = list[list[float]](), Works(), tuple[float, ...]()
+    hosts = list[list[float]]()
+    counted = Works()
+    links = tuple[float, ...]()
     more = counter.growth if chunked else []
     for point in points:
         steps = counter.count(recipe, point, accumulating and not more)
@@ -464,10 +489,11 @@ def _count_method(
             # existing gradients add the same bytes at every point and in every streamed method
             if not more:
                 pairs = zip(phases, unroll(steps[1], counter.reduced)[0], strict=True)
-                more = [
-                    Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients)
-                    for one, two in pairs
-                ]
+                more = []
+                for one, two in pairs:
+                    more.append(
+                        Counted(one.name, two.start - one.start, two.peak - one.peak, two.gradients)
+                    )
             adding = []
             for one, add in zip(phases, more, strict=True):
                 most = {keys: others + add.peak for keys, others in one.most.items()}
@@ -477,36 +503,35 @@ def _count_method(
                     )
                 )
             again.append(adding)
-    counter.growth = more if chunked else counter.growth
+    if chunked:
+        counter.growth = more
     split = None
     if recipe.config is not None and recipe.split:
-        heads, saves = counter.heads(recipe), recipe.config.named_saves
+        heads = counter.heads(recipe)
+        saves = recipe.config.named_saves
         split = split_of(recipe.split, heads, links, ranks, points[0][0], saves)
-        first, again = (
-            lines_of_keys(phases, split, [t for t, _ in points], ranks) for phases in (first, again)
-        )
+        lengths_of_shards = [tokens for tokens, _ in points]
+        first = lines_of_keys(first, split, lengths_of_shards, ranks)
+        again = lines_of_keys(again, split, lengths_of_shards, ranks)
     regimes = [fit(points, phases, counter.reduced) if phases else () for phases in (first, again)]
     host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
-    more_points = (
-        counter.more_points(recipe, points[0][1], counted)
-        if chunked and timed and not tiles
-        else {}
-    )
+    if chunked and timed and not tiles:
+        more_points = counter.more_points(recipe, points[0][1], counted)
+    else:
+        more_points = {}
     found = counted | {point: works for point, works in more_points.items() if point not in counted}
     # Fitted over the full sequence's length and all ranks; copies to the host over the method's own
     # points alone.
     lengths = [(ranks * tokens, chunk) for tokens, chunk in found]
-    k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
-    work = tuple(
-        fit_work(
-            name,
-            lengths,
-            [Work().plus(one[name], ranks) for one in found.values()],
-            k_block,
-            len(counted),
-        )
-        for name in counted[points[0]]
-    )
+    if fused:
+        k_block = K_BLOCK
+    else:
+        k_block = MATH.tiling.k_block or K_BLOCK
+    parts = []
+    for name in counted[points[0]]:
+        over_ranks = [Work().plus(one[name], ranks) for one in found.values()]
+        parts.append(fit_work(name, lengths, over_ranks, k_block, len(counted)))
+    work = tuple(parts)
     config = recipe.config or StreamConfig()
     how = (recipe.name, config.named_saves, config.offload, config.gpu_memory is not None, chunked)
     later_phases = tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1])

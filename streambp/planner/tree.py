@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,11 +32,17 @@ def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
         children = []
         if tuple(module.children()) == layers:
             for kind in dict.fromkeys(reduced.kinds):
-                indices = [index for index, other in enumerate(reduced.kinds) if other == kind]
+                indices = []
+                for index, other in enumerate(reduced.kinds):
+                    if other == kind:
+                        indices.append(index)
                 inner = indices[len(indices) // 2]
                 label = ",".join(map(str, indices))
                 if indices == list(range(indices[0], indices[-1] + 1)):
-                    label = str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+                    if len(indices) == 1:
+                        label = str(indices[0])
+                    else:
+                        label = f"{indices[0]}-{indices[-1]}"
                 elif len(indices) > 4:
                     label = ",".join(map(str, indices[:3])) + f",..,{indices[-1]}"
                 children.append(node(label, layers[reduced.stand_in(inner)], len(indices)))
@@ -47,7 +54,10 @@ def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
                     (child_name, child)
                 )
             for same in alike.values():
-                label = same[0][0] if len(same) == 1 else f"{same[0][0]}-{same[-1][0]}"
+                if len(same) == 1:
+                    label = same[0][0]
+                else:
+                    label = f"{same[0][0]}-{same[-1][0]}"
                 children.append(node(label, same[0][1], len(same)))
         # without dropouts, empty lists and the like
         children = [child for child in children if child.parameters or child.activation]
@@ -85,17 +95,19 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
                 lambda one, *_: spans.update({one: (spans[one][0], count.tracked)})
             )
         )
-    attention = (
-        fused_attention(skeleton.model) if skeleton.device == "cuda" else contextlib.nullcontext()
-    )
+    attention: AbstractContextManager[None]
+    if skeleton.device == "cuda":
+        attention = fused_attention(skeleton.model)
+    else:
+        attention = contextlib.nullcontext()
     try:
         with attention, skeleton.running():
             ids = torch.empty(batch_size, LENGTH, dtype=torch.long)  # [B, T]
             with count:
                 output = skeleton.model(input_ids=ids, labels=ids, use_cache=False)
-            kept = {
-                module: count.alive(*span) / (batch_size * LENGTH) for module, span in spans.items()
-            }
+            kept = {}
+            for module, span in spans.items():
+                kept[module] = count.alive(*span) / (batch_size * LENGTH)
             del output
     finally:
         for handle in handles:

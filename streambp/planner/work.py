@@ -108,7 +108,10 @@ def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
     """
     found = queries * keys
     if causal:
-        found = found // 2 if queries == keys else found - queries * queries // 2
+        if queries == keys:
+            found = found // 2
+        else:
+            found = found - queries * queries // 2
     if causal and window is not None and window < keys:
         full = max(0, min(queries, keys - window))  # queries with more keys than the window
         rest = queries - full
@@ -121,7 +124,10 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
     rows, heads, _, queries, keys, size, value_size = _attention_shapes(func, args)
     causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
     left = kwargs.get("window_size_left")
-    products = 3 * size + 2 * value_size if func in BACKWARDS else size + value_size
+    if func in BACKWARDS:
+        products = 3 * size + 2 * value_size
+    else:
+        products = size + value_size
     return (
         2
         * rows
@@ -177,9 +183,17 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if name in SELECTED_RESULT:
         return 2 * written
     if name in SELECTED_SOURCE:
-        source = args[SELECTED_SOURCE[name]] if len(args) > SELECTED_SOURCE[name] else None
-        chosen = 2 * _size(source) if isinstance(source, Tensor) else written
-        return chosen if name.endswith("_") else chosen + written
+        if len(args) > SELECTED_SOURCE[name]:
+            source = args[SELECTED_SOURCE[name]]
+        else:
+            source = None
+        if isinstance(source, Tensor):
+            chosen = 2 * _size(source)
+        else:
+            chosen = written
+        if name.endswith("_"):
+            return chosen
+        return chosen + written
     read = [x for name, x in kwargs.items() if name != "out"]
     return written + sum(map(_size, tensors((args, read))))
 
@@ -192,14 +206,15 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         terms = math.prod(a.shape[-2:] if func is GROUPED else a.shape)
         size = moved(func, args, kwargs, result)
         if a.dim() == 2 and func is not GROUPED and min(*a.shape, b.shape[-1]) <= SKINNY:
-            written = 0 if func in ADDS_TO_A_SUM else _size(tensors(result)[0])
+            if func in ADDS_TO_A_SUM:
+                written = 0
+            else:
+                written = _size(tensors(result)[0])
             size += _size(a) + _size(b) + written
         return Work(2 * terms * b.shape[-1], moved=size, dispatches=1)
     if func in ATTENTION:
         flops = attention_flops(func, args, kwargs)
-        return (
-            Work(backward=flops, dispatches=1)
-            if func in BACKWARDS
-            else Work(forward=flops, dispatches=1)
-        )
+        if func in BACKWARDS:
+            return Work(backward=flops, dispatches=1)
+        return Work(forward=flops, dispatches=1)
     return Work(moved=moved(func, args, kwargs, result), dispatches=1)

@@ -39,5 +39,8 @@ class Choices(TorchFunctionMode):
         differ in the number of rows for a number of candidates; such counts are ignored.
         """
         both = self.counts.keys() & other.counts.keys()
-        alike = [n for n in both if self.counts[n].total() == other.counts[n].total()]
+        alike = []
+        for n in both:
+            if self.counts[n].total() == other.counts[n].total():
+                alike.append(n)
         return sum((self.counts[n] - other.counts[n]).total() for n in alike)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,10 +96,14 @@ def verify(
         if found.exact or not differing:
             break
         undecided.append(differing)
-    touched = {name for run in runs for name in run.gradients}
-    untouched = [
-        name for name, p in model.named_parameters() if p.requires_grad and name not in touched
-    ]
+    touched = set()
+    for run in runs:
+        for name in run.gradients:
+            touched.add(name)
+    untouched = []
+    for name, p in model.named_parameters():
+        if p.requires_grad and name not in touched:
+            untouched.append(name)
     return dataclasses.replace(
         found, notes=(*found.notes, *_find_notes(found, undecided, bool(left_padding), untouched))
     )
@@ -142,7 +147,8 @@ def _judge(
     problems = find_problems(
         rated, whole, distance, set(unpatched.gradients), set(streamed.gradients)
     )
-    size, seq_len = int(config.chunk_size), batch["input_ids"].shape[1]
+    size = int(config.chunk_size)
+    seq_len = batch["input_ids"].shape[1]
     found = Verification(
         exact=not problems,
         problems=problems,
@@ -188,7 +194,10 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
         key=lambda dtype: torch.finfo(dtype).eps,
         default=torch.float32,
     )
-    wide = torch.float32 if torch.finfo(narrow).bits == 16 else torch.float64
+    if torch.finfo(narrow).bits == 16:
+        wide = torch.float32
+    else:
+        wide = torch.float64
     name = type(model).__name__
     if any("_streambp" in module.__dict__ for module in model.modules()):
         raise StreamBPError(
@@ -205,7 +214,8 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
             f"No parameter of this {name} requires a gradient. Call model.requires_grad_(True) "
             "first."
         )
-    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) != 1 or devices == ["meta"]:
         raise StreamBPError(
             f"This {name} is on {devices}; it must be on one device. Load it without device_map."
@@ -216,10 +226,11 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
             f"seq_len is {seq_len}, but this {name} has {positions} positions. Pass at most "
             f"{positions}."
         )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    needed = (
-        2 * trained * narrow.itemsize + sum(p.numel() for p in model.parameters()) * wide.itemsize
-    )
+    needed = 0  # bytes for the wide model and two sets of gradients
+    for parameter in model.parameters():
+        needed += parameter.numel() * wide.itemsize
+        if parameter.requires_grad:
+            needed += 2 * parameter.numel() * narrow.itemsize
     available = available_memory()
     if available is not None and needed > available:
         raise StreamBPError(
@@ -243,11 +254,10 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
         )
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     config = vars(_text_config(model) or model) | vars(getattr(model, "config", model))
-    special = [
-        value
-        for name, value in config.items()
-        if name.endswith("token_id") and isinstance(value, int)
-    ]
+    special = []
+    for name, value in config.items():
+        if name.endswith("token_id") and isinstance(value, int):
+            special.append(value)
     allowed = torch.ones(embedding.weight.shape[0], dtype=torch.bool)  # [V]
     # special tokens; an image placeholder would need an image
     allowed[[token for token in special if 0 <= token < len(allowed)]] = False
@@ -360,11 +370,10 @@ def _run_streamed(
             f"None of {layers} patched layers streamed, so there is nothing to judge. A config "
             "with output_attentions=True makes a model run unpatched: set it to False."
         )
-    notes = [
-        f"{layer.name} does not stream: {layer.reason}"
-        for layer in described.layers
-        if layer.path != "streams"
-    ]
+    notes = []
+    for layer in described.layers:
+        if layer.path != "streams":
+            notes.append(f"{layer.name} does not stream: {layer.reason}")
     if run.streamed_layers < layers:
         notes.append(
             f"{run.streamed_layers} of {layers} layers took part in backward; those below are "
@@ -388,12 +397,17 @@ def _run_truth(
     wide gradients.
     """
     truth = on_host(model, wide)
-    experts = float64_experts(truth) if wide == torch.float64 else contextlib.nullcontext()
+    experts: contextlib.AbstractContextManager[None]
+    if wide == torch.float64:
+        experts = float64_experts(truth)
+    else:
+        experts = contextlib.nullcontext()
     found: dict[str, Distances] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
         """Compare one parameter's gradient with both runs and free it."""
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         streamed, unpatched = (_distance(gradient, run.gradients.get(name)) for run in runs)
         found[name] = Distances(_distance(gradient, None), streamed, unpatched, parameter.numel())
 
@@ -417,7 +431,10 @@ def _distance(truth: Tensor | None, other: Tensor | None) -> float:
     Computed in blocks, because a float64 copy of an embedding is large.
     """
     total = 0.0
-    present = [tensor.flatten().split(ELEMENTS) for tensor in (truth, other) if tensor is not None]
+    present = []
+    for tensor in (truth, other):
+        if tensor is not None:
+            present.append(tensor.flatten().split(ELEMENTS))
     for blocks in zip(*present, strict=True):
         wide = [block.double() for block in blocks]
         total += float((wide[0] - wide[1] if len(wide) == 2 else wide[0]).square().sum())
@@ -431,12 +448,13 @@ def _window(model: nn.Module) -> int | None:
     """
     config = _text_config(model)
     kinds = getattr(config, "layer_types", None)
+    all_kinds = "sliding" if kinds is None else " ".join(kinds)
     sizes = []
-    if kinds is None or any("sliding" in kind for kind in kinds):
-        sizes.append(getattr(config, "sliding_window", None))
-    if kinds is not None and any("chunked" in kind for kind in kinds):
-        sizes.append(getattr(config, "attention_chunk_size", None))
-    return max((size for size in sizes if isinstance(size, int)), default=None)
+    for kind, field in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
+        size = getattr(config, field, None)
+        if kind in all_kinds and isinstance(size, int):
+            sizes.append(size)
+    return max(sizes, default=None)
 
 
 def _find_notes(
@@ -458,7 +476,8 @@ def _find_notes(
             "error"
         )
     notes += [PADDING_NOTE] if padded else []
-    window, seq_len = found.window, found.seq_len
+    window = found.window
+    seq_len = found.seq_len
     if window is not None and window < seq_len:
         notes.append(f"the window of {window} was crossed")
     elif window is not None:
@@ -468,7 +487,8 @@ def _find_notes(
             "or more to check it"
         )
         notes.append(told)
-    noise, error = found.whole_unpatched, found.whole_streamed
+    noise = found.whole_unpatched
+    error = found.whole_streamed
     if found.dtype == "float64":
         notes.append(
             "transformers computes norms, softmax and the loss in float32 even here: that is the "
@@ -495,7 +515,9 @@ def _find_notes(
 def _text_config(model: nn.Module) -> Any:
     """Return the config of the language model inside the model."""
     config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return config
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -29,9 +29,10 @@ def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         host = parameter.detach().to("cpu", torch.promote_types(parameter.dtype, dtype), copy=True)
         memo[id(parameter)] = nn.Parameter(host, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        wide = (
-            torch.promote_types(buffer.dtype, dtype) if buffer.is_floating_point() else buffer.dtype
-        )
+        if buffer.is_floating_point():
+            wide = torch.promote_types(buffer.dtype, dtype)
+        else:
+            wide = buffer.dtype
         memo[id(buffer)] = buffer.detach().to("cpu", wide, copy=True)
     return copy.deepcopy(model, memo)
 
@@ -59,12 +60,17 @@ class _CastsLifted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {
-            name: torch.float64 if value is torch.float32 else value
-            for name, value in (kwargs or {}).items()
-        }
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        wide_args = map(_widened, args)
+        wide_values = map(_widened, kwargs.values())
+        return func(*wide_args, **dict(zip(kwargs, wide_values, strict=True)))
+
+
+def _widened(value: Any) -> Any:
+    """Return float64 for float32, and any other value unchanged."""
+    if value is torch.float32:
+        return torch.float64
+    return value
 
 
 @contextlib.contextmanager
@@ -73,8 +79,11 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
 
     torch's grouped matrix products do not support float64.
     """
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+    configs = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            configs[id(config)] = config
     with replaced(configs.values(), EXPERTS_IMPLEMENTATION, itertools.repeat(EAGER)):
         yield
 

@@ -128,18 +128,16 @@ class Verification:
     def table(self, top: int = 20) -> str:
         """Return the report with the `top` worst parameters; 0 means all."""
         shown = self.parameters[: top or None]
-        width = max(len(name) for name in ["whole gradient", *(p.name for p in shown)])
+        width = max(map(len, ["whole gradient", *(p.name for p in shown)]))
         lines = [
             f"{self.model}, {self.dtype}: {self.seq_len} tokens in {self.chunks} chunks of "
             f"{self.chunk_size}, the last of {self.seq_len % self.chunk_size}",
             "",
             f"{'relative error of the gradient of':<{width}}  {'streamed':>10}  {'unpatched':>10}",
         ]
-        lines += [
-            f"{p.name:<{width}}  {p.streamed:>10.2e}  {p.unpatched:>10.2e}"
-            + ("" if p.exact else f"  > {p.bar:.1e}")
-            for p in shown
-        ]
+        for p in shown:
+            bar = "" if p.exact else f"  > {p.bar:.1e}"
+            lines.append(f"{p.name:<{width}}  {p.streamed:>10.2e}  {p.unpatched:>10.2e}{bar}")
         hidden = len(self.parameters) - len(shown)
         lines += [f"and {hidden} more, none worse"] if hidden else []
         lines += [
@@ -177,16 +175,18 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
         noises[_role(name)] = max(
             noises.get(_role(name), whole.unpatched), d.unpatched / sizes[name]
         )
-    rated = [
-        ParameterError(
-            name,
-            d.streamed / sizes[name],
-            d.unpatched / sizes[name],
-            max(EACH, math.exp(SPREADS / math.sqrt(max(d.elements - 1, 1)))) * noises[_role(name)]
-            + FLOOR,
+    rated = []
+    for name, d in distances.items():
+        rated.append(
+            ParameterError(
+                name,
+                d.streamed / sizes[name],
+                d.unpatched / sizes[name],
+                max(EACH, math.exp(SPREADS / math.sqrt(max(d.elements - 1, 1))))
+                * noises[_role(name)]
+                + FLOOR,
+            )
         )
-        for name, d in distances.items()
-    ]
     return tuple(
         sorted(rated, key=lambda p: -math.inf if math.isnan(p.streamed) else -p.streamed)
     ), whole
@@ -228,7 +228,10 @@ def find_problems(
             f"the whole gradient's error {whole.streamed:.2e} is more than {WHOLE:g} x the model's "
             f"own rounding noise {whole.unpatched:.2e}"
         )
-    beyond = [p for p in rated if not p.exact]
+    beyond = []
+    for p in rated:
+        if not p.exact:
+            beyond.append(p)
     if beyond:
         worst = beyond[0]
         problems.append(

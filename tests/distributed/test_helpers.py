@@ -358,7 +358,7 @@ def test_weights_that_others_took_the_place_of():
     with torch.no_grad():
         model(torch.randn(5, 3))
     with pytest.raises(
-        ConfigError, match=r"1.weight has an optimizer in backward, and is no parameter"
+        ConfigError, match=r"1.weight has an optimizer in backward and is no longer a parameter"
     ):
         model(torch.randn(5, 3))
     handle.remove()

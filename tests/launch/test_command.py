@@ -90,7 +90,7 @@ def test_only_the_first_two_dashes_are_ours():
         (["--chunk-size", "0", "--", "true"], "chunk_size is '0'"),
         (["--attention", "fast", "--", "true"], "attention is 'fast'"),
         ([], "no command to run"),
-        (["true"], "'true' is no flag; the command to run comes after --"),
+        (["true"], "'true' is no flag of streambp launch. Write the command to run after --"),
         (["--"], "no command to run"),
         (["--uninstall", "--", "true"], "run no command"),
     ],

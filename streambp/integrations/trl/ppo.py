@@ -149,7 +149,9 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
             policy.add_module(VALUE_HEAD, head)
 
     def _policy(self) -> Any:
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+        if is_peft_model(self.model):
+            return self.model.get_base_model()
+        return self.model
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         # [processes * B, functions]
@@ -214,7 +216,9 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _mask(self, inputs: dict[str, Any]) -> Tensor:
         mask: Tensor = inputs["completion_mask"].bool()
-        return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+        if "tool_mask" in inputs:
+            return mask & inputs["tool_mask"].bool()
+        return mask
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return log_probs, entropy and state_values of the completion tokens, [B, T]."""
@@ -238,7 +242,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         mode = "train" if self.model.training else "eval"
-        scored, mask = self._score(model, inputs), self._mask(inputs)
+        scored = self._score(model, inputs)
+        mask = self._mask(inputs)
         found = ppo_loss(
             scored.log_probs, inputs["old_per_token_logps"], inputs["advantages"], mask, scored.state_values,
             inputs["old_values"], inputs["returns"], clip_range=self.epsilon_low,
@@ -255,18 +260,20 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
     ) -> None:
         """Save values to a separate file, so that the policy's file loads as any model's."""
         folder = Path(output_dir or self.args.output_dir)
-        state = self.model.state_dict() if state_dict is None else state_dict
-        values = {
-            name: tensor
-            for name, tensor in state.items()
-            if {VALUE_HEAD, VALUE_MODEL} & set(name.split("."))
-        }
+        if state_dict is None:
+            state = self.model.state_dict()
+        else:
+            state = state_dict
+        values = {}
+        for name, tensor in state.items():
+            if {VALUE_HEAD, VALUE_MODEL} & set(name.split(".")):
+                values[name] = tensor
         super()._save(
             str(folder), {name: tensor for name, tensor in state.items() if name not in values}
         )
-        short = {
-            name[name.index("value_") :]: tensor.contiguous() for name, tensor in values.items()
-        }
+        short = {}
+        for name, tensor in values.items():
+            short[name[name.index("value_") :]] = tensor.contiguous()
         save_file(short, str(folder / VALUE_FILE), metadata={"kl_coef": repr(self.kl_coef)})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -75,7 +75,9 @@ class StreamArguments:
             ConfigError: `StreamConfig` does not accept a value.
         """
         size = self.stream_chunk_size
-        chunk_size = int(size) if isinstance(size, str) and size.isdigit() else size
+        chunk_size: int | str = size
+        if isinstance(size, str) and size.isdigit():
+            chunk_size = int(size)
         return StreamConfig(
             chunk_size=chunk_size,  # type: ignore[arg-type]
             saves=self.stream_saves,  # type: ignore[arg-type]  # a list; text is refused

@@ -70,7 +70,8 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
         )
         settings = self.accelerator.dataloader_config
         # The sampler's batches are even already; accelerate requires this flag to be False.
-        even, settings.even_batches = settings.even_batches, False
+        even = settings.even_batches
+        settings.even_batches = False
         try:
             return self.accelerator.prepare(by_tokens)
         finally:

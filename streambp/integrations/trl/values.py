@@ -74,11 +74,10 @@ class PolicyAndValueHead(FusedHead):
                     request.hidden_states(), request.norm, head
                 )
             else:
-                inputs = {
-                    name: kwargs[name]
-                    for name in ("input_ids", "attention_mask", "position_ids")
-                    if name in kwargs
-                }
+                inputs = {}
+                for name in ("input_ids", "attention_mask", "position_ids"):
+                    if name in kwargs:
+                        inputs[name] = kwargs[name]
                 of_states = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
                 wide = of_states.to(torch.promote_types(of_states.dtype, torch.float32))
                 result["state_values"] = wide[:, : values.log_probs.shape[1]]
