@@ -80,20 +80,28 @@ class Adapter(NamedTuple):
         )
 
 
-class Reading(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Reading:
     """The parts of an adapted Linear.
 
     Attributes:
         module: peft's module.
-        base: its base Linear.
+        base: the module's base Linear.
         adapters: the active adapters.
-        why: why the module keeps peft's forward; None: it is computed as one operation.
+        why: the reason for peft's forward; None: the operation runs.
+        why_in_call: the reason for peft's forward in the last call; None: the operation ran.
     """
 
     module: Any
     base: Any = None
     adapters: tuple[Adapter, ...] = ()
     why: str | None = None
+    why_in_call: str | None = None
+
+    @property
+    def is_one(self) -> bool:
+        """True if the last call ran the operation."""
+        return self.why is None and self.why_in_call is None
 
 
 def readings(layer: nn.Module) -> dict[str, Reading]:
@@ -172,7 +180,7 @@ def _why_not(
     if not packed and not (computes_plainly(base) and type(base.weight) in PLAIN):
         return f"its base is a {type(base).__name__}"
     if not packed and base.weight.dtype not in DTYPES:
-        return f"its weight is {str(base.weight.dtype).removeprefix('torch.')}"
+        return f"its weight is {_word(base.weight.dtype)}"
     for a, b, dropout in parts:
         if not (computes_plainly(a) and computes_plainly(b) and a.bias is None):
             return f"its adapter is made of a {type(a).__name__} and a {type(b).__name__}"
@@ -220,6 +228,11 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
 
 
+def _word(dtype: torch.dtype | None) -> str:
+    """Return a dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclasses.dataclass(eq=False)
 class Adaptation:
     """Replacement for an adapted Linear's forward while its layer runs. [Note: adapters]
@@ -257,7 +270,8 @@ class Adaptation:
             cast: for the base's weight, as in `products.summed`.
         """
         dtype = cast_to(x)
-        if not self.computes(x, dtype or x.dtype):
+        self.reading.why_in_call = self.why_not(x, dtype or x.dtype)
+        if self.reading.why_in_call is not None:
             return self.own(self.reading.module, x)
         weight, bias = self._base(x, dtype, cast)
         given, masks = x, [self._mask(x, adapter) for adapter in self.reading.adapters]
@@ -272,27 +286,36 @@ class Adaptation:
         out: Tensor = AdaptedLinear.apply(work, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
         return out
 
-    def computes(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """True if peft's result for x [..., in] has the same precision. In peft, a narrower adapter
-        rounds x and a wider adapter rounds y.
+    def why_not(self, x: Tensor, dtype: torch.dtype) -> str | None:
+        """Return the reason for peft's forward of x [..., in]; None if the operation is as precise.
+        A narrower adapter rounds x in peft, and a wider adapter rounds y.
         """
         module, base = self.reading.module, self.reading.base
-        if type(x) not in PLAIN or x.dim() < 2 or not x.numel() or dtype not in DTYPES:
-            return False
+        if type(x) not in PLAIN or x.dim() < 2 or not x.numel():
+            return "its input is no tensor [..., tokens, features] with entries"
+        if dtype not in DTYPES:
+            return f"it is computed in {_word(dtype)}"
         own: set[torch.dtype] = set()
         for adapter in self.reading.adapters:
             for tensor in _tensors(adapter):
                 if tensor is not None:
                     own.add(tensor.dtype)
         if not (own <= {dtype, torch.float32} if dtype in HALF else own == {dtype}):
-            return False
+            kinds = " and ".join(sorted(map(_word, own)))
+            return f"its adapter is {kinds}, and it is computed in {_word(dtype)}"
         if cast_to(x) is None and not (
             getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}
         ):
-            return False
+            return "peft's casts of inputs are switched off"
         if is_packed(base):
-            return has_data(x) and x.dtype == dtype and DecodedLinear(base).decodes(x)
-        return cast_to(x) is not None or _slot(base).dtype == dtype
+            if not has_data(x) or x.dtype != dtype or not DecodedLinear(base).decodes(x):
+                return (
+                    f"its 4-bit base computes in {_word(base.compute_dtype)}, and its input is "
+                    f"{_word(x.dtype)}"
+                )
+        elif cast_to(x) is None and _slot(base).dtype != dtype:
+            return f"its weight is {_word(_slot(base).dtype)}, and its input is {_word(dtype)}"
+        return None
 
     def _base(
         self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None
@@ -424,7 +447,7 @@ class Siblings:
     def _begun(self, given: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
         if any(adapter.drops for one in self.members for adapter in one.reading.adapters):
             return None
-        if not all(one.computes(given, x.dtype) for one in self.members):
+        if any(one.why_not(given, x.dtype) is not None for one in self.members):
             return None
         factors = [one.a(x.dtype) for one in self.members]
         if len({factor.parts for factor in factors}) > 1:

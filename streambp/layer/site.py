@@ -402,7 +402,9 @@ class LayerSite:
         """
         if hooked_everywhere():
             return {}
-        names = tuple(name for name, reading in self.adapters.items() if reading.why is None)
+        # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
+        # float32.
+        names = tuple(name for name, reading in self.adapters.items() if reading.is_one)
         return self.of(functools.partial(plain_linears, adapted=names), ("linears", names))
 
     @property

@@ -19,10 +19,11 @@ def adapter_notes(sites: Iterable[LayerSite]) -> list[str]:
     for site in sites:
         known = {} if site.fingerprint.last is None else site.adapters
         for name, reading in known.items():
-            if reading.why is None:
+            why = reading.why or reading.why_in_call
+            if why is None:
                 one += 1
             else:
-                others[f"{name.rpartition('.')[2]}: {reading.why}"] += 1
+                others[f"{name.rpartition('.')[2]}: {why}"] += 1
     notes = [f"{one} Linears with adapters are computed as one operation"] if one else []
     if others:
         reasons = "; ".join(f"{number} x {why}" for why, number in sorted(others.items()))

@@ -36,6 +36,7 @@ from tests.distributed.split_worker import (
     model_for,
     whole_batch,
 )
+from tests.distributed.watch import operations_seen
 from tests.oracle import relative_l2, worst_error
 
 CHUNKS = (5, 7, 3, 12)  # of each rank
@@ -157,6 +158,7 @@ def gradients(case, rank, mesh):
             noted(found),
             context_mutants.applied(case.get("mutant")),
             alike,
+            operations_seen() as operations,
         ):
             loss, ours, _ = gradients_of(model, batch, items, reduce=False)
     loss, ours = summed(loss, ours)
@@ -164,6 +166,7 @@ def gradients(case, rank, mesh):
     result["issued"] = [name for name, _ in found["issued"]]
     result["pairs"] = everyones(found["pairs"])
     result["described"] = str(streambp.describe(model))
+    result["operations"] = len(operations)
     if rank == 0:
         result["error"] = max(worst_error(ours, expected), abs(loss / expected_loss - 1).item())
     return result

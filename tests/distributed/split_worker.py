@@ -26,7 +26,7 @@ import streambp
 from tests import zoo
 from tests.distributed.recorded import Recorded
 from tests.distributed.traffic import Gathers
-from tests.distributed.watch import engines_seen
+from tests.distributed.watch import engines_seen, operations_seen
 from tests.families import FAMILIES, build, make_batch
 from tests.oracle import lift_float32_casts, relative_l2, worst_error
 from tests.seeds import seed_torch
@@ -160,7 +160,7 @@ def compare(case, rank, reference):
         alike = (
             Recorded(json.dumps([case, sizes])) if "configs" in case else contextlib.nullcontext()
         )
-        with alike:
+        with alike, operations_seen() as operations:
             ours_loss, ours, counts = gradients_of(model, dict(batch), items, reduce=True)
         result[f"single process, chunks {sizes}"] = max(
             worst_error(ours, gradients), abs(ours_loss / loss - 1).item()
@@ -169,6 +169,7 @@ def compare(case, rank, reference):
             result[f"unpatched Ulysses, chunks {sizes}"] = worst_error(ours, stock)
         result["counts"], result["layers"] = counts, model.config.num_hidden_layers
         result["described"] = str(streambp.describe(model))
+        result["operations"] = len(operations)
     return result
 
 

@@ -182,6 +182,9 @@ def check(runs, ranks):
         assert row["error"] <= GRADIENT_BAR, case
         assert row["issued alike"], case
         assert f"split over {ranks} ranks (context parallelism)" in row["described"]
+        if case.get("lora"):
+            assert "6 Linears with adapters are computed as one operation" in row["described"]
+            assert row["operations"] > 0
         # a frozen layer has no backward
         if case.get("family", "qwen3") == "qwen3" and not case.get("frozen"):
             check_collectives(row, ranks)

@@ -71,6 +71,7 @@ FAST = {  # by the engine that starts the ranks: torch's two share theirs
         {"logits": True, "options": {"static_graph": True}, "patched": ["after"], "steps": 2},
         {"engine": "fsdp", "offload": True, "stream": STREAM, "resume": "patched", "patched": ["before"], "steps": 2},
         {"one_chunk_on": 0, "accumulation": 2, "steps": 2}, {"one_chunk_on": 0, "engine": "fsdp", "steps": 2},
+        {"lora": True, "engine": "fsdp", "patched": ["after"], "steps": 2},
     ],
     "deepspeed": [
         {"stage": 2, "patched": ["after"], "steps": 2, "one_chunk_on": 0},
@@ -189,6 +190,10 @@ def check(engine, cases):
                 assert ("as the unpatched model" in found["saves"]) == (
                     case.get("engine", engine) == "ddp"
                 )
+            if case.get("lora") and "one_chunk_on" not in case:
+                assert found["operations"] > row["unpatched"]["operations"] == 0
+                (told,) = found["adapters"]
+                assert told.endswith("Linears with adapters are computed as one operation")
             if "stream" in case:
                 assert set(found["not offloaded"].values()) == {0.0}
                 check_host(case, found["host"])

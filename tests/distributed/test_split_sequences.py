@@ -79,6 +79,9 @@ def check(runs):
         assert row["counts"]["all_to_all_single forward"] == 4 * layers
         assert row["counts"]["all_to_all_single backward"] <= 8 * layers
         assert "split over 2 ranks" in row["described"]
+        if row["case"].get("lora"):
+            assert "6 Linears with adapters are computed as one operation" in row["described"]
+            assert row["operations"] > 0
     for row in results.get("engines", []):
         engine = [f"zero-{row['case']['stage']}"]
         assert row["stock counts"]["engines"] == engine

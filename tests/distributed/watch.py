@@ -1,5 +1,5 @@
 """Under what engine a model trains: read off the modules that are called and their parameters, not
-off what was asked for.
+off what was asked for. And whether adapted Linears are one operation there.
 
 python -m tests.distributed.watch SCRIPT ARGUMENT...     runs a script, and prints it at the end
 """
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from streambp.known_names import FSDP_GROUPS, FSDP_PARAMETERS
+from streambp.layer import adapted
 
 SEEN = "TRAINED UNDER"
 
@@ -103,6 +104,23 @@ def engines_seen():
         yield seen
     finally:
         nn.Module.__call__ = real
+
+
+@contextlib.contextmanager
+def operations_seen():
+    """A list that fills with the input shapes of adapted Linears that are computed as one
+    operation."""
+    seen, real = [], adapted._forward
+
+    def forward(ctx, work, x, *rest):
+        seen.append(tuple(x.shape))
+        return real(ctx, work, x, *rest)
+
+    adapted._forward = forward
+    try:
+        yield seen
+    finally:
+        adapted._forward = real
 
 
 def main():

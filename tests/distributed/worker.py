@@ -26,7 +26,7 @@ import streambp
 from streambp.distributed.host import engine_host_use
 from tests.distributed.engines import ENGINES, InFloat64, SingleProcess
 from tests.distributed.traffic import Gathers, Traffic
-from tests.distributed.watch import engines_seen
+from tests.distributed.watch import engines_seen, operations_seen
 from tests.families import make_batch
 from tests.oracle import lift_float32_casts
 
@@ -55,8 +55,8 @@ def batches(rank, case):
 class Trained:
     """Gradients of every step and weights after the last, by name; losses of evaluations;
     collectives; the engines of its forwards; how its layers ran; what `describe` says about
-    offloading, and the bytes of the engine's own; what it says about the head, about saves, and
-    about rows that share prefixes."""
+    offloading, and the bytes of the engine's own; what it says about the head, about saves, about
+    adapters, and about rows that share prefixes; how often an adapted Linear was one operation."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)
@@ -67,7 +67,9 @@ class Trained:
     host: dict = dataclasses.field(default_factory=dict)
     head: str = ""
     saves: str = ""
+    adapters: list = dataclasses.field(default_factory=list)
     shared: list = dataclasses.field(default_factory=list)
+    operations: int = 0
 
 
 def train(engine_class, rank, case, patched):
@@ -94,9 +96,11 @@ def train(engine_class, rank, case, patched):
                 gathers if case.get("stage") == 3 else contextlib.nullcontext(),
                 counting(case, traffic),
                 engines_seen() as seen,
+                operations_seen() as operations,
             ):
                 engine.micro_step(batch, last=micro == accumulation - 1)
             found.engines |= seen
+            found.operations += len(operations)
         found.gradients.update(
             {f"{step}.{name}": gradient for name, gradient in engine.gradients().items()}
         )
@@ -110,6 +114,7 @@ def train(engine_class, rank, case, patched):
     if described is not None:
         found.paths, found.head = sorted({layer.path for layer in described.layers}), described.head
         found.saves = str(described.saves)
+        found.adapters = [note for note in described.notes if "Linears with adapters" in note]
         found.shared = [note for note in described.notes if note.startswith("rows: ")]
     if described is not None and "stream" in case:
         found.host = {
@@ -224,6 +229,7 @@ def run(engine_class, rank, case):
     alone = None if case.get("zero_init") else train_alone(case)
     stock = train(engine_class, rank, {**case, "resume": None}, None)
     row["unpatched"] |= {"counts": stock.counts, "engines": sorted(stock.engines)}
+    row["unpatched"]["operations"] = stock.operations
     if alone is not None:
         row["unpatched"]["single process"] = compare(stock, alone)
     if case.get("lora"):
@@ -240,6 +246,7 @@ def run(engine_class, rank, case):
             "head": found.head,
         }
         row[when]["shared"], row[when]["saves"] = found.shared, found.saves
+        row[when]["adapters"], row[when]["operations"] = found.adapters, found.operations
         if "shared_on" in case:
             row[when]["counts of ranks"] = [None] * dist.get_world_size()
             dist.all_gather_object(row[when]["counts of ranks"], found.counts)

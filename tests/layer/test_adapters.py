@@ -23,13 +23,14 @@ from streambp.layer import adapters, call, saved
 from streambp.layer.adapters import Adaptation
 from tests.families import build, make_batch
 from tests.oracle import BAR as PRECISE
-from tests.oracle import gradients, worst_error
+from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.seeds import seed_torch
 from tests.tiers import thinned
 
 peft = pytest.importorskip("peft", reason="adapters need peft")
 
 BAR = 1e-12
+HALF = torch.bfloat16
 SAVES = ((), ("attn_out",), ("attn_out", "kv", "*"), ("mlp.gate_proj", "self_attn.q_proj"), "auto")
 CHUNKS = (5, 8, 64)
 MODES = ("left-padded", "packed")
@@ -158,14 +159,15 @@ def test_the_served_list(name, calls, float64_oracle):
     assert worst_error(*both) <= BAR
 
 
-def of_kernels(stock, mode="left-padded", steps=2, **settings):
+def of_kernels(stock, mode="left-padded", steps=2, autocast=None, **settings):
     """Loss and gradients with peft's own code and with what "auto" makes of it."""
     found = []
     for kernels in ("own", "auto"):
         ours = streamed(stock, kernels=kernels, **settings)
         for number in range(steps):
             seed_torch(number)
-            result = gradients(ours, **make_batch(mode))
+            with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+                result = gradients(ours, **make_batch(mode))
         found.append((ours, *result))
     return found
 
@@ -198,6 +200,73 @@ def test_what_falls_back_is_peft_to_the_bit(name, calls):
     told = assert_same_bits(stock, calls, saves=("attn_out", "kv", "*"))
     assert "14 Linears with adapters are computed by peft's code" in told
     assert why in told
+
+
+# The dtypes of adapters and autocast beside a float32 model; what `describe` says after the call.
+FALLS_BACK_IN_A_CALL = {
+    "autocast to float16": (torch.float32, torch.float16, "it is computed in float16"),
+    "narrower adapters": (
+        torch.bfloat16,
+        None,
+        "its adapter is bfloat16, and it is computed in float32",
+    ),
+}
+SCALE = 2.0**16  # of a GradScaler
+
+
+def with_adapters_in(own, seed=0):
+    """With adapters of a few steps' size, so that their own rounding is not all of the error."""
+    stock = with_adapters(build("qwen3", seed=seed, hidden_size=64), torch.float32)
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(0.05)
+            if "lora_" in name:
+                parameter.data = parameter.data.to(own)
+    return stock
+
+
+@pytest.mark.parametrize("name", FALLS_BACK_IN_A_CALL)
+def test_what_falls_back_in_a_call_is_named(name, calls):
+    own, autocast, why = FALLS_BACK_IN_A_CALL[name]
+    (_, loss, _), (ours, our_loss, _) = of_kernels(with_adapters_in(own), autocast=autocast)
+    assert not calls
+    assert torch.equal(our_loss, loss)
+    told = str(streambp.describe(ours))
+    assert "14 Linears with adapters are computed by peft's code" in told
+    assert "as one operation" not in told
+    assert why in told
+
+
+def errors_of_a_call(name, calls):
+    own, autocast, _ = FALLS_BACK_IN_A_CALL[name]
+    for seed in itertools.count():
+        stock, batch = with_adapters_in(own, seed), make_batch("plain", length=97, seed=seed)
+        true = gradients(copy.deepcopy(stock).float(), **batch)[1]
+        ours, found = streamed(stock, chunk_size=11), []
+        for model in (ours, ours, stock):  # a second step knows what the first one fell back to
+            with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+                scaled = gradients(model, SCALE, **batch)[1]
+            found.append({path: gradient.double() / SCALE for path, gradient in scaled.items()})
+        assert not calls
+        yield [relative_l2(one, true) for one in found[1:]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FALLS_BACK_IN_A_CALL)
+def test_what_falls_back_in_a_call_is_as_precise_as_peft(name, calls):
+    """With the factor of a GradScaler, by which nothing underflows. The products of peft's inner
+    Linears are summed over chunks in float32: each chunk's rounded alone, the error was 1.10 times
+    peft's."""
+    assert_as_precise(errors_of_a_call(name, calls))
+
+
+def test_describe_speaks_of_the_last_call():
+    ours = streamed(with_adapters(build("qwen3"), torch.float32), saves=())
+    for autocast, expected in ((torch.float16, "by peft's code"), (None, "as one operation")):
+        with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+            gradients(ours, **make_batch("plain"))
+        assert f"14 Linears with adapters are computed {expected}" in str(streambp.describe(ours))
 
 
 @pytest.mark.full
