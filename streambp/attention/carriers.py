@@ -30,7 +30,7 @@ from streambp.attention.prefix import AttentionPoint, ChunkMask
 from streambp.attention.spans import Spans
 from streambp.cache import ChunkCache
 from streambp.chunks import Barrier, Chunk
-from streambp.errors import UnsupportedModelError
+from streambp.errors import UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, EAGER, PER_KEY
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -151,13 +151,18 @@ class ThroughInterface(NoAttention):
 
         Args:
             x: hidden_states [..., B, T, h].
+
+        Raises:
+            UnsupportedMaskError: eager attention would add a bool mask.
         """
         mask = attention_mask_of(named)
         if mask is None or isinstance(mask, LazyMask):
             return None
-        if isinstance(mask, Tensor) and mask.dim() == 4:
-            return None
-        return "its attention_mask is not for attention alone"
+        if not isinstance(mask, Tensor) or mask.dim() != 4:
+            return "its attention_mask is not for attention alone"
+        if mask.dtype == torch.bool:
+            _refuse_added_bools(self.configs(layer))
+        return None
 
     def hand(
         self, named: dict[str, Any], point: AttentionPoint
@@ -393,6 +398,18 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
                 if isinstance(part, LazyMask):
                     return part
     return named.get("attention_mask")
+
+
+def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
+    """Raise UnsupportedMaskError if the model's own attention is eager, which adds bool masks."""
+    for config in configs:
+        if own_implementation(config) == EAGER:
+            raise UnsupportedMaskError(
+                "The 4-D attention mask is of torch.bool, and the model's attention is eager: it "
+                "adds the mask to the scores, True as 1, so that the unpatched model reads every "
+                "key. Pass an added mask (0 where a key is read, -inf elsewhere), or set sdpa "
+                "(model.set_attn_implementation('sdpa')), which reads bool masks."
+            )
 
 
 def _own_masks(value: Any, mask: Callable[[LazyMask], Any]) -> Any:

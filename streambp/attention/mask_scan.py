@@ -33,8 +33,19 @@ def reads(tile: Tensor) -> Tensor:
 
     A bool tile is its own result. An additive tile excludes a pair by the lowest number of its
     dtype, or by -inf.
+
+    Raises:
+        UnsupportedMaskError: the tile has another dtype.
     """
-    return tile if tile.dtype == torch.bool else tile > torch.finfo(tile.dtype).min / 2
+    if tile.dtype == torch.bool:
+        return tile
+    if not tile.dtype.is_floating_point:
+        raise UnsupportedMaskError(
+            f"The 4-D attention mask is of {tile.dtype}. sdpa refuses it, and eager attention adds "
+            "it to the scores, where 0 and 1 leave no key out. Pass mask.bool() (True is read) "
+            "with sdpa, or a floating mask, which is added: 0 where a key is read, -inf elsewhere."
+        )
+    return tile > torch.finfo(tile.dtype).min / 2
 
 
 def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Barrier, ...]:
