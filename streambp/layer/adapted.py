@@ -200,13 +200,13 @@ class Shared:
     """Shared values of the Linears with the same x [..., in], in one call. [Note: one x]
 
     [Note: one x] Queries, keys and values read the same x, and so do gate and up. One product reads
-    x for the A of all Linears, in forward and for the gradients of A. dx is one sum, to which each
-    Linear's backward adds its large product. The autograd node before the Linears (`SharedInput`)
+    x for the A of all Linears, in forward and for the gradients of A. The gradient dx is a single
+    sum. Each Linear's backward adds its large product to that sum. The autograd node before the Linears (`SharedInput`)
     runs after all Linears' backward, and adds the skinny product of all.
 
     Attributes:
         factors: A of each Linear, all with the same number of parts.
-        joined: A of all Linears (`joined_factor`).
+        joined: the A of all Linears as one factor.
         needs_x: True if x needs a gradient.
         found: x A^T of all Linears [n, ranks]; None: not computed, or read by each Linear.
         readers: the number of Linears that still read `found`.
@@ -385,9 +385,7 @@ def _left(work: Work, rows: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
-    """Compute y [..., out] for x [..., in] and left [..., parts * rank + biases] or its rows: the
-    base's product is added to the adapters'.
-    """
+    """Compute y [..., out] for x [..., in] and left [..., parts * rank + biases] or its rows."""
     out = (left if left.dim() == 2 else left.flatten(0, -2)) @ b.stack
     out.addmm_(x.flatten(0, -2), weight.mT)
     return out.view(*x.shape[:-1], weight.shape[0])

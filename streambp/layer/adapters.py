@@ -214,7 +214,7 @@ def bytes_of(factors: Iterable[Factors]) -> int:
 
 
 def _state(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return a tensor's memory and version, which a parameter and its shadow share; () for None."""
+    """Return the memory and version of a tensor. A parameter and its shadow share both."""
     if tensor is None:
         return ()
     version = None if tensor.is_inference() else tensor._version
@@ -393,7 +393,7 @@ class Siblings:
         held: the first member's input, (its version, grad mode), the shared values, x in the
             compute dtype, and the indices of the members that have read x; None: no call is
             running.
-        joined: the members' factors, and all of them as one; None: not computed.
+        joined: the factors of the members and their `joined_factor`; None: not computed.
     """
 
     members: list[Adaptation] = dataclasses.field(default_factory=list)
