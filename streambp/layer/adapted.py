@@ -158,9 +158,9 @@ def thin(left: Tensor, factor: Factor) -> Tensor:
     left is read once.
     """
     found = add_product(None, left, factor.wide.mT)
-    if factor.parts == 3:
-        found[:, : factor.rank] += found[:, factor.rank :]
-    return found[:, : factor.rank]
+    if factor.parts < 3:
+        return found
+    return found[:, : factor.rank].add_(found[:, factor.rank :])
 
 
 def spread(found: Tensor, factor: Factor) -> Tensor:
@@ -171,10 +171,12 @@ def spread(found: Tensor, factor: Factor) -> Tensor:
     if factor.parts == 1 and width == rank:
         return found
     out = found.new_empty(found.shape[0], width, dtype=factor.stack.dtype)
-    parts = out[:, : factor.parts * rank].unflatten(1, (factor.parts, rank))
-    parts[:, ::HIGH_AGAIN].copy_(found[:, None])
+    # one view of the high parts: each slice would cost as much time as the launch of a kernel
+    times = (factor.parts + 1) // HIGH_AGAIN
+    high = (times, found.shape[0], rank), (HIGH_AGAIN * rank, width, 1)
+    out.as_strided(*high).copy_(found)
     if factor.parts > 1:
-        torch.sub(found, parts[:, 0], out=parts[:, 1])
+        torch.sub(found, out[:, :rank], out=out[:, rank : 2 * rank])
     if width > factor.parts * rank:
         out[:, factor.parts * rank :].fill_(1.0)
     return out
@@ -186,17 +188,26 @@ def summed_parts(found: Tensor, dim: int) -> Tensor:
     return first.add_(second)
 
 
+def joined_factor(factors: list[Factor]) -> Factor:
+    """Return the A of several Linears as one factor for `thin`."""
+    high = [factor.wide[: factor.rank] for factor in factors]
+    low = [factor.wide[factor.rank :] for factor in factors if factor.parts == 3]
+    ranks = sum(factor.rank for factor in factors)
+    return Factor(torch.cat((*high, *high, *low) if low else high), ranks, 3 if low else 1)
+
+
 @dataclasses.dataclass
 class Shared:
     """Shared values of the Linears with the same x [..., in], in one call. [Note: one x]
 
     [Note: one x] Queries, keys and values read the same x, and so do gate and up. One product reads
-    x for the A of all Linears, in forward and for the gradients of A. dx is one sum, to which each
-    Linear's backward adds its large product. The autograd node before the Linears (`SharedInput`)
+    x for the A of all Linears, in forward and for the gradients of A. The gradient dx is a single
+    sum. Each Linear's backward adds its large product to that sum. The autograd node before the Linears (`SharedInput`)
     runs after all Linears' backward, and adds the skinny product of all.
 
     Attributes:
         factors: A of each Linear, all with the same number of parts.
+        joined: the A of all Linears as one factor.
         needs_x: True if x needs a gradient.
         found: x A^T of all Linears [n, ranks]; None: not computed, or read by each Linear.
         readers: the number of Linears that still read `found`.
@@ -205,6 +216,7 @@ class Shared:
     """
 
     factors: list[Factor]
+    joined: Factor
     needs_x: bool
     found: Tensor | None = None
     readers: int = 0
@@ -226,13 +238,8 @@ class Shared:
 
     def read(self, rows: Tensor) -> None:
         """Compute x A^T of all Linears for rows [n, in] of x."""
-        high = [factor.wide[: factor.rank] for factor in self.factors]
-        low = [factor.wide[factor.rank :] for factor in self.factors if factor.parts == 3]
-        ranks = sum(factor.rank for factor in self.factors)
         self.readers = len(self.factors)
-        self.found = thin(
-            rows, Factor(torch.cat((*high, *high, *low) if low else high), ranks, 3 if low else 1)
-        )
+        self.found = thin(rows, self.joined)
 
     def collect(self, place: int, left: Tensor, flat: Tensor, weight: Tensor | None) -> None:
         """Store one Linear's skinny factor in backward, and add its large product flat [n, out] @
@@ -360,9 +367,9 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     if isinstance(work.value, Tensor):
         return work.value.view_as(work.value)
     assert left is not None
-    left = left.view(*x.shape[:-1], -1)
     if work.value is None:
         return unviewed(_product(x, weight, left, work.b))
+    left = left.view(*x.shape[:-1], -1)
     out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
     if work.value is not UNREAD:
         here = work.value
@@ -379,10 +386,8 @@ def _left(work: Work, rows: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
-    """Compute y [..., out] for x [..., in] and left [..., parts * rank + biases]: the base's
-    product is added to the adapters'.
-    """
-    out = left.flatten(0, -2) @ b.stack
+    """Compute y [..., out] for x [..., in] and left [..., parts * rank + biases] or its rows."""
+    out = (left if left.dim() == 2 else left.flatten(0, -2)) @ b.stack
     out.addmm_(x.flatten(0, -2), weight.mT)
     return out.view(*x.shape[:-1], weight.shape[0])
 

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ from streambp.layer.adapted import (
     SharedInput,
     Work,
     factor_of,
+    joined_factor,
 )
 from streambp.layer.products import (
     ADAPTED,
@@ -220,7 +222,7 @@ def bytes_of(factors: Iterable[Factors]) -> int:
 
 
 def _state(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return a tensor's memory and version, which a parameter and its shadow share; () for None."""
+    """Return the memory and version of a tensor. A parameter and its shadow share both."""
     if tensor is None:
         return ()
     version = None if tensor.is_inference() else tensor._version
@@ -414,10 +416,12 @@ class Siblings:
         held: the first member's input, (its version, grad mode), the shared values, x in the
             compute dtype, and the indices of the members that have read x; None: no call is
             running.
+        joined: the factors of the members and their `joined_factor`; None: not computed.
     """
 
     members: list[Adaptation] = dataclasses.field(default_factory=list)
     held: tuple[Tensor, tuple[int, bool], Shared, Tensor, set[int]] | None = None
+    joined: tuple[list[Factor], Factor] | None = None
 
     def shared(
         self, given: Tensor, x: Tensor, member: Adaptation
@@ -452,7 +456,11 @@ class Siblings:
         factors = [one.a(x.dtype) for one in self.members]
         if len({factor.parts for factor in factors}) > 1:
             return None
-        shared = Shared(factors, x.requires_grad and torch.is_grad_enabled())
+        if self.joined is None or any(map(operator.is_not, self.joined[0], factors)):
+            with torch.no_grad():
+                self.joined = factors, joined_factor(factors)
+        needs_x = x.requires_grad and torch.is_grad_enabled()
+        shared = Shared(factors, self.joined[1], needs_x)
         if torch.is_grad_enabled():
             a = [[_slot(adapter.a) for adapter in one.reading.adapters] for one in self.members]
             counts = [len(tensors) for tensors in a]
@@ -516,4 +524,4 @@ def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None
             own.pop(ADAPTED).factors = {}
         for siblings in groups.values():
             siblings.members.clear()
-            siblings.held = None
+            siblings.held = siblings.joined = None

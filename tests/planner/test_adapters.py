@@ -88,6 +88,24 @@ def test_elementwise_traffic(elementwise):
     assert 0 < total <= PEFTS * theirs
 
 
+@pytest.mark.full
+def test_dispatches_of_a_forward():
+    """Of a chunk behind the first one, which makes the factors: no more than peft's, views
+    included."""
+    found = []
+    for own in (False, True):
+        skeletons = [with_lora("own" if own else "auto") for _ in range(2)]
+        for skeleton in skeletons:
+            skeleton.own_adapters = own
+        one, two = (
+            spent(skeleton, streamed(("attn_out", "kv")), chunk)["forward"].dispatches
+            for skeleton, chunk in zip(skeletons, (TOKENS, TOKENS // 2), strict=True)
+        )
+        found.append(two - one)
+    print(f"{found[0]:.0f} dispatches of a layer, {found[1]:.0f} with peft's code")
+    assert 0 < found[0] <= found[1]
+
+
 def test_skinny_products_count_their_bytes():
     with torch.device("meta"):
         x, a, out = torch.empty(TOKENS, 512), torch.empty(512, RANK), torch.empty(TOKENS, RANK)
