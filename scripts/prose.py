@@ -73,22 +73,22 @@ CITATION = re.compile(r"\[Note: [^\]]*\]")
 TOOLS = ("type:", "noqa", "fmt:", "pylint", "mypy", "!", "Copyright", "Licensed", "SPDX")
 VERBS = frozenset(
     """
-    add apply ask assert attend begin bind borrow build call cast change check choose clear
-    close collect combine compare compute concatenate configure convert copy count create
-    cut decide delete describe detach determine disable discard draw drop enable end ensure
-    enter estimate evaluate exchange expand fall fetch fill find flatten follow format
-    forward free gather generate get give group handle hash hold ignore implement import
-    initialize insert install issue join keep know launch leave let limit list load lock
-    look lower make map mark mask match measure merge move multiply name note open order
-    pack pad pair parse pass patch perform pin place pop prepare print push put query raise
-    rank read rearrange rebuild receive recompute record reduce refuse register release
-    reload remember remove rename repeat replace report require reserve reset reshape
-    resolve restore resume retrieve retry return reverse revert round run sample save scale
-    scan schedule search see select send set shard shift show silence skip slice sort split
-    stack start stop store stream subtract sum swap switch synchronize take tell test time
-    tokenize total track train transform translate trim truncate try unbind undo uninstall
-    unpack unpatch update use validate verify view wait walk warn watch weigh widen wrap
-    write yield zero
+    add apply ask assert attend begin bind borrow build call cast change check choose
+    clear close collect combine compare compute concatenate configure convert copy count
+    create cut decide delete describe detach determine differentiate disable discard draw
+    drop enable end ensure enter estimate evaluate exchange expand expect fall fetch fill
+    find flatten follow format forward free gather generate get give group handle hash
+    hold ignore implement import initialize insert install issue join keep know launch
+    leave let limit list load lock look lower make map mark mask match measure merge move
+    multiply name note open order overwrite pack pad pair parse pass patch perform permute
+    pin place pop prepare print push put query raise rank read rearrange rebuild receive
+    recompute record reduce refuse register release reload remember remove rename reorder
+    repeat replace report require rerun reserve reset reshape resolve restore resume
+    retrieve retry return reverse revert round run sample save scale scan schedule search
+    see select send set shard shift show silence skip slice sort split stack start stop
+    store stream subtract sum swap switch synchronize take tell test time tokenize total
+    track train transform translate trim truncate try unbind undo uninstall unpack unpatch
+    update use validate verify view wait walk warn watch weigh widen wrap write yield zero
     """.split()  # noqa: SIM905 - one word a line would be two pages
 )
 

@@ -163,7 +163,7 @@ def errors() -> str:
         if isinstance(value, type) and issubclass(value, Exception)
     ]
     rows = []
-    # built on first access, so it may be among the names already
+    # Built on first access, so it may be among the names already.
     for name in dict.fromkeys([*names, "DeviceMemoryError"]):
         found = getattr(module, name)
         bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__)

@@ -69,3 +69,15 @@ def _is_of(dtype: torch.dtype, kind: Kind) -> bool:
 def _shown(text: str) -> str:
     """Format dimensions as a shape."""
     return "[" + ", ".join(text.split()) + "]"
+
+
+def unviewed(result: Tensor) -> Tensor:
+    """Return a tensor [...] in the memory of `result`, without a base.
+
+    A Function's forward may not return a view: torch refuses later in-place operations on it.
+    `F.linear` with a bias returns a view.
+    """
+    if not result._is_view():
+        return result
+    own: Tensor = torch.ops.aten._unsafe_view(result, result.shape)
+    return own

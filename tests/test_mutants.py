@@ -334,8 +334,8 @@ MUTANTS = {
     "trust wrong spans": (masks, "agrees", lambda *_: True, dense_mask),
     "saved logsumexp of another chunk": (
         kept.Kept, "attended",
-        lambda self, chunk, real=kept.Kept.attended: [
-            dataclasses.replace(a, lse=a.lse + 0.1) for a in real(self, chunk) or []
+        lambda self, real=kept.Kept.attended: [
+            dataclasses.replace(a, lse=a.lse + 0.1) for a in real(self) or []
         ],
         lambda: oracle(saves=("attn_out",)),
     ),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from streambp.admission.insides import foreign_parts
 from streambp.admission.snapshot import Restored
-from streambp.fingerprint.looks import Body, Generator, Look
+from streambp.fingerprint.looks import Generator, LayerSnapshot, ModuleSnapshot
 from streambp.layer.call import LayerCall
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.side_effects import buffers_of, in_place_of_buffers
@@ -30,7 +30,7 @@ from streambp.layer.site import LayerSite
 OF_ALL: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
 
 
-def generators_of(site: LayerSite, look: Look) -> list[Generator]:
+def generators_of(site: LayerSite, look: LayerSnapshot) -> list[Generator]:
     """Return the generators that the layer may draw from.
 
     These are its own generators, and the global ones if a part or a hook of the layer is
@@ -98,7 +98,7 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
 
     Torch's default generators are not restored. [Note: a trial leaves nothing]
     """
-    buffers, generators = buffers_of(module), (*Body(module, set()).generators, *OF_ALL)
+    buffers, generators = buffers_of(module), (*ModuleSnapshot(module, set()).generators, *OF_ALL)
     with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
         yield restored
 

@@ -49,7 +49,7 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import unwatched
-from streambp.fingerprint.looks import Look
+from streambp.fingerprint.looks import LayerSnapshot
 from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, undone
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
@@ -74,7 +74,7 @@ MISSING = object()
 _DIGITS = re.compile(r"\d+")
 
 
-def roots_of(site: LayerSite, look: Look) -> Roots:
+def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
     """Return the places in which third-party code inside a layer may store values, by name.
 
     The list is empty if no third-party code runs inside.
@@ -95,7 +95,7 @@ def roots_of(site: LayerSite, look: Look) -> Roots:
     return [*site.layer.named_modules(), *hooks, *code]
 
 
-def tell(site: LayerSite, look: Look, kind: Kind, hidden_states: Tensor) -> Kind:
+def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
     """Return the kind of a call with these hidden states [..., B, T, h].
 
     The kind includes values reachable from third-party code inside the layer. `kind` is returned
@@ -158,7 +158,7 @@ def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     return undone(roots) if roots else contextlib.nullcontext()
 
 
-def recomputed(site: LayerSite, look: Look) -> contextlib.AbstractContextManager[Any]:
+def recomputed(site: LayerSite, look: LayerSnapshot) -> contextlib.AbstractContextManager[Any]:
     """Return a recomputation's context manager, which preserves forward's values. [Note: kept
     values]
     """

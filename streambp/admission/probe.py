@@ -195,9 +195,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
     """Return why chunks differ; None if they do not. [Note: a trial leaves nothing]"""
     if not call.site.kind.states.carries and _convolves(call.site.layer):
         return Found(CONVOLVES)
-    # separates the trial from a checkpoint around the model
-    apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
-    with apart, rehearsing(call), on_trial(call) as state:
+    with rehearsing(call), on_trial(call) as state:
         with torch.no_grad():
             x, upstream = random_like(hidden_states), random_like(hidden_states)
         named, length = call.arguments.named, x.shape[-2]

@@ -70,9 +70,14 @@ def causal_prefix(call: LayerCall, length: int) -> Prefix:
 @contextlib.contextmanager
 def rehearsing(call: LayerCall) -> Iterator[None]:
     """Context manager for a trial: the call streams, random states are restored, autocast caches
-    nothing.
+    nothing, and graphs save tensors by themselves.
+
+    A checkpoint around the model would replace the saved tensors. Each chunk writes to the prefix,
+    and torch's check of versions would fail.
     """
-    with call.streaming(), RandomState.capture(call.device).replayed(), nothing_cached():
+    apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
+    restored = RandomState.capture(call.device).replayed()
+    with apart, call.streaming(), restored, nothing_cached():
         yield
 
 

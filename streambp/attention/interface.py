@@ -64,26 +64,16 @@ def stream_attention(
     """
     ours = isinstance(attention_mask, OURS)
     if not ours:
-        own = _met_by_chance(getattr(module, "config", None))
-        function = None
-        if own is not None:
-            eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
-            function = AttentionInterface().get(own, eager)
+        function = _own_function(module)
         if function is not None:
             # the module expects us to mask the keys that were not picked
             if kwargs.get(PICKS) is not None:
                 attention_mask = _only_picked(attention_mask, kwargs[PICKS], key.shape[2])
             if softcap is not None:
                 kwargs["softcap"] = softcap
+            kwargs.update(dropout=dropout, scaling=scaling)
             found: tuple[Tensor, None] = function(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                **kwargs,
+                module, query, key, value, attention_mask, **kwargs
             )
             return found
     foreign = list[str]()
@@ -107,11 +97,7 @@ def stream_attention(
     elif not is_causal:
         foreign.append("is_causal=False")
     if foreign:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
-            "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
-            "(streambp.unpatch(model))."
-        )
+        raise _unsupported(module, foreign)
     # Queries are independent of each other, so the model's own sdpa is right for a chunk of them.
     if elsewhere:
         return sdpa_attention_forward(
@@ -131,6 +117,25 @@ def stream_attention(
         return attention_mask.attend(
             AttentionCall(query, key, value, scale, dropout, softcap, sink, picks)
         ), None
+
+
+def _own_function(module: nn.Module) -> Any:
+    """Return the attention function of the module's own implementation; None if the module must use
+    ours in this thread. [Note: routed configs]"""
+    own = _met_by_chance(getattr(module, "config", None))
+    if own is None:
+        return None
+    eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
+    return AttentionInterface().get(own, eager)
+
+
+def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError:
+    """Return the error for a module that attends with these arguments or properties."""
+    return UnsupportedModelError(
+        f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
+        "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
+        "(streambp.unpatch(model))."
+    )
 
 
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:

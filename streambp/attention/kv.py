@@ -391,11 +391,19 @@ class PrefixMemory:
     Attributes:
         plan: the chunks.
         room: bytes; None: no limit, every prefix is one buffer.
-        scratch: returns a store for tensors that live for one pass over the chunks.
+        scratch: a store for tensors that live for one pass over the chunks.
         saved: the store that keeps K and V for backward; None if K and V are not saved in a store.
+        tiles: the scratch store of the current pass; None: no tile was moved yet.
     """
 
     plan: ChunkPlan
     room: int | None
     scratch: Callable[[], HostTensors]
     saved: HostTensors | None = None
+    tiles: HostTensors | None = None
+
+    def open_scratch(self) -> HostTensors:
+        """Return the scratch store of the current pass."""
+        if self.tiles is None:
+            self.tiles = self.scratch()
+        return self.tiles

@@ -107,7 +107,6 @@ class Prefix:
         # [B, T, D] of each indexer, in forward. [Note: indexers]
         self.index_keys: dict[int, Tensor] = {}
         self.picked: list[Tensor] = []  # [B, C, k] of each indexer, for the chunk computed last
-        self._scratch: HostTensors | None = None
 
     def restore(
         self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
@@ -244,14 +243,13 @@ class Prefix:
         plan, size = self.memory.plan, self.sizes_seen[index]
         if not backward:
             saved = self.memory.saved
-        if self._scratch is None:
-            self._scratch = self.memory.scratch()
+        scratch = self.memory.open_scratch()
         # Tokens in tiles that move to the scratch store: neither resident tiles nor the last.
         moving = plan[len(plan) - 1].start - plan[resident].start if resident < len(plan) - 1 else 0
-        self._scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
-        keys, width = saved or self._scratch, self._width(index)
+        scratch.reserve(moving * (size.keys * (saved is None) + size.sums * backward))
+        keys, width = saved or scratch, self._width(index)
         return KVTiles(
-            index, plan, keys, self._scratch, resident, saved is not None, size.value_size, width
+            index, plan, keys, scratch, resident, saved is not None, size.value_size, width
         )
 
     def begin_backward(self, again: bool) -> None:
@@ -267,7 +265,10 @@ class Prefix:
 
     def drop_buffers(self) -> None:
         """Free K, V and their accumulators. A refill or `find_saved` restores K and V."""
-        self.sites, self.filled_until, self._scratch = [], 0, None
+        self.sites = []
+        self.filled_until = 0
+        if self.memory is not None:
+            self.memory.tiles = None
         self.index_keys, self.picked = {}, []
 
 

@@ -70,70 +70,110 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 CLASSES = "~"  # replaces a module's name in keys that concern the modules' classes
 
 
-class Body:
-    """Snapshot of a layer's modules and their content, without hooks, which change more often."""
+class ValueList:
+    """The values of modules as one flat list, which two snapshots compare.
+
+    The list is read again before each forward and each backward, so only references to tables are
+    stored here.
+
+    Attributes:
+        modules: the modules.
+        types: the classes of the modules.
+        dicts: the attributes of each module.
+        getters: a function that reads compared attributes, and the attributes of its module.
+        tables: dicts whose values are compared.
+        tensor_tables: dicts of tensors that are all compared.
+        tensor_names: dicts of tensors, and the names of tensors that are compared.
+        expected_empty: tables that are empty.
+        lists: containers whose elements are compared.
+        live: attributes whose content no container comparison covers: a name, the attributes of a
+            module, and the name of one.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self.types = list({type(module): None for module in modules})
+        self.dicts = [module.__dict__ for module in modules]
+        self.getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self.tables: list[dict[Any, Any]] = []
+        self.tensor_tables: list[dict[str, Any]] = []
+        self.tensor_names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self.expected_empty: list[Any] = []
+        self.lists: list[Any] = []
+        self.live: list[tuple[str, dict[str, Any], str]] = []
+
+    def read(self) -> list[Any]:
+        """Return the current values."""
+        found: list[Any] = list(map(len, self.dicts))
+        extend = found.extend
+        for getter, values in self.getters:
+            extend(getter(values))
+        # the ids of live tensors, so no other object can reuse an id
+        extend(map(id, ALL_OF(map(VALUES, self.tensor_tables))))
+        for table, names in self.tensor_names:
+            extend([id(table[name]) for name in names])
+        extend(ALL_OF(map(VALUES, self.tables)))
+        extend(ALL_OF(self.lists))
+        extend(map(type, self.modules))
+        extend(map(getattr, self.types, itertools.repeat("forward"), itertools.repeat(None)))
+        found.append(any(self.expected_empty))
+        for path, values, name in self.live:
+            extend(leaf.exact for leaf in leaves(values[name], path))
+        return found
+
+
+class ModuleSnapshot:
+    """Snapshot of a layer's modules and their content, without hooks, which change more often.
+
+    Attributes:
+        named: the modules by name.
+        hooks: the hook tables of the modules inside the layer.
+        exact: the exact side of each value's leaves.
+        generators: random generators among the attributes.
+        parameters: the parameters.
+        tensors: tensors whose versions are compared.
+        keys: the keys of these tensors, in the same order.
+        kind: a digest of the kind side of each value's leaves.
+    """
 
     def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
         self.named = dict(layer.named_modules())
-        self.modules = list(self.named.values())
-        self.dicts = [module.__dict__ for module in self.modules]
-        self.hooks = [d[name] for d in self.dicts[1:] for name in MODULE_HOOKS]
-        self.types = list({type(module): None for module in self.modules})
-        self._getters: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
-        self._tables: list[dict[Any, Any]] = []
-        self._of_tensors: list[dict[str, Any]] = []
-        # parts of parameter and buffer tables that the layer's forward does not change
-        self._parts: list[tuple[dict[str, Any], tuple[str, ...]]] = []
-        self._empty: list[Any] = []
-        self._lists: list[Any] = []
-        # attributes whose content no container comparison covers
-        self._live: list[tuple[str, dict[str, Any], str]] = []
+        self._values = ValueList(list(self.named.values()))
+        self.hooks = [d[name] for d in self._values.dicts[1:] for name in MODULE_HOOKS]
         self.exact: dict[tuple[str, str, str], Any] = {}
         self.generators: list[Generator] = []
         self.parameters: list[Tensor] = []
-        self.tensors: list[Tensor] = []  # tensors whose versions are compared
-        self.keys: list[Key] = []  # and their keys, in the same order
+        self.tensors: list[Tensor] = []
+        self.keys: list[Key] = []
         self._held: list[Tensor] = []
         kinds: list[Any] = []
         for path, module in self.named.items():
             self._read(path, module, ignored, kinds)
-        for known in self.types:
+        for known in self._values.types:
             self._add(
                 (CLASSES, ""),
                 leaves(getattr(known, "forward", None), f"{known.__qualname__}.forward"),
                 kinds,
             )
         self.kind = hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
-        self._flat = self._look()
+        self._flat = self._values.read()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Return the modules."""
+        return self._values.modules
 
     def unchanged(self) -> bool:
         """True if nothing changed. Reads every attribute and describes none."""
         try:
-            return self._look() == self._flat  # identical objects are not compared by value
+            # identical objects are not compared by value
+            return self._values.read() == self._flat
         except Exception:  # an attribute is gone, or a tensor replaced another value
             return False
 
-    def _look(self) -> list[Any]:
-        """Return the flat list of values that the next snapshot is compared with."""
-        found: list[Any] = list(map(len, self.dicts))
-        extend = found.extend
-        for getter, values in self._getters:
-            extend(getter(values))
-        # the ids of live tensors, so no other object can reuse an id
-        extend(map(id, ALL_OF(map(VALUES, self._of_tensors))))
-        for table, names in self._parts:
-            extend([id(table[name]) for name in names])
-        extend(ALL_OF(map(VALUES, self._tables)))
-        extend(ALL_OF(self._lists))
-        extend(map(type, self.modules))
-        extend(map(getattr, self.types, itertools.repeat("forward"), itertools.repeat(None)))
-        found.append(any(self._empty))
-        for path, values, name in self._live:
-            extend(leaf.exact for leaf in leaves(values[name], path))
-        return found
-
     def _read(self, path: str, module: nn.Module, ignored: set[Key], kinds: list[Any]) -> None:
         """Add a module's attributes, parameters and buffers to the snapshot."""
+        values = self._values
         own = module.__dict__
         counts = [
             name
@@ -144,14 +184,14 @@ class Body:
             and (path, name) not in ignored
         ]
         read = [name for name in READ if name in own]  # modules of torch.compile lack some of these
-        self._getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), own))
+        values.getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), own))
         for table in (module._parameters, module._buffers):
             kept = tuple(name for name in table if (path, name) not in ignored)
             if len(kept) < len(table):
-                self._parts.append((table, kept))
+                values.tensor_names.append((table, kept))
             else:
-                (self._of_tensors if table else self._empty).append(table)
-        (self._tables if module._modules else self._empty).append(module._modules)
+                (values.tensor_tables if table else values.expected_empty).append(table)
+        (values.tables if module._modules else values.expected_empty).append(module._modules)
         self._add((path, ""), [Leaf("", Mark(module), name_of(type(module)))], kinds)
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None:
@@ -171,12 +211,12 @@ class Body:
                 continue
             self._add(key, leaves(value, ""), kinds)
             if holds_more(value):
-                self._live.append((name, own, name))
+                values.live.append((name, own, name))
             for inner in (value, *(part for _, part in contents(value) or ())):
                 if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
                     self.generators.append(inner)
                 if contents(inner) is not None:
-                    (self._tables if isinstance(inner, dict) else self._lists).append(inner)
+                    (values.tables if isinstance(inner, dict) else values.lists).append(inner)
 
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
         """Add a tensor [...] to the tensors whose versions are compared."""
@@ -193,7 +233,7 @@ class Body:
 
 
 @dataclasses.dataclass(eq=False)
-class Look:
+class LayerSnapshot:
     """Snapshot of a layer's modules, attributes and hooks. [Note: fingerprint]
 
     Attributes:
@@ -202,7 +242,7 @@ class Look:
         answers: cached answers about the layer.
     """
 
-    body: Body
+    body: ModuleSnapshot
     hooks: Hooks
     answers: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
@@ -221,7 +261,7 @@ class Look:
 
 
 @dataclasses.dataclass
-class SeenBefore:
+class ForwardSnapshot:
     """Snapshot of a layer at the end of a forward.
 
     Attributes:
@@ -230,7 +270,7 @@ class SeenBefore:
         acted: inner hooks that modified values.
     """
 
-    look: Look
+    look: LayerSnapshot
     versions: list[int]
     acted: AbstractSet[HookKey]
 
@@ -248,7 +288,7 @@ class Fingerprint:
         kept: paths of values that third-party code stored inside the layer.
     """
 
-    last: Look | None = None
+    last: LayerSnapshot | None = None
     pending: int = 0
     in_cycles: bool = False
     kept: set[str] = dataclasses.field(default_factory=set)
@@ -259,20 +299,22 @@ class Fingerprint:
     def __reduce__(self) -> Any:
         return Fingerprint, ()
 
-    def look(self, layer: nn.Module) -> Look:
+    def look(self, layer: nn.Module) -> LayerSnapshot:
         """Return a snapshot of the layer; the previous object if nothing changed."""
         latest = self.last
         same = latest is not None and latest.body.unchanged()
         if same and latest is not None and not latest.hooks.ids and not any(latest.body.hooks):
             return latest
-        body = latest.body if latest is not None and same else Body(layer, self._ignored)
+        body = latest.body if latest is not None and same else ModuleSnapshot(layer, self._ignored)
         known = latest.hooks if latest is not None and same else None
         hooks = hooks_of(body.hooks, body.named, self._ignored_of_hooks, known)
         if latest is None or not same or hooks is not latest.hooks:
-            self.last = latest = Look(body, hooks)
+            self.last = latest = LayerSnapshot(body, hooks)
         return latest
 
-    def learn(self, layer: nn.Module, before: Look, versions: list[int] | None = None) -> Look:
+    def learn(
+        self, layer: nn.Module, before: LayerSnapshot, versions: list[int] | None = None
+    ) -> LayerSnapshot:
         """Take a snapshot after the layer's own forward and return it.
 
         Changes since `before` are excluded from later comparisons, as the forward caused them.
@@ -295,14 +337,18 @@ class Fingerprint:
         return self.look(layer)
 
     def seen(
-        self, layer: nn.Module, before: Look, versions: list[int], acted: AbstractSet[HookKey]
-    ) -> SeenBefore:
+        self,
+        layer: nn.Module,
+        before: LayerSnapshot,
+        versions: list[int],
+        acted: AbstractSet[HookKey],
+    ) -> ForwardSnapshot:
         """Return the snapshot of a finished forward; `before` and `versions` are from its start."""
         look = self.learn(layer, before, versions)
         self.pending += 1
-        return SeenBefore(look, versions if look is before else versions_of(look), acted)
+        return ForwardSnapshot(look, versions if look is before else versions_of(look), acted)
 
-    def check(self, layer: nn.Module, seen: SeenBefore, now: Look) -> None:
+    def check(self, layer: nn.Module, seen: ForwardSnapshot, now: LayerSnapshot) -> None:
         """Raise if the layer changed since the end of that forward.
 
         Raises:
@@ -358,7 +404,7 @@ def changed(layer: nn.Module, what: str) -> BackwardError:
     )
 
 
-def versions_of(look: Look) -> list[int]:
+def versions_of(look: LayerSnapshot) -> list[int]:
     """Return the version counters of the snapshot's tensors, in `look.body.tensors`' order."""
     return list(map(VERSION, look.body.tensors))
 

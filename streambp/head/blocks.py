@@ -4,10 +4,10 @@ Everything after the matrix product is computed in promote_types(dtype, float32)
 its gradient are computed in the hidden states' dtype, as in the model. N tokens, V vocabulary
 entries, h hidden size.
 
-[Note: logits in place] With the Triton kernels (`triton_fold.serves`) a block consists of the raw
-products only, in the dtype of the matrix product. One kernel reads them for the statistics, and one
-overwrites them with the gradient. torch's operators need float32 copies, so their blocks are
-smaller.
+[Note: logits in place] The Triton kernels (`triton_fold.serves`) need the raw products of a block
+only, in the dtype of the matrix product. A first kernel reads the products for the statistics, and
+a second kernel overwrites the products with the gradient. torch's operators need float32 copies, so
+their blocks are smaller.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def block_size(
     logits.
 
     The result depends on shapes only, so that runs are bitwise reproducible. Each block of tokens
-    reads and writes dW, 4 V h bytes each, so blocks need many tokens. With 2,048 tokens, or as many
-    as BYTES_PER_BLOCK allows, this takes less time than the matrix products.
+    reads and writes dW, 4 V h bytes each, so blocks need many tokens. Blocks of 2,048 tokens, less
+    if BYTES_PER_BLOCK requires it, read and write dW in less time than the matrix products take.
     [Note: logits in place]
 
     Args:
@@ -48,7 +48,9 @@ def block_size(
     """
     if serves(device, dtype):
         tokens = min(TOKENS_IN_PLACE, max(1, BYTES_PER_BLOCK // (vocabulary * dtype.itemsize)))
-        return tokens - tokens % 128 if tokens > 128 else tokens, vocabulary
+        if tokens > 128:
+            tokens -= tokens % 128
+        return tokens, vocabulary
     if whole:
         return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary)), vocabulary
     return TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // TOKENS_PER_BLOCK)
@@ -98,21 +100,26 @@ class Products:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight = weight
+        self._bias = bias
         self.vocabulary: int = weight.shape[0]
 
     def of(self, hidden: Tensor, columns: slice) -> Tensor:
         """Return raw products [n, v] of hidden [n, h] with the vocabulary entries in `columns`."""
-        weight, bias = self.weight(hidden.dtype), self._bias
+        weight = self.weight(hidden.dtype)
+        bias = self._bias
+        if bias is not None:
+            bias = bias[columns]
         # hidden states are in autocast's dtype already, unless float32 is required
         with without_autocast(hidden.device.type):
-            return nn_own.linear(hidden, weight[columns], None if bias is None else bias[columns])
+            return nn_own.linear(hidden, weight[columns], bias)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [V, h] in this dtype; cast once for all blocks."""
         if self._weight.dtype != dtype:
             self._weight = self._weight.to(dtype)
-            self._bias = None if self._bias is None else self._bias.to(dtype)
+            if self._bias is not None:
+                self._bias = self._bias.to(dtype)
         return self._weight
 
 
@@ -163,16 +170,27 @@ class Fold:
             wanted: names of optional fields.
             entries: number of vocabulary entries.
         """
-        lse, mean_logits = self.lse(), self.total / entries
+        lse = self.lse()
+        mean_logits = self.total / entries
+        entropy: Tensor | None = None
+        mean_log_probs: Tensor | None = None
+        is_top1: Tensor | None = None
+        log_sum_sq_probs: Tensor | None = None
+        if "entropy" in wanted:
+            entropy = lse - self.mean / self.sum
+        if "mean_log_probs" in wanted:
+            mean_log_probs = mean_logits - lse
+        if "is_top1" in wanted:
+            is_top1 = self.best == labels
+        if "log_sum_sq_probs" in wanted:
+            log_sum_sq_probs = torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum)
         return (
             self.target - lse,
-            lse - self.mean / self.sum if "entropy" in wanted else None,
-            mean_logits - lse if "mean_log_probs" in wanted else None,
-            self.best == labels if "is_top1" in wanted else None,
+            entropy,
+            mean_log_probs,
+            is_top1,
             mean_logits if "mean_logits" in wanted else None,
-            torch_own.log(self.squares) - 2.0 * torch_own.log(self.sum)
-            if "log_sum_sq_probs" in wanted
-            else None,
+            log_sum_sq_probs,
         )
 
     def merge(self, other: Fold) -> Fold:
@@ -181,7 +199,8 @@ class Fold:
         """
         top = torch_own.maximum(self.max, other.max)
         base = _finite(top)
-        mine, theirs = torch_own.exp(self.max - base), torch_own.exp(other.max - base)
+        mine = torch_own.exp(self.max - base)
+        theirs = torch_own.exp(other.max - base)
         return Fold(
             top,
             self.sum * mine + other.sum * theirs,
@@ -224,7 +243,8 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
     here, column = locate(labels, block)
     target = torch_own.where(here, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     squares = torch.linalg.vecdot(weights, weights)
-    total, summed = logits.sum(-1), weights.sum(-1)
+    total = logits.sum(-1)
+    summed = weights.sum(-1)
     none = weights == 0.0
     mean = weights.mul_(logits).masked_fill_(none, 0.0).sum(-1)  # 0 * -inf is 0 here
     return Fold(top, summed, target, mean, squares, total, best + block.start)
@@ -299,7 +319,7 @@ def product_gradient(
     """Return d loss / d product [n, v] of one vocabulary block, in the dtype of its raw products
     [n, v].
 
-    With the kernels, the gradient overwrites the products. [Note: logits in place]
+    The kernels overwrite the products with the gradient. [Note: logits in place]
     """
     if not serves(product.device, product.dtype):
         return gradient_in_torch(product, projection, given, block)
@@ -325,10 +345,15 @@ def gradient_in_torch(
 def logits_gradient(logits: Tensor, given: TokenGradients, block: slice) -> Tensor:
     """Return d loss / d logits [n, v] of one vocabulary block.
 
-    log p_y = z_y - lse gives (onehot - p) g; H = -sum p log p gives -p (log p + H) g_H. mean log p
-    = mean z - lse gives (1 / V - p) g_mean; lse gives p g_lse.
+    The gradient of each statistic is:
+
+        log p_y = z_y - lse            (onehot - p) g
+        H = -sum p log p               -p (log p + H) g_H
+        mean log p = mean z - lse      (1 / V - p) g_mean
+        lse                            p g_lse
     """
-    lse, entropy = given.lse[:, None], given.entropy
+    lse = given.lse[:, None]
+    entropy = given.entropy
     grad = (logits - lse).exp_()  # p, in the single buffer [n, v] of this function
     scale = torch.zeros_like(lse)  # [n, 1]
     if given.d_log_probs is not None:

@@ -26,7 +26,8 @@ def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> N
     wrong = (labels < 0) | (labels >= vocabulary)
     ignored = ""
     if ignore_index is not None:
-        wrong, ignored = wrong & (labels != ignore_index), f" or be {ignore_index} (ignored)"
+        wrong = wrong & (labels != ignore_index)
+        ignored = f" or be {ignore_index} (ignored)"
     if bool(wrong.any()):
         raise StreamBPError(
             f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}){ignored}. "

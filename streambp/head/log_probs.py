@@ -66,8 +66,13 @@ class TokenLogProbs:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
         """Return the result of `change` on every value [...], with another shape for example."""
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return TokenLogProbs(*(None if value is None else change(value) for value in values))  # type: ignore[arg-type]
+        values: list[Any] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                value = change(value)
+            values.append(value)
+        return TokenLogProbs(*values)
 
 
 @dataclasses.dataclass
@@ -104,7 +109,14 @@ class HeadInputs:
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
         valid = self.labels != self.ignore_index
-        return None if bool(valid.all()) else valid.nonzero().squeeze(-1)
+        if bool(valid.all()):
+            return None
+        return valid.nonzero().squeeze(-1)
+
+    @property
+    def row_labels(self) -> Tensor:
+        """Return the labels [n] of `rows`."""
+        return self.labels if self.rows is None else self.labels[self.rows]
 
     @property
     def labelled(self) -> int:
@@ -221,7 +233,8 @@ def make_inputs(
             hidden_states are not.
     """
     autocast = Autocast.capture(hidden_states.device)
-    norm = nn.Identity() if norm is None else norm
+    if norm is None:
+        norm = nn.Identity()
     parameters = Parameters(norm, hidden_states.device)
     return HeadInputs(labels.reshape(-1), projection, norm, parameters, ignore_index, autocast)
 
@@ -256,7 +269,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
         bias, and the lse [n] of the n positions with a label.
         """
         rows = inputs.rows
-        labels = inputs.labels if rows is None else inputs.labels[rows]
+        labels = inputs.row_labels
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # [n]
         with inputs.autocast.off():  # [Note: autocast]
@@ -264,8 +277,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
             products = Products(weight, bias)
             tokens, entries = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], tokens):
-                # [n, h]
-                normed = inputs.normed(hidden[block] if rows is None else hidden[rows[block]])
+                chosen = block if rows is None else rows[block]
+                normed = inputs.normed(hidden[chosen])  # [n, h]
                 folded = fold_vocabulary(
                     normed, products, inputs.projection, labels[block], entries
                 )
@@ -274,21 +287,21 @@ class BlockwiseLogProbs(torch.autograd.Function):
             if not parts:  # no position has a label
                 empty = fold_in_torch(lse[:, None], labels, slice(0, 1))
                 parts = [empty.results(labels, wanted, 1)]
-            values = [
-                None if column[0] is None else torch.cat(column)
-                for column in zip(*parts, strict=True)
-            ]
-            ctx.inputs, ctx.rows = inputs, rows
-            # the caller may overwrite the returned tensor
-            ctx.entropies = None if values[1] is None else values[1].clone()
+            values: list[Tensor | None] = []
+            for column in zip(*parts, strict=True):
+                values.append(None if column[0] is None else torch.cat(column))
+            ctx.inputs = inputs
+            ctx.rows = rows
+            ctx.entropies = values[1]
+            if ctx.entropies is not None:  # cloned, because the caller may overwrite the value
+                ctx.entropies = ctx.entropies.clone()
             ctx.save_for_backward(hidden, weight, bias, lse)
             ctx.seen = Seen(norm, [x for x in (weight, bias, *norm) if x is not None])
             if rows is not None:  # 0 at positions without a label
                 count = hidden.shape[0]
-                values = [
-                    None if v is None else v.new_zeros(count).index_copy_(0, rows, v)
-                    for v in values
-                ]
+                for place, value in enumerate(values):
+                    if value is not None:
+                        values[place] = value.new_zeros(count).index_copy_(0, rows, value)
         ctx.mark_non_differentiable(*(value for value in values[3:] if value is not None))
         ctx.set_materialize_grads(False)
         return tuple(values)
@@ -310,8 +323,9 @@ class BlockwiseLogProbs(torch.autograd.Function):
         refuse_second_derivatives()
         # read once: a checkpoint around the head unpacks saved tensors a single time
         saved = ctx.saved_tensors
-        written, seen = ctx.seen.written(), ctx.seen
-        changed = seen.changed() if written is None else written
+        changed = ctx.seen.written()
+        if changed is None:
+            changed = ctx.seen.changed()
         if changed is not None:
             raise BackwardError(
                 f"A weight {list(changed.shape)} of the head or the final norm changed since "
@@ -326,10 +340,13 @@ class BlockwiseLogProbs(torch.autograd.Function):
         ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         """Recompute the logits block by block and return the gradients."""
-        inputs, rows = ctx.inputs, ctx.rows
+        inputs = ctx.inputs
+        rows = ctx.rows
         hidden, weight, bias, lse = saved
-        labels = inputs.labels if rows is None else inputs.labels[rows]
-        upstream = (grad if grad is None or rows is None else grad[rows] for grad in grads[:3])
+        labels = inputs.row_labels
+        upstream = list(grads[:3])
+        if rows is not None:
+            upstream = [None if grad is None else grad[rows] for grad in upstream]
         given = TokenGradients(labels, lse, ctx.entropies, weight.shape[0], *upstream)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         products = Products(weight, bias)
@@ -369,25 +386,26 @@ class HeadGradients:
         bias: Tensor | None,
         needs: tuple[bool, ...],
     ) -> None:
-        self.inputs, self.hidden, self.weight, self.bias = inputs, hidden, weight, bias
+        self.inputs = inputs
+        self.hidden = hidden
+        self.weight = weight
+        self.bias = bias
         self.needs_hidden = needs[0]
         self.needs_input = needs[0] or any(needs[3:])
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.d_hidden = torch.zeros_like(hidden) if needs[0] else None  # [N, h]
         self.d_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None  # [V, h]
-        # [V]
-        self.d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+        self.d_bias: Tensor | None = None  # [V]
+        if bias is not None and needs[2]:
+            self.d_bias = torch.zeros_like(bias, dtype=wide)
         blocks = max(2, hidden.shape[0])
         self.d_norm = GradientSum(len(inputs.norm_parameters.current()), blocks)
         self.d_normed: Tensor | None = None
 
     def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
         """Return a token block [n, h] as a leaf, and its norm with a graph from the leaf."""
-        leaf = (
-            (self.hidden[block] if rows is None else self.hidden[rows[block]])
-            .detach()
-            .requires_grad_(self.needs_hidden)
-        )
+        chosen = block if rows is None else rows[block]
+        leaf = self.hidden[chosen].detach().requires_grad_(self.needs_hidden)
         with torch.enable_grad():
             normed = self.inputs.normed(leaf)
         return leaf, normed
@@ -413,12 +431,14 @@ class HeadGradients:
         """Differentiate the norm of a finished token block, and write its rows of dhidden [N, h].
 
         Args:
-            leaf, normed: [n, h] each, from `recompute`.
-            shadows: of the norm's parameters. [Note: shadows]
+            leaf: [n, h], from `recompute`.
+            normed: [n, h], from `recompute`.
+            shadows: shadows of the norm's parameters. [Note: shadows]
         """
         if self.d_normed is None:
             return
-        grad, self.d_normed = self.d_normed.to(normed.dtype), None
+        grad = self.d_normed.to(normed.dtype)
+        self.d_normed = None
         wanted = [leaf, *shadows] if self.needs_hidden else shadows
         parts: list[Tensor | None] = list(
             torch.autograd.grad(normed, wanted, grad, allow_unused=True)
@@ -426,7 +446,8 @@ class HeadGradients:
         if self.needs_hidden:
             assert self.d_hidden is not None
             assert parts[0] is not None
-            self.d_hidden[block if rows is None else rows[block]] = parts.pop(0)  # type: ignore[assignment]
+            chosen = block if rows is None else rows[block]
+            self.d_hidden[chosen] = parts.pop(0)  # type: ignore[assignment]
         self.d_norm.add(parts)
 
     def places(self) -> tuple[Tensor | None, ...]:
@@ -440,9 +461,13 @@ class HeadGradients:
             (self.d_weight, self.weight),
             (self.d_bias, self.bias),
         )
-        return tuple(
-            None if total is None or like is None else _place(total, like) for total, like in sums
-        )
+        buffers: list[Tensor | None] = []
+        for total, like in sums:
+            if total is None or like is None:
+                buffers.append(None)
+            else:
+                buffers.append(_place(total, like))
+        return tuple(buffers)
 
     def results(
         self, upstream: Tensor | None = None, places: tuple[Tensor | None, ...] = (None, None, None)
@@ -459,17 +484,19 @@ class HeadGradients:
         values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set
         # every step.
-        d_norm: list[Tensor | None] = [
-            torch.zeros_like(v) if g is None else g
-            for g, v in zip(self.d_norm.result(values), values, strict=True)
-        ]
-        # A loss over no token divides by zero, and upstream is infinite. autograd's own zeros are
-        # not multiplied by that infinity, so ours must not be either: sums without a labelled
-        # token, and rows of dhidden without a label, have no factor.
+        d_norm = self.d_norm.result(values)
+        for place, value in enumerate(values):
+            if d_norm[place] is None:
+                d_norm[place] = torch.zeros_like(value)
+        # A loss over no token divides by zero, and upstream is infinite. The zeros of autograd are
+        # not multiplied by that infinity, so ours must not be either. Sums without a labelled token
+        # have no factor, and neither have rows of dhidden without a label.
         factor = upstream if self.inputs.labelled else None
         d_hidden = _finished(self.d_hidden, self._of_labelled_rows(factor), self.hidden, places[0])
         d_weight = _finished(self.d_weight, factor, self.weight, places[1])
-        d_bias = None if self.bias is None else _finished(self.d_bias, factor, self.bias, places[2])
+        d_bias = None
+        if self.bias is not None:
+            d_bias = _finished(self.d_bias, factor, self.bias, places[2])
         return (
             d_hidden,
             d_weight,
@@ -504,8 +531,10 @@ def _finished(
         total: [N, ...], or a scalar.
         factor: a scalar tensor, or one factor for each row, [N, 1]. None: `total` is only cast.
     """
-    if total is None or factor is None:
-        return None if total is None else total.to(like.dtype)
+    if total is None:
+        return None
+    if factor is None:
+        return total.to(like.dtype)
     out = _place(total, like) if place is None else place
     # a CPU casts through a copy
     parts, places = (torch.atleast_1d(x).split(ROWS) for x in (total, out))
@@ -513,8 +542,7 @@ def _finished(
     if factor.dim() == 2:
         factors = factor.split(ROWS)
     else:
-        # with a dimension, because a 0-d tensor would be rounded to total's dtype before the
-        # product
+        # reshaped, because a 0-d tensor would be rounded to total's dtype before the product
         factors = [factor.reshape(1)] * len(parts)
     for part, one, place in zip(parts, factors, places, strict=True):
         torch_own.mul(part, one, out=place)

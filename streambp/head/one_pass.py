@@ -7,9 +7,9 @@ true upstream gradient over the expected one.
 
 float16, as the hidden states' dtype or autocast's, uses two passes, because small gradients that a
 GradScaler preserves would underflow. The gradients (dW in float32) live from forward to backward.
-While one forward of a head is pending, the head starts no second one (`Pending`). One pass is also
-disabled inside torch's checkpoint and `save_on_cpu`. A checkpoint repeats forward while the first
-run is pending, and the repetition must save the same tensors.
+While a forward of a head is pending, the head starts no second one-pass forward (`Pending`). One
+pass is also disabled inside torch's checkpoint and `save_on_cpu`. A checkpoint repeats forward
+while the first run is pending, and the repetition must save the same tensors.
 
 [Note: expected scale] A late factor that is no power of two rounds dhidden a second time. A loss
 divided by 3 for gradient accumulation lost 7 % of the full gradient's precision in bf16. The
@@ -58,10 +58,10 @@ class Pending:
         return self.work is not None and self.work() is not None
 
     def learn(self, factor: Tensor) -> None:
-        """Expect this factor, a scalar, next time: the upstream gradient that came, over the
-        `scale` of its forward.
+        """Expect this factor, a scalar, next time: the upstream gradient over the forward's
+        `scale`.
 
-        0, and what is smaller than 2^-64 or larger than 2^64, counts as 1. [Note: expected scale]
+        A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1. [Note: expected scale]
         """
         # fake tensors must not outlive their mode
         if type(factor) is Tensor and not factor.is_meta:
@@ -112,13 +112,16 @@ class OnePassNLL(torch.autograd.Function):
         parameters.
         """
         rows = inputs.rows
-        labels = inputs.labels if rows is None else inputs.labels[rows]
-        # [Note: expected scale]
-        expected = _usual(scale if pending.factor is None else scale * pending.factor.to(scale))
+        labels = inputs.row_labels
+        expected = scale  # [Note: expected scale]
+        if pending.factor is not None:
+            expected = scale * pending.factor.to(scale)
+        expected = _usual(expected)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
-        products, everything = Products(weight, bias), slice(0, weight.shape[0])
+        products = Products(weight, bias)
+        everything = slice(0, weight.shape[0])
         upstream = (-expected).repeat(labels.shape[0])
         tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
         with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
@@ -137,7 +140,10 @@ class OnePassNLL(torch.autograd.Function):
                     work.add_block(grad, normed, products, everything)
                     del grad, product
                 work.finish_tokens(leaf, normed, shadows, rows, block)
-        ctx.work, ctx.scale, ctx.expected, ctx.pending = work, scale, expected, pending
+        ctx.work = work
+        ctx.scale = scale
+        ctx.expected = expected
+        ctx.pending = pending
         pending.work = weakref.ref(work)
         return total
 
@@ -151,7 +157,8 @@ class OnePassNLL(torch.autograd.Function):
             BackwardError: this is the second backward, or second derivatives are requested
                 (create_graph).
         """
-        work, ctx.work = ctx.work, None
+        work = ctx.work
+        ctx.work = None
         if work is None or torch.is_grad_enabled():
             raise BackwardError(
                 "backward ran a second time, or with create_graph=True, through the blockwise "

@@ -1,14 +1,14 @@
 """Hidden states shared by several tokens of a batch, with an index for each token.
 
 [Note: places] A model whose rows share prefixes ends with the hidden states [N, h] of its packed
-row. The head reads these at places [B, T], or at the labelled places only, and never as [B, T, h].
-The gradient of a hidden state that several tokens read is a sum, added in promote_types(dtype,
-float32) and rounded once.
+row. The head selects rows at places [B, T], or at the labelled positions only, and never builds [B,
+T, h]. The gradient of a hidden state that several tokens read is a sum, added in
+promote_types(dtype, float32) and rounded once.
 
-[Note: padding that is read] A packed row has no padding, and a program may read logits there: a
-mean over all of them, a maximum, an index. Then the call's rows are computed after all, padding and
-tokens. Hidden states of the batch [B, T] stand behind those of the packed row: place N + i is that
-of the i-th token of the batch. Tokens keep their places.
+[Note: padding that is read] A packed row has no padding, and a program may read logits at padding:
+a mean over all logits, a maximum, an index. Then the call's rows are computed after all, padding
+and tokens. Hidden states of the batch [B, T] stand behind those of the packed row: place N + i is
+that of the i-th token of the batch. Tokens keep their places.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Recipe:
     def inputs(self) -> list[Tensor]:
         """Return the tensors that a value depends on besides its source.
 
-        These are weight [V, h], bias [V] and the norm's parameters.
+        The tensors are weight [V, h], bias [V] and the norm's parameters.
         """
         norm = [] if self.norm is None else list(self.norm.parameters())
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
@@ -141,9 +141,11 @@ class Recipe:
             value = nn_own.linear(value, self.weight, self.bias)
         softcap = self.projection.softcap
         scale = self.projection.logit_scale if softcap is None else self.projection.slope
-        # in the model's dtype, as its own code does
-        value = torch_own.mul(value, scale) if scale != 1.0 else value
-        return value if softcap is None else torch_own.mul(torch_own.tanh(value), softcap)
+        if scale != 1.0:  # in the model's dtype, as its own code does
+            value = torch_own.mul(value, scale)
+        if softcap is None:
+            return value
+        return torch_own.mul(torch_own.tanh(value), softcap)
 
     def seen(self, source: Tensor) -> Seen:
         """Return a snapshot of the inputs of source's [..., h] current value."""
@@ -165,7 +167,9 @@ class Recipe:
             gradient: gradient of the result of `build`.
             autocast: autocast state of that result.
         """
-        norm = nn.Identity() if self.norm is None else self.norm
+        norm = self.norm
+        if norm is None:
+            norm = nn.Identity()
         parameters = Parameters(norm, source.device)
         named = {id(own): place for place, own in enumerate(parameters.current())}
         leaves = []
@@ -195,14 +199,14 @@ def blockwise_loss(
 ) -> Tensor:
     """Compute F.cross_entropy of the recipe's logits with labels `target` [N], without the logits.
 
-    With places [M] there are M labels, and only hidden states of labelled tokens are selected.
+    A recipe with places [M] has M labels; only hidden states of labelled tokens are selected.
 
     Args:
         source: hidden states [N, h].
         recipe: the steps from source to logits.
         target: labels [N].
         ignore_index: label of ignored positions.
-        reduction: as in F.cross_entropy.
+        reduction: "none", "mean" or "sum", as in F.cross_entropy.
 
     Returns:
         In promote_types(source dtype, float32): a scalar, or [N] for reduction "none". 0 if no
@@ -239,7 +243,8 @@ def _loss(
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request = recipe.request
     inputs = make_inputs(source, target, recipe.projected(), recipe.norm, ignore_index)
-    inputs.in_float32, inputs.let_go = request.in_float32, request.pending.let_go
+    inputs.in_float32 = request.in_float32
+    inputs.let_go = request.pending.let_go
     # No valid label: loss 0 and gradient 0, where torch gives NaN.
     labelled = (target != ignore_index).sum().clamp(min=1)
     one_pass = (
@@ -263,7 +268,8 @@ def _loss(
         total: Any = OnePassNLL.apply(inputs, request.pending, one / divisor, *tensors)
     else:
         found = BlockwiseLogProbs.apply(inputs, request.wanted or (), *tensors)
-        request.hidden_states, request.norm = lambda: source, recipe.norm
+        request.hidden_states = lambda: source
+        request.norm = recipe.norm
         request.values = TokenLogProbs(*found)
         if reduction == "none":
             return -request.values.log_probs
@@ -286,41 +292,40 @@ def _loss_at_places(
     """
     chosen = (target != ignore_index).nonzero().squeeze(-1)
     plain = dataclasses.replace(recipe, places=None, late=None)
-    read, labels, repeats = places[chosen], target[chosen], None
+    read = places[chosen]
+    labels = target[chosen]
+    repeats = None
     source = recipe.reaching(source, read)
-    pairs, found = (
-        torch.stack([read, labels], 1).unique(dim=0, return_inverse=True)
-        if len(read)
-        else (read[:, None], read)
-    )
-    if len(pairs) * 4 < len(read) * 3:
-        (read, labels), repeats = pairs.T, found
-    loss = _loss(
-        taken(source, read), plain, labels, ignore_index, reduction if repeats is None else "none"
-    )
+    inner_reduction = reduction
+    if len(read):
+        pairs, pair_of_label = torch.stack([read, labels], 1).unique(dim=0, return_inverse=True)
+        if len(pairs) * 4 < len(read) * 3:
+            read, labels = pairs.T
+            repeats = pair_of_label
+            inner_reduction = "none"
+    loss = _loss(taken(source, read), plain, labels, ignore_index, inner_reduction)
     request = recipe.request
     if request.values is not None:
 
         def spread(values: Tensor) -> Tensor:
             """Return values [M] for all labels, 0 (False) at positions without a label."""
-            values = values if repeats is None else values[repeats]
-            # 0 (False) without a label
+            if repeats is not None:
+                values = values[repeats]
             return values.new_zeros(target.shape[0]).index_copy(0, chosen, values)
 
         request.values = request.values.each(spread)
         # Values at padding are masked by the trainers that read them: padding gets a token's hidden
         # state.
-        tokens = (
-            places
-            if recipe.late is None
-            else torch_own.where(recipe.late.tokens(places), places, 0)
-        )
+        tokens = places
+        if recipe.late is not None:
+            tokens = torch_own.where(recipe.late.tokens(places), places, 0)
         request.hidden_states = lambda: taken(source, tokens)
     if repeats is not None:
         loss = loss[repeats]
-        loss = (
-            loss
-            if reduction == "none"
-            else loss.sum() / (1 if reduction == "sum" else chosen.shape[0])
-        )
-    return loss if reduction != "none" else loss.new_zeros(target.shape).index_copy(0, chosen, loss)
+        if reduction != "none":
+            loss = loss.sum()
+        if reduction == "mean":
+            loss = loss / chosen.shape[0]
+    if reduction == "none":
+        return loss.new_zeros(target.shape).index_copy(0, chosen, loss)
+    return loss

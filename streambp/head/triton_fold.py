@@ -118,7 +118,8 @@ def fold_rows(
         temperature: divisor of the logits.
     """
     rows, columns = product.shape
-    product = product if product.stride(1) == 1 else product.contiguous()
+    if product.stride(1) != 1:
+        product = product.contiguous()
     out = product.new_empty((rows, FIELDS), dtype=torch.float32)
     best = product.new_empty(rows, dtype=torch.int64)
     if rows and product.device.type != "meta":

@@ -35,7 +35,7 @@ if AVAILABLE:
             small = tl.exp(-2.0 * tl.abs(z) / softcap)
             tanh = (1.0 - small) / (1.0 + small)
             z = softcap * tl.where(z < 0.0, -tanh, tanh)
-            # 1 - tanh^2, where that would cancel
+            # equals 1 - tanh^2, without cancellation
             slope = slope * (4.0 * small / ((1.0 + small) * (1.0 + small)))
         log_p = z / temperature - tl.load(lse + row)
         p = tl.exp(log_p)
@@ -98,18 +98,17 @@ def write_gradient(
         )
     if not rows or product.device.type == "meta":
         return
-    d_log_probs, d_entropy, d_mean, d_lse = (
-        None if given is None else given.float().contiguous() for given in upstream
-    )
+    d_log_probs, d_entropy, d_mean, d_lse = upstream
     width = min(BLOCK, triton.next_power_of_2(columns))
     lse = lse.float().contiguous()
+    vectors: list[Tensor] = []
+    for vector in (entropy, *upstream):
+        # lse is a placeholder for arguments that are not read
+        vectors.append(lse if vector is None else vector.float().contiguous())
     with on_device(product.device):
         _kernel[(rows, triton.cdiv(columns, width))](
-            product, labels.contiguous(), lse, lse if entropy is None else entropy.float().contiguous(),
-            lse if d_log_probs is None else d_log_probs, lse if d_entropy is None else d_entropy,
-            # lse is a placeholder for arguments that are not read
-            lse if d_mean is None else d_mean, lse if d_lse is None else d_lse,
-            product.stride(0), columns, first, scale, softcap or 1.0, temperature, 1.0 / vocabulary,
+            product, labels.contiguous(), lse, *vectors, product.stride(0), columns, first, scale,
+            softcap or 1.0, temperature, 1.0 / vocabulary,
             capped=softcap is not None, has_log_probs=d_log_probs is not None,
             has_entropy=d_entropy is not None and entropy is not None, has_mean=d_mean is not None,
             has_lse=d_lse is not None, width=width, num_warps=WARPS,

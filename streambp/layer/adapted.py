@@ -32,6 +32,7 @@ from torch import Tensor
 from streambp.accumulate import HALF, add_product
 from streambp.device import without_autocast
 from streambp.layer.products import UNREAD, Unread
+from streambp.tensors import unviewed
 
 HIGH_AGAIN = 2  # every other part of [hi, lo, hi] is the high one
 
@@ -197,7 +198,8 @@ class Shared:
     Attributes:
         factors: A of each Linear, all with the same number of parts.
         needs_x: True if x needs a gradient.
-        found: x A^T of all Linears [n, ranks]; None: not computed.
+        found: x A^T of all Linears [n, ranks]; None: not computed, or read by each Linear.
+        readers: the number of Linears that still read `found`.
         total: the sum for dx.
         left: skinny factors of the Linears whose backward ran, by index.
     """
@@ -205,20 +207,29 @@ class Shared:
     factors: list[Factor]
     needs_x: bool
     found: Tensor | None = None
+    readers: int = 0
     total: Tensor | None = None
     left: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
     def of(self, place: int) -> Tensor:
-        """Return x A^T of one Linear [n, rank]."""
-        assert self.found is not None
+        """Return x A^T of one Linear [n, rank], to be read once.
+
+        The last Linear frees the product, which would otherwise stay alive with the graph.
+        """
+        found = self.found
+        assert found is not None
+        self.readers -= 1
+        if not self.readers:
+            self.found = None
         start = sum(factor.rank for factor in self.factors[:place])
-        return self.found[:, start : start + self.factors[place].rank]
+        return found[:, start : start + self.factors[place].rank]
 
     def read(self, rows: Tensor) -> None:
         """Compute x A^T of all Linears for rows [n, in] of x."""
         high = [factor.wide[: factor.rank] for factor in self.factors]
         low = [factor.wide[factor.rank :] for factor in self.factors if factor.parts == 3]
         ranks = sum(factor.rank for factor in self.factors)
+        self.readers = len(self.factors)
         self.found = thin(
             rows, Factor(torch.cat((*high, *high, *low) if low else high), ranks, 3 if low else 1)
         )
@@ -351,7 +362,7 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     assert left is not None
     left = left.view(*x.shape[:-1], -1)
     if work.value is None:
-        return _product(x, weight, left, work.b)
+        return unviewed(_product(x, weight, left, work.b))
     out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
     if work.value is not UNREAD:
         here = work.value

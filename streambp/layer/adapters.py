@@ -7,8 +7,10 @@ other times the modules are unchanged, so peft can switch, merge, save or add ad
 module's factors are read again after the layer has changed. If peft's forward does more than the
 two skinny products, the module keeps peft's forward, bit for bit, and `describe` prints the reason.
 
-Factors are computed from the adapters' values once for each pass through the layer. The values are
-read from the parameters' slots: shadows in a backward, gathered parameters under an engine.
+Factors are computed from the adapters' values once for each call of the layer, and are freed when
+its backward ends. The values are read from the parameters' slots: shadows in a backward, gathered
+parameters under an engine. Backward computes the factors again if a parameter has changed, if an
+engine or the host holds parameters between the passes, or if the factors are large (`call.py`).
 
 [Note: dropout] Each adapter has its own dropout module. peft calls it on x in the adapters' dtype.
 Here the module is called on ones of the same shape and dtype, so it draws the same random numbers.
@@ -21,9 +23,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -184,6 +185,41 @@ def _why_not(
     return None
 
 
+class Made(NamedTuple):
+    """A cached factor.
+
+    Attributes:
+        sources: the tensors it was computed from, whose storages must not be used again.
+        state: `_state` of each tensor, and () for a missing bias.
+        factor: the factor.
+    """
+
+    sources: list[Tensor]
+    state: list[Any]
+    factor: Factor
+
+
+Factors = dict[Any, Made]
+
+
+def bytes_of(factors: Iterable[Factors]) -> int:
+    """Return the bytes of the cached factors of several Linears."""
+    total = 0
+    for some in factors:
+        for made in some.values():
+            total += made.factor.stack.nbytes
+    return total
+
+
+def _state(tensor: Tensor | None) -> tuple[Any, ...]:
+    """Return a tensor's memory and version, which a parameter and its shadow share; () for None."""
+    if tensor is None:
+        return ()
+    version = None if tensor.is_inference() else tensor._version
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
+
+
 @dataclasses.dataclass(eq=False)
 class Adaptation:
     """Replacement for an adapted Linear's forward while its layer runs. [Note: adapters]
@@ -191,16 +227,14 @@ class Adaptation:
     Attributes:
         reading: the parts of the adapted Linear.
         own: peft's forward, called with (module, x, ...).
-        siblings: the Linears with the same x; None: there are none.
         factors: cached factors.
+        siblings: the Linears with the same x; None: there are none.
     """
 
     reading: Reading
     own: Callable[..., Tensor]
+    factors: Factors
     siblings: Siblings | None = None
-    factors: dict[Any, tuple[list[Any], list[Any], Factor]] = dataclasses.field(
-        default_factory=dict
-    )
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute [..., out] for x [..., in]. Calls with more arguments go to peft's forward."""
@@ -338,13 +372,13 @@ class Adaptation:
 
     def _made(self, key: Any, held: list[Any], make: Callable[[], Factor]) -> Factor:
         """Return the factor of these tensors, cached until a tensor changes."""
-        versions = [None if one is None or one.is_inference() else one._version for one in held]
+        state = list(map(_state, held))
         known = self.factors.get(key)
-        if known is not None and known[1] == versions and all(map(operator.is_, known[0], held)):
-            return known[2]
+        if known is not None and known.state == state:
+            return known.factor
         with torch.no_grad():
             found = make()
-        self.factors[key] = held, versions, found
+        self.factors[key] = Made([one.detach() for one in held if one is not None], state, found)
         return found
 
 
@@ -422,12 +456,17 @@ def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 @contextlib.contextmanager
-def adapted(found: dict[str, Reading]) -> Iterator[None]:
+def adapted(found: dict[str, Reading], factors: dict[str, Factors] | None = None) -> Iterator[None]:
     """Context manager in which these modules compute as one operation, unless torch's global module
     hooks are set. [Note: adapters]
 
     Modules that are replaced already stay so: a test may have skipped some of their products.
+
+    Args:
+        found: the adapted Linears by name.
+        factors: cached factors by name, read and written; None: a cache that ends with the context.
     """
+    factors = {} if factors is None else factors
     here: list[dict[str, Any]] = []
     groups: dict[tuple[str, int], Siblings] = {}
     try:
@@ -435,7 +474,8 @@ def adapted(found: dict[str, Reading]) -> Iterator[None]:
             own = vars(reading.module)
             if reading.why is not None or ADAPTED in own:
                 continue
-            adaptation = Adaptation(reading, type(reading.module).forward)
+            cache = factors.setdefault(name, {})
+            adaptation = Adaptation(reading, type(reading.module).forward, cache)
             here.append(own)
             own[FORWARD] = own[ADAPTED] = adaptation
             parent, _, last = name.rpartition(".")
@@ -447,5 +487,10 @@ def adapted(found: dict[str, Reading]) -> Iterator[None]:
                 member.siblings = siblings
         yield
     finally:
+        # in a reference cycle, factors and the last input would stay until a garbage collection
         for own in here:
-            del own[FORWARD], own[ADAPTED]
+            del own[FORWARD]
+            own.pop(ADAPTED).factors = {}
+        for siblings in groups.values():
+            siblings.members.clear()
+            siblings.held = None

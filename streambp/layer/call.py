@@ -26,12 +26,12 @@ from streambp.attention.mask_scan import move_ends
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
 from streambp.chunks import Chunk, ChunkPlan, merged, plan_chunks
-from streambp.distributed.engines import engine_hooks, engine_hooks_silenced
+from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, held
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.fingerprint.looks import Look, SeenBefore
+from streambp.fingerprint.looks import ForwardSnapshot, LayerSnapshot
 from streambp.foreign import compiled_inside
 from streambp.known_names import CHECKPOINTING
-from streambp.layer.adapters import adapted
+from streambp.layer.adapters import Factors, adapted, bytes_of
 from streambp.layer.arguments import Arguments
 from streambp.layer.carried import Carried
 from streambp.layer.oom import AT_ONCE, with_memory
@@ -48,6 +48,8 @@ from streambp.offload.manager import OffloadManager
 from streambp.recurrent.states import LEAST_TOKENS, States
 
 TRIED = 3  # tokens of a trial
+# Adapters' factors stay from forward to backward if the layer's input is this many times as large.
+FACTORS = 8
 # Reasons for a chunk beyond the requested length.
 LONG_MASK = "its attention mask has no end sooner (an image, a prefix)"
 LONG_DOCUMENTS = "documents of packed rows have no end sooner"
@@ -126,6 +128,7 @@ class BackwardState:
         witness: compares backward with forward; None: no comparison. [Note: witness]
         send_gradients: moves the gradients of weights stored on the host; None: weights are on the
             device.
+        factors: cached factors of the layer's adapters, by Linear. [Note: adapters]
         situation: the arguments and the result of `LayerCall.situation`.
     """
 
@@ -133,9 +136,10 @@ class BackwardState:
     gradients_of_a_parameter: int
     parameters: Parameters = dataclasses.field(init=False)
     wanted: tuple[bool, list[bool]] = dataclasses.field(init=False)
-    seen: SeenBefore | None = None
+    seen: ForwardSnapshot | None = None
     witness: Witness | None = None
     send_gradients: Leave | None = None
+    factors: dict[str, Factors] = dataclasses.field(default_factory=dict)
     situation: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
 
@@ -175,7 +179,7 @@ class LayerCall:
         self.parts = LayerParts.of_site(site)
         self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         self.autocast = Autocast.capture(self.device)
-        self.look: Look
+        self.look: LayerSnapshot
         self.carried = self._carry()
         self._move_ends(arguments, site.kind.states.least)
         self.kept = self._keep()
@@ -293,16 +297,19 @@ class LayerCall:
         unread = self.site.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
         if witness is None or unread is None or not unread.recompute:
             return NOTHING
-        witness.left_out = unread.recompute.difference(self.kept.products)
+        witness.left_out = unread.recompute.difference(self.kept.products.names)
         return tapped(linears, witness.left_out, see=witness.see)
 
     @contextlib.contextmanager
-    def streaming(self) -> Iterator[None]:
+    def streaming(self, keeps_factors: bool = False) -> Iterator[None]:
         """Context manager that prepares the layer for its chunks.
 
         Attention calls are routed to streambp. Transformers' checkpointing and engine hooks are
         disabled inside the layer. Outputs recorded by hooks go to `collected`: in the model's own
         collector, chunks would count as layers.
+
+        Args:
+            keeps_factors: True if backward may use the adapters' factors again.
         """
         before = self.form.collected
         hooks = self.parts.engine_hooks
@@ -315,12 +322,22 @@ class LayerCall:
             computed_as_written(modules) if modules or parametrize._cache_enabled else NOTHING,
             engine_hooks_silenced(hooks) if hooks else NOTHING,
             recorded as self.form.collected,
-            adapted(self.site.adapters) if self.site.adapters else NOTHING,
+            adapted(self.site.adapters, self.backward.factors) if self.site.adapters else NOTHING,
         ):
             try:
                 yield
             finally:
                 self.form.collected = before
+                if self.backward.factors and not (keeps_factors and self._can_keep_factors()):
+                    self.backward.factors.clear()
+
+    def _can_keep_factors(self) -> bool:
+        """True if the adapters' factors may stay from forward to backward: nobody changes or frees
+        parameters in between without a trace, and the factors are small beside the layer's input.
+        """
+        most = self.hidden_states.nbytes // FACTORS
+        managed = self.site.on_host or held(self.site.layer).weights
+        return not managed and bytes_of(self.backward.factors.values()) <= most
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the hidden states of a layer's result, and the tensors [B, C, ...] behind them by

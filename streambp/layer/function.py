@@ -68,7 +68,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         if kept.watch is not None:
             kept.watch.mark()
         call.backward.witness = site.witness(call.hidden_states, call.autocast)
-    with torch.no_grad(), call.streaming(), call.inputs_seen() if keep else NOTHING:
+    seeing = call.inputs_seen() if keep else NOTHING
+    with torch.no_grad(), call.streaming(keeps_factors=keep), seeing:
         for chunk in call.plan.chunks:
             # The chunk's start: random state, input, states of the chunk before.
             if keep:
@@ -138,7 +139,7 @@ def _forward_chunk(
         return put(
             whole, ChunkOutput(graph.output.hidden_states.detach(), extras), chunk, call.plan.length
         ), []
-    with kept.capturing(see=see) if kept.products else NOTHING:
+    with kept.products.capture_outputs(see=see) if kept.products.names else NOTHING:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     if witness is not None:
@@ -326,7 +327,7 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
                 call.attempt(functools.partial(_refill, call, chunk))
     # Recompute and differentiate each chunk. Chunks of later queries are first: the dK and dV of a
     # chunk are complete when its own turn begins.
-    left = unread.recompute.difference(call.kept.products)
+    left = unread.recompute.difference(call.kept.products.names)
     if call.backward.witness is not None:
         left &= call.backward.witness.left_out
     with summed(linears, work.sums, left, call.backward.witness):
@@ -395,7 +396,9 @@ def _differentiated(
         kept, see = call.kept, call.seeing(chunk, again=True)
         with (
             kept.random[chunk.index].replayed(),
-            kept.knowing(sums=work.sums, see=see) if kept.products else NOTHING,
+            kept.products.use_outputs(kept.brought, sums=work.sums, see=see)
+            if kept.products.names
+            else NOTHING,
             counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
         ):
             graph = computed_with_graph(

@@ -28,6 +28,7 @@ from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, LORA_FACTORS, MODULE_HOOKS, MODULE_TABLES
 from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness, rows_of
+from streambp.tensors import unviewed
 
 PARAMETERS = MODULE_TABLES[0]
 ADAPTED = (
@@ -371,7 +372,7 @@ class LinearWithKnownOutput(torch.autograd.Function):
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.add = add
         if value is None:
-            return torch.nn.functional.linear(x, weight, bias)
+            return unviewed(torch.nn.functional.linear(x, weight, bias))
         if isinstance(value, Unread):
             out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
             if value is not UNREAD:

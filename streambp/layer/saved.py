@@ -82,6 +82,74 @@ class InMemory:
         return self.tensors.pop((name, chunk))
 
 
+class SavedProducts:
+    """The outputs of Linears that one layer call saves.
+
+    Attributes:
+        linears: the Linears that may be saved, by name.
+        names: the names of the Linears whose outputs are saved.
+        keys: the names of the saved outputs in the store.
+        captured: the outputs captured in the current chunk: key, output and version.
+    """
+
+    def __init__(self) -> None:
+        self.linears: dict[str, nn.Linear] = {}
+        self.names: list[str] = []
+        self.keys: list[str] = []
+        self.captured: list[tuple[str, Tensor, int]] = []
+
+    def capture_outputs(
+        self, names: list[str] | None = None, see: See | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context manager that collects Linear outputs for `Kept.keep`.
+
+        Args:
+            names: the Linears; None: the Linears that `saves` names.
+            see: callback for the Linears' inputs.
+        """
+        names = self.names if names is None else names
+        calls: dict[str, int] = {}
+
+        def sink(name: str, product: Tensor) -> None:
+            calls[name] = calls.get(name, -1) + 1
+            key = f"product.{name}#{calls[name]}"
+            self.captured.append((key, product, product._version))
+            if key not in self.keys:
+                self.keys.append(key)
+
+        return tapped(self.linears, names, sink, see) if names else contextlib.nullcontext()
+
+    def use_outputs(
+        self,
+        brought: dict[str, Tensor],
+        names: list[str] | None = None,
+        sums: GradientSum | None = None,
+        see: See | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which Linears return their saved outputs of the current chunk, each
+        output once.
+
+        Args:
+            brought: the tensors [B, C, ...] of the current chunk, by name; used outputs are removed.
+            names: the Linears; None: the Linears that `saves` names.
+            sums: as in `products.summed`.
+            see: callback for the Linears' inputs.
+        """
+        names = self.names if names is None else names
+        calls: dict[str, int] = {}
+
+        def source(name: str) -> Tensor | None:
+            number = calls.get(name, 0)
+            calls[name] = number + 1
+            return brought.pop(f"product.{name}#{number}", None)
+
+        return (
+            tapped(self.linears, names, None, see, source, sums)
+            if names
+            else contextlib.nullcontext()
+        )
+
+
 class Kept:
     """The tensors that one layer call saves for its backward, chunk by chunk, and the order of
     backward's reads.
@@ -91,9 +159,7 @@ class Kept:
         named: True if the user's config names the saves.
         watch: records costs for the policy; None: nothing is recorded.
         autocast: the forward's autocast state; Linears return its dtype. [Note: autocast]
-        linears: the Linears that may be saved, by name.
-        products: the names of the Linears whose outputs are saved.
-        product_names: the names of the saved outputs in the store.
+        products: the outputs of Linears among the saves.
         keeps_graph: True if the autograd graph is kept from forward to backward. [Note: kept
             graphs]
         graph: a `layer.graphs.Graph`; None: backward recomputes.
@@ -118,15 +184,12 @@ class Kept:
         self.autocast = autocast  # [Note: autocast]
         self.store: InMemory | HostTensors = InMemory()
         self.random: list[RandomState] = []
-        self.linears: dict[str, nn.Linear] = {}
-        self.products: list[str] = []
-        self.product_names: list[str] = []
+        self.products = SavedProducts()
         self.keeps_graph = False
         self.graph: Any = None  # [Note: kept graphs]
         self.brought: dict[str, Tensor] = {}
         self._state_keys: list[Key] = []
         self._indexers = 0
-        self._captured: list[tuple[str, Tensor, int]] = []
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """Let the policy choose the saves by available memory, unless the config names them."""
@@ -143,8 +206,9 @@ class Kept:
         Args:
             at_work: the layer's forward is running and still needs its K/V buffers.
         """
-        self.saves, self.products, self.keeps_graph, self.graph = (), [], False, None
-        self._captured.clear()
+        self.saves, self.keeps_graph, self.graph = (), False, None
+        self.products.names = []
+        self.products.captured.clear()
         assert isinstance(self.store, InMemory)
         tensors, brought = self.store.tensors, self.brought
         for access in [access for access in tensors if not _is_needed(access[0])]:
@@ -207,7 +271,7 @@ class Kept:
         self._indexers = len(self.carried.prefix.picked)
         for indexer, picks in enumerate(self.carried.prefix.picked):
             self.store.put(f"picks.{indexer}", chunk.index, picks)
-        if self._captured:
+        if self.products.captured:
             self.keep_products(chunk)
         for site, part in enumerate(attended):
             if "attn_out" in self.saves:
@@ -254,11 +318,11 @@ class Kept:
         Raises:
             UnsupportedModelError: the layer has written to one of the outputs.
         """
-        for name, product, version in self._captured:
+        for name, product, version in self.products.captured:
             if product._version != version:
                 raise self._overwritten(linear_of(name))
             self.store.put(name, chunk.index, product)
-        self._captured.clear()
+        self.products.captured.clear()
 
     def find_products(self) -> None:
         """Find the Linears that `saves` names.
@@ -277,20 +341,20 @@ class Kept:
             self.saves = tuple(name for name in self.saves if name != "attn_out")
         names = [name for name in self.saves if name not in SAVES]
         if names:
-            self.linears = self.site.linears
+            linears = self.products.linears = self.site.linears
             products = (
-                matching(self.linears, names)
+                matching(linears, names)
                 if self.named
-                else [name for name in self.linears if name in names]
+                else [name for name in linears if name in names]
             )
-            self.products = [name for name in products if name not in overwritten.products]
-            if self.named and len(self.products) < len(products):
+            kept = [name for name in products if name not in overwritten.products]
+            if self.named and len(kept) < len(products):
                 raise self._overwritten(
                     *(name for name in products if name in overwritten.products)
                 )
             unread = [found.recompute for found in self.site.tests.unread.values()]
             never_read = frozenset.intersection(*unread) if unread else frozenset()
-            self.products = [name for name in self.products if name not in never_read]
+            self.products.names = [name for name in kept if name not in never_read]
 
     def _overwritten(self, *names: str) -> UnsupportedModelError:
         """Return the error for Linears whose outputs the layer overwrites; without names, for the
@@ -311,55 +375,6 @@ class Kept:
             f"The outputs of {' and '.join(names)} are changed in place inside {kind}, so these "
             f"outputs cannot be saved. StreamConfig's saves is {self.saves}. Name the other "
             "Linears there one by one."
-        )
-
-    def capturing(
-        self, names: list[str] | None = None, see: See | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context manager that collects Linear outputs for `keep`.
-
-        Args:
-            names: the Linears; None: the Linears that `saves` names.
-            see: callback for the Linears' inputs.
-        """
-        names = self.products if names is None else names
-        calls: dict[str, int] = {}
-
-        def sink(name: str, product: Tensor) -> None:
-            calls[name] = calls.get(name, -1) + 1
-            key = f"product.{name}#{calls[name]}"
-            self._captured.append((key, product, product._version))
-            if key not in self.product_names:
-                self.product_names.append(key)
-
-        return tapped(self.linears, names, sink, see) if names else contextlib.nullcontext()
-
-    def knowing(
-        self,
-        names: list[str] | None = None,
-        sums: GradientSum | None = None,
-        see: See | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which Linears return their saved outputs of the current chunk, each
-        output once.
-
-        Args:
-            names: the Linears; None: the Linears that `saves` names.
-            sums: as in `products.summed`.
-            see: callback for the Linears' inputs.
-        """
-        names = self.products if names is None else names
-        calls: dict[str, int] = {}
-
-        def source(name: str) -> Tensor | None:
-            number = calls.get(name, 0)
-            calls[name] = number + 1
-            return self.brought.pop(f"product.{name}#{number}", None)
-
-        return (
-            tapped(self.linears, names, None, see, source, sums)
-            if names
-            else contextlib.nullcontext()
         )
 
     def order(self) -> list[list[Access]]:
@@ -420,7 +435,7 @@ class Kept:
         and the saved outputs.
         """
         names = [f"picks.{indexer}" for indexer in range(self._indexers)]
-        names += [name for name in self.product_names if self.store.has(name, index)]
+        names += [name for name in self.products.keys if self.store.has(name, index)]
         return [
             *self.starts(index),
             *self.attended_reads(index),

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from streambp.accumulate import add_product
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.fingerprint.looks import VERSION, Look
+from streambp.fingerprint.looks import VERSION, LayerSnapshot
 
 ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module._parameters[name]`
 
@@ -50,7 +50,7 @@ class Parameters:
         trained: the parameters' requires_grad flags at the snapshot.
     """
 
-    look: Look | None = None
+    look: LayerSnapshot | None = None
     trained: bytes = b""
 
     def __init__(
@@ -89,7 +89,7 @@ class Parameters:
         self.groups = list(groups.values())
         self._module = module
 
-    def renewed(self, look: Look, trained: bytes) -> Parameters:
+    def renewed(self, look: LayerSnapshot, trained: bytes) -> Parameters:
         """Return a copy with the parameters' current identities and version counters, for a new
         call.
         """

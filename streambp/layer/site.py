@@ -19,7 +19,7 @@ from streambp.config import StreamConfig
 from streambp.device import has_data, products_rounded_to
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described
-from streambp.fingerprint.looks import Fingerprint, Look
+from streambp.fingerprint.looks import Fingerprint, LayerSnapshot
 from streambp.foreign import has_compiled_parts
 from streambp.layer.adapters import Reading, readings
 from streambp.layer.choices import Choices
@@ -255,7 +255,7 @@ class LayerTests:
             return True
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
 
-    def reuse_result(self, kind: frozenset[tuple[str, Any]], look: Look) -> None:
+    def reuse_result(self, kind: frozenset[tuple[str, Any]], look: LayerSnapshot) -> None:
         """Copy the decision for this kind of call from the same kind without the hooks added since
         warm-up. If warm-up's state is off, delete the copies. [Note: hooks after a warm-up]
         """

@@ -75,7 +75,8 @@ class StatisticsTerm:
             if given.unique and (
                 not has_data(positions) or not bool((self.labels[positions] >= 0).any())
             ):
-                self.labels[positions], self.pick[positions] = given.labels, pick
+                self.labels[positions] = given.labels
+                self.pick[positions] = pick
             else:
                 self.further.append((positions, given.labels, pick))
         for total, part in ((self.lse, given.lse), (self.mean, given.mean)):
@@ -107,7 +108,8 @@ class StatisticsTerm:
             positions: [n], positions of the block's rows.
             block: the block's rows.
         """
-        given, logits = self.read(product, positions), self.projection.logits(product)
+        given = self.read(product, positions)
+        logits = self.projection.logits(product)
         grad = logits_gradient(logits, given, slice(0, product.shape[-1]))
         for rows, entries, gradient in self.further:
             here = (rows >= block.start) & (rows < block.stop) & (gradient != 0)
@@ -118,7 +120,7 @@ class StatisticsTerm:
 
     def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
         """Recompute the softmax of products [n, V] at positions [n], and return it with the
-        gradients there.
+        gradients of these positions.
         """
         labels, pick, lse, mean = (
             values[positions] for values in (self.labels, self.pick, self.lse, self.mean)
@@ -126,10 +128,9 @@ class StatisticsTerm:
         columns = product.shape[-1]
         folded = fold(product, self.projection, labels, slice(0, columns))
         # A label's log-probability subtracts its gradient from p's; `d_lse` is p's total factor.
+        d_lse = lse + pick + mean
         means = mean if self.has_mean else None
-        return TokenGradients(
-            labels, folded.lse(), None, columns, pick, None, means, lse + pick + mean
-        )
+        return TokenGradients(labels, folded.lse(), None, columns, pick, None, means, d_lse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +203,9 @@ class NodeTerm:
             edges: block boundaries.
         """
         self.row_of = row_of
-        rows = self.reading.positions if row_of is None else row_of[self.reading.positions]
+        rows = self.reading.positions
+        if row_of is not None:
+            rows = row_of[rows]
         order = torch.argsort(rows)
         if not has_data(rows):
             ends = [min(edge, rows.shape[0]) for edge in edges]
@@ -221,26 +224,27 @@ class NodeTerm:
         if not entries.shape[0]:
             return
         rows = self.reading.positions[entries]
-        rows = (rows if self.row_of is None else self.row_of[rows]) - block.start  # in `product`
+        if self.row_of is not None:
+            rows = self.row_of[rows]
+        rows = rows - block.start  # rows of `product`
         # A wide leaf, so that its gradient is not rounded before the addition.
         leaf = product[rows].to(total.dtype).requires_grad_()
         others = [reading for reading in readings(self.node) if reading is not self.reading]
-        products = {
-            hub: hub.products() for hub in dict.fromkeys(reading.head for reading in others)
-        }
+        hubs = dict.fromkeys(reading.head for reading in others)
+        products = {hub: hub.products() for hub in hubs}
         values = values_at(self.node, entries, others, products)
         with torch.enable_grad():
             values[self.reading] = self.reading.projection.logits(leaf)
             found = evaluate(self.node, values)
         outputs = found if isinstance(found, tuple | list) else (found,)
-        used = [
-            (y, g[entries].to(y.dtype))
-            for y, g in zip(outputs, self.gradients, strict=True)
-            if g is not None
-        ]
-        used = [(y, g) for y, g in used if y.requires_grad]
-        if used:
-            (part,) = torch.autograd.grad([y for y, _ in used], leaf, [g for _, g in used])
+        results: list[Tensor] = []
+        upstream: list[Tensor] = []
+        for result, gradient in zip(outputs, self.gradients, strict=True):
+            if gradient is not None and result.requires_grad:
+                results.append(result)
+                upstream.append(gradient[entries].to(result.dtype))
+        if results:
+            (part,) = torch.autograd.grad(results, leaf, upstream)
             total.index_add_(0, rows, part.to(total.dtype))
 
 
@@ -287,28 +291,29 @@ def sweep(
     A gradient is None where `needs` is False.
     """
     work = HeadGradients(inputs, hidden, weight, bias, needs)
-    products, everything = Products(weight, bias), slice(0, weight.shape[0])
+    products = Products(weight, bias)
+    everything = slice(0, weight.shape[0])
     rows: Tensor | None = None  # [count], sorted positions with a gradient; None: all M
     if has_data(hidden):
         touched = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)  # [M]
         for term in terms:
             touched |= term.touched(hidden.shape[0])
-        rows = None if bool(touched.all()) else touched.nonzero().squeeze(-1)
-    # [count]
-    positions = torch.arange(hidden.shape[0], device=hidden.device) if rows is None else rows
-    count, row_of = positions.shape[0], None
+        if not bool(touched.all()):
+            rows = touched.nonzero().squeeze(-1)
+    positions = rows  # [count]
+    if positions is None:
+        positions = torch.arange(hidden.shape[0], device=hidden.device)
+    count = positions.shape[0]
+    row_of = None
     if rows is not None:
         row_of = torch.full_like(hidden[:, 0], -1, dtype=torch.long)  # [M]
         row_of.index_copy_(0, rows, torch.arange(count, device=rows.device))
 
     # The kernels support a single term: statistics with at most one label for each position.
-    alone = (
-        terms[0]
-        if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further
-        else None
-    )
+    alone: StatisticsTerm | None = None
     tokens = rows_at_once(weight.shape[0])
-    if alone is not None:
+    if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further:
+        alone = terms[0]
         tokens, _ = inputs.block_size(hidden, weight.shape[0], whole=True)
     blocks = list(token_blocks(count, tokens))
     for term in terms:

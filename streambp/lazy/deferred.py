@@ -11,10 +11,10 @@ deferred tensor. An in-place operation on a slice or a view raises.
 [Note: stand-ins in a graph] Operations with a rule put the stored hidden states into autograd's
 graph, and never the stand-in. Other code (an autograd.Function, a C++ extension) makes the stand-in
 itself an input. The gradient would end there: the loss would be right, and no layer below would
-train. A stand-in is therefore the output of `Place`, and each path to a parameter leads through
-`Place`. The Function read a real tensor that was built from the stored hidden states. The backward
-of `Place` builds that tensor again and differentiates it. A stand-in that was made under no_grad
-has no gradient.
+train. Therefore every stand-in is an output of `Place`, so each path to a parameter leads through
+this Function. The Function read a real tensor that was built from the stored hidden states. The
+backward of `Place` builds that tensor again and differentiates it. A stand-in that was made under
+no_grad has no gradient.
 """
 
 from __future__ import annotations
@@ -60,13 +60,22 @@ class Deferred(StandIn):
 
     @staticmethod
     def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
-        width = source.shape[-1] if recipe.weight is None else recipe.weight.shape[0]
-        shape = (*(source.shape[:-1] if recipe.places is None else recipe.places.shape), width)
+        width = source.shape[-1]
+        if recipe.weight is not None:
+            width = recipe.weight.shape[0]
+        tokens = source.shape[:-1]
+        if recipe.places is not None:
+            tokens = recipe.places.shape
+        shape = (*tokens, width)
         self: Deferred = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
         )  # type: ignore[attr-defined]
-        self.source, self.recipe, self.memory = source, recipe, SharedMemory()
-        self.origin = source if recipe.places is None else recipe.places
+        self.source = source
+        self.recipe = recipe
+        self.memory = SharedMemory()
+        self.origin = source
+        if recipe.places is not None:
+            self.origin = recipe.places
         self.written = None
         self.derived = False
         self.cut = False
@@ -162,14 +171,16 @@ class Deferred(StandIn):
             unique: True if `change` repeats no token.
             view: True if the result shares this stand-in's memory.
         """
-        source, recipe = self.source, self.recipe
+        source = self.source
+        recipe = self.recipe
         if recipe.places is None:
             source = change(source)
         else:
             recipe = dataclasses.replace(recipe, places=change(recipe.places[..., None])[..., 0])
         made = Deferred.make(source, recipe, self.dtype)
         if view:
-            made.derived, made.memory = True, self.memory
+            made.derived = True
+            made.memory = self.memory
         return made
 
     def casts_to(self, dtype: torch.dtype) -> bool:
@@ -231,8 +242,9 @@ class Deferred(StandIn):
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation without a rule on real tensors."""
         result = super().on_real(func, name, args, kwargs)
-        for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
-            x.pass_by(f"{name} was called on them")
+        if name in TENSOR_HOOKS:
+            for x in tensors_in((args, kwargs), cls):
+                x.pass_by(f"{name} was called on them")
         return result
 
     def note(self, operation: str) -> None:
@@ -255,7 +267,8 @@ def _scale(x: Deferred, other: Any, *, over: bool = False) -> Any:
     """Multiply by a number, or divide by the number if `over`."""
     if not is_number(other):
         return NotImplemented
-    projection, factor = x.recipe.projection, 1.0 / other if over else float(other)
+    projection = x.recipe.projection
+    factor = 1.0 / other if over else float(other)
     scaled = {"logit_scale": projection.logit_scale * factor}
     if projection.softcap is not None:
         softcap = projection.softcap * factor

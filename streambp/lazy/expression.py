@@ -1,6 +1,6 @@
 """Functions of rows of logits, recorded instead of computed.
 
-A `Node` is a function of rows. Its inputs are [n, V] logits of some tokens and other tensors of the
+A `Node` is a function of rows. Inputs are [n, V] logits of some tokens and other tensors of the
 program; the result is [n, W]. No node mixes tokens, so any subset of the tokens can be computed at
 a time. An operation on tokens (a slice, a view, a mask) changes the positions of the logits and the
 other tensors.

@@ -1,12 +1,12 @@
 """Hub of one forward's logits: computes results of the logits and collects their gradients.
 
 [Note: one pass in backward] A result of the logits is an output of `Result`, an autograd Function.
-Its input is the hub's handle, an empty tensor that represents the logits in the graph. Hidden
-states and weights are inputs of `Handle` alone. In backward each `Result` leaves its gradients with
-the hub and returns no gradient. autograd runs `Handle` after all results. `Handle` computes the
-gradients of hidden states and weights from all left gradients in one pass (`sweep`). Left gradients
-belong to one backward call. Otherwise gradients that never reach the handle (`autograd.grad` with
-respect to other tensors) would remain for the next call.
+`Result` has the hub's handle as input, an empty tensor that represents the logits in the graph.
+Hidden states and weights are inputs of `Handle` alone. During backward each `Result` leaves its
+gradients with the hub and returns no gradient. autograd runs `Handle` after all results. `Handle`
+computes the gradients of hidden states and weights from all left gradients in one pass (`sweep`).
+Left gradients belong to one backward call. Otherwise gradients that never reach the handle
+(`autograd.grad` with respect to other tensors) would remain for the next call.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Result(torch.autograd.Function):
 
 
 class Hub:
-    """The head of one forward. Its inputs must not be written to while the logits are used.
+    """The head of one forward. Do not write to its inputs while the logits are used.
 
     Args:
         source: [M, h], the hidden states before the final norm.
@@ -212,7 +212,8 @@ class Hub:
                 "used: an engine has freed it after the forward. Set "
                 "StreamConfig(lazy_logits=False)."
             )
-        changed = self._seen.changed() if changed is None else changed
+        if changed is None:
+            changed = self._seen.changed()
         if changed is not None:
             raise StreamBPError(
                 f"The head's weights or inputs {list(changed.shape)} changed since the model was "
@@ -234,13 +235,16 @@ class Hub:
         places]
         """
         positions = reading.positions.reshape(-1)
-        picks = labels if labels is not None else positions.new_full(positions.shape, -1)
+        picks = labels
+        if picks is None:
+            picks = positions.new_full(positions.shape, -1)
         repeats: Tensor | None = None
         if not reading.unique and has_data(positions):
             (positions, picks), repeats = torch.stack([positions, picks]).unique(
                 dim=1, return_inverse=True
             )
-        count, products = positions.shape[0], self.products()
+        count = positions.shape[0]
+        products = self.products()
         # [count] each
         pick, lse, mean = (self.hidden.new_empty(count, dtype=self.wide) for _ in range(3))
         tokens, entries = self.inputs.block_size(self.hidden, self.vocabulary)
@@ -250,11 +254,9 @@ class Hub:
                 folded = fold_vocabulary(
                     normed, products, reading.projection, picks[block], entries
                 )
-                pick[block], lse[block], mean[block] = (
-                    folded.target,
-                    folded.lse(),
-                    folded.total / self.vocabulary,
-                )
+                pick[block] = folded.target
+                lse[block] = folded.lse()
+                mean[block] = folded.total / self.vocabulary
             if reading.projection not in self._known:
                 total = self.hidden.shape[0]
                 # Values computed under inference mode may be completed outside of it.
@@ -265,10 +267,12 @@ class Hub:
                     ]
                 self._known[reading.projection] = tuple(zeros)
             all_lse, all_means, is_known = self._known[reading.projection]
-            all_lse[positions], all_means[positions], is_known[positions] = lse, mean, True
-        return (
-            (pick, lse, mean) if repeats is None else (pick[repeats], lse[repeats], mean[repeats])
-        )
+            all_lse[positions] = lse
+            all_means[positions] = mean
+            is_known[positions] = True
+        if repeats is None:
+            return pick, lse, mean
+        return pick[repeats], lse[repeats], mean[repeats]
 
     def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
         """Return the logsumexp and the mean of N tokens, [N] each, if both were computed before;
@@ -279,7 +283,9 @@ class Hub:
             return None
         self.check()
         lse, mean, is_known = self._known[reading.projection]
-        return (lse[positions], mean[positions]) if bool(is_known[positions].all()) else None
+        if not bool(is_known[positions].all()):
+            return None
+        return lse[positions], mean[positions]
 
     def leave(self, gradient: Any) -> None:
         """Store a `StatisticsGradient` or `NodeTerm` for the current backward call."""
@@ -293,7 +299,7 @@ class Hub:
     def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Multiply the gradients of the current backward call by an engine's factor.
 
-        The factor is hook(one), for a one [1] in float32 or wider.
+        The factor is hook(torch.ones(1)) in float32 or wider, [1].
         """
         task = torch._C._current_graph_task_id()
         if task in self._left:
@@ -339,8 +345,14 @@ class Statistic:
         graph.
         """
         head = self.reading.head
-        known = None if self.labels is not None else head.known_statistics(self.reading)
-        values = head.statistics(self.reading, self.labels) if known is None else (None, *known)
+        known: tuple[Tensor, Tensor] | None = None
+        if self.labels is None:
+            known = head.known_statistics(self.reading)
+        values: tuple[Any, ...]
+        if known is None:
+            values = head.statistics(self.reading, self.labels)
+        else:
+            values = (None, *known)
         wanted = self.labels is not None, self.lse, self.mean
         return tuple(itertools.compress(values, wanted))
 
@@ -348,7 +360,8 @@ class Statistic:
         """Leave the gradients [N] of the results of `run`, in the same order, with the reading's
         hub.
         """
-        given, reading = iter(grads), self.reading
+        given = iter(grads)
+        reading = self.reading
         wanted = self.labels is not None, self.lse, self.mean
         pick, lse, mean = (next(given) if one else None for one in wanted)
         positions = reading.positions.reshape(-1)
@@ -387,10 +400,15 @@ class Function:
         Rows are computed for `rows_at_once` tokens at a time.
         """
         found = readings(self.node)
-        count, tokens = found[0].positions.shape[0], rows_at_once(found[0].head.vocabulary)
-        products = {hub: hub.products() for hub in dict.fromkeys(reading.head for reading in found)}
+        count = found[0].positions.shape[0]
+        tokens = rows_at_once(found[0].head.vocabulary)
+        hubs = dict.fromkeys(reading.head for reading in found)
+        products = {hub: hub.products() for hub in hubs}
         parts: list[tuple[Tensor, ...]] = []
-        for block in token_blocks(count, tokens) if count else (slice(0, 0),):
+        blocks = [slice(0, 0)]
+        if count:
+            blocks = list(token_blocks(count, tokens))
+        for block in blocks:
             value = evaluate(self.node, values_at(self.node, block, found, products))
             parts.append(tuple(value) if isinstance(value, tuple | list) else (value,))
         return tuple(

@@ -22,14 +22,11 @@ def index(x: StandIn, at: Any) -> Any:
     """
     parts: list[Any] = []
     for part in at if isinstance(at, tuple) else (at,):
-        part = (
-            torch.tensor(part, device=x.device, dtype=None if part else torch.long)
-            if isinstance(part, list)
-            else part
-        )
-        if isinstance(part, bool | StandIn) or not (
-            part is ... or isinstance(part, int | slice | Tensor)
-        ):
+        if isinstance(part, list):
+            part = torch.tensor(part, device=x.device, dtype=None if part else torch.long)
+        if isinstance(part, bool | StandIn):
+            return NotImplemented
+        if part is not ... and not isinstance(part, int | slice | Tensor):
             return NotImplemented
         if isinstance(part, Tensor) and part.is_floating_point():
             return NotImplemented
@@ -44,7 +41,9 @@ def index(x: StandIn, at: Any) -> Any:
         found = gather(
             x.moved(lambda t: t[(*rows, slice(None))], unique=False, view=False), labels[..., None]
         )
-        return found if found is NotImplemented else found[..., 0]
+        if found is NotImplemented:
+            return NotImplemented
+        return found[..., 0]
 
     has_ellipsis = any(part is ... for part in parts)
     masked = [part for part in tensors if part.dtype == torch.bool]

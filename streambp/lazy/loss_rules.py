@@ -35,11 +35,11 @@ def kl_div(
     if each is NotImplemented or reduction == "none":
         return each
     total = of_all("sum", torch_own.sum, each, [], {})
-    return (
-        total
-        if reduction == "sum"
-        else total / (each.shape[0] if reduction == "batchmean" else each.numel())
-    )
+    if reduction == "batchmean":
+        return total / each.shape[0]
+    if reduction == "mean":
+        return total / each.numel()
+    return total
 
 
 def of_labels(
@@ -75,10 +75,9 @@ def of_labels(
         return NotImplemented
     if x.dim() > 2 and x.classes != 1:
         return NotImplemented
-    each = {
-        "reduction": "none",
-        **({"label_smoothing": label_smoothing} if name == "cross_entropy" else {}),
-    }
+    each: dict[str, Any] = {"reduction": "none"}
+    if name == "cross_entropy":
+        each["label_smoothing"] = label_smoothing
     with torch.no_grad():
         dtype = func(sample_of(x), target.reshape(-1)[:0], **each).dtype
     log_probs = x = x.with_classes(None)
@@ -88,22 +87,19 @@ def of_labels(
     labels = target.reshape(-1).detach().clone()  # [N]
     check_labels(labels, log_probs.width, ignore_index)
     kept = labels != ignore_index  # ignored tokens are not computed
-    places = (
-        torch.arange(labels.shape[0], device=labels.device)
-        if labels.is_meta
-        else kept.nonzero().squeeze(-1)
-    )
+    if labels.is_meta:
+        places = torch.arange(labels.shape[0], device=labels.device)
+    else:
+        places = kept.nonzero().squeeze(-1)
     rows = log_probs.moved(lambda t: t.reshape(-1, t.shape[-1])[places], view=False)
     losses = _smoothed(rows, labels[places], label_smoothing)
     if reduction == "none":
-        return (
-            losses.new_zeros(labels.shape[0])
-            .index_put((places,), losses)
-            .to(dtype)
-            .view(target.shape)
-        )
+        scattered = losses.new_zeros(labels.shape[0]).index_put((places,), losses)
+        return scattered.to(dtype).view(target.shape)
     total = losses.sum()
-    return (total / kept.sum() if reduction == "mean" else total).to(dtype)
+    if reduction == "mean":
+        total = total / kept.sum()
+    return total.to(dtype)
 
 
 def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:

@@ -48,7 +48,8 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         return NotImplemented
     if name.strip("_") in OF_ROUNDED and any(x.dtype.itemsize < 4 for x in rows):
         return NotImplemented
-    first, graded = rows[0], torch.is_grad_enabled() and any(x.requires_grad for x in rows)
+    first = rows[0]
+    graded = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
     if any(x.tokens != first.tokens for x in rows):
         return NotImplemented
     width = max(x.width for x in rows)
@@ -94,11 +95,9 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 def _graded(x: LazyLogits, graded: bool) -> Node:
     """Return x's node, detached if the result is `graded` and x is not."""
-    return (
-        Call(torch_own.detach, (x.node,), {}, False, "detach")
-        if graded and not x.requires_grad
-        else x.node
-    )
+    if graded and not x.requires_grad:
+        return Call(torch_own.detach, (x.node,), {}, False, "detach")
+    return x.node
 
 
 def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -106,7 +105,8 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
 
     Returns NotImplemented if the dimension is not the dimension of the entries.
     """
-    x, rest = args[0], list(args[1:])
+    x = args[0]
+    rest = list(args[1:])
     if not isinstance(x, LazyLogits):
         return NotImplemented
     if tensors_in((rest, kwargs), LazyLogits):
@@ -115,7 +115,10 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     at = DIM[name] - 1
     if "axis" in kwargs:
         kwargs["dim"] = kwargs.pop("axis")
-    dim = rest.pop(at) if len(rest) > at else kwargs.pop("dim", None if name != "topk" else -1)
+    if len(rest) > at:
+        dim = rest.pop(at)
+    else:
+        dim = kwargs.pop("dim", -1 if name == "topk" else None)
     if dim is None and name in OF_ALL:
         return of_all(name, func, x, rest, kwargs)
     if isinstance(dim, tuple | list):
@@ -129,18 +132,16 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
         if dtypes := [value for value in rest if isinstance(value, torch.dtype)]:
             kwargs["dtype"] = dtypes[0]
         made = elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
-        return (
-            made
-            if x.classes is None
-            else made.make(made.node, made.width, made.dtype, made.requires_grad, x.classes)
-        )
+        if x.classes is None:
+            return made
+        return made.make(made.node, made.width, made.dtype, made.requires_grad, x.classes)
     if x.classes is not None:
         return NotImplemented
     if name in ("gather", "take_along_dim"):
         index = rest[0] if rest else kwargs.get("index", kwargs.get("indices"))
         return gather(x, index)
-    if name == "topk":
-        kwargs["k"] = rest.pop(0) if rest else kwargs["k"]
+    if name == "topk" and rest:
+        kwargs["k"] = rest.pop(0)
     return _reduce(name, func, x, rest, kwargs)
 
 
@@ -184,11 +185,12 @@ def _reduce(
     note(x, name)
     several = isinstance(sample, tuple | list)
     samples = sample if several else (sample,)
-    shaped = [
-        v.reshape((*x.tokens, *s.shape[1:])).to(s.dtype)
-        for v, s in zip(values, samples, strict=True)
-    ]
-    return type(sample)(shaped) if several else shaped[0]
+    shaped: list[Tensor] = []
+    for value, like in zip(values, samples, strict=True):
+        shaped.append(value.reshape((*x.tokens, *like.shape[1:])).to(like.dtype))
+    if several:
+        return type(sample)(shaped)
+    return shaped[0]
 
 
 def note(x: LazyLogits, name: str) -> None:
@@ -207,7 +209,9 @@ def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
         and len(node.args) == 1
     ):
         inner = log_softmaxed(node.args[0])
-        return None if inner is None else (inner[0], -inner[1])
+        if inner is None:
+            return None
+        return inner[0], -inner[1]
     if (
         not isinstance(node, Call)
         or node.name != "log_softmax"
@@ -216,7 +220,9 @@ def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
         return None
     reading = node.args[0]
     dtype = node.kwargs.get("dtype")
-    return (reading, 1.0) if dtype is None or dtype == reading.head.wide else None
+    if dtype is None or dtype == reading.head.wide:
+        return reading, 1.0
+    return None
 
 
 def gather(x: LazyLogits, index: Any) -> Any:
@@ -265,9 +271,10 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         and is_number(other)
     ):
         projection = x.node.projection
-        temperature = (
-            projection.temperature / other if multiplies else projection.temperature * other
-        )
+        if multiplies:
+            temperature = projection.temperature / other
+        else:
+            temperature = projection.temperature * other
         return x.changed(
             dataclasses.replace(
                 x.node, projection=dataclasses.replace(projection, temperature=temperature)
@@ -277,7 +284,7 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number other than zero; logits times this number have another
+    """True if the value is a finite number other than zero. Logits times this number have another
     temperature.
     """
     return (

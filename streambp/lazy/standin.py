@@ -82,7 +82,10 @@ class Place(torch.autograd.Function):
         """
         made = kind(*made_of)
         ctx.set_materialize_grads(False)
-        ctx.kind, ctx.made_of, ctx.shape, ctx.passed_by = kind, made_of, list(made.shape), None
+        ctx.kind = kind
+        ctx.made_of = made_of
+        ctx.shape = list(made.shape)
+        ctx.passed_by = None
         return made
 
     @staticmethod
@@ -226,7 +229,8 @@ class StandIn(Tensor):
     # Compiled code would trace the rules with a stand-in's shape as its value.
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, func = dict(kwargs or {}), asked_of(func)
+        kwargs = dict(kwargs or {})
+        func = asked_of(func)
         if func in cls.metadata:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -248,7 +252,8 @@ class StandIn(Tensor):
         for x in stand_ins:
             x.check(name)
         # A hook on a stand-in that was used already would get no gradient.
-        asked, second = stand_ins, args[1] if len(args) > 1 else None
+        asked = stand_ins
+        second = args[1] if len(args) > 1 else None
         if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
             wanted = tree_leaves(kwargs.get("inputs", second))
             asked = [x for x in stand_ins if any(leaf is x for leaf in wanted)]

@@ -1,12 +1,11 @@
 """Stand-in for rows of logits, or for row-wise functions of logits, outside of the model's forward.
 
 [Note: lazy rows in a graph] Operations with a rule read the hub's hidden states, and never the
-stand-in. Other code (an autograd.Function, a kernel) makes the stand-in an input, and sends the
-gradient of all its values to the stand-in's node. `Place` leaves that gradient with the hub. A
+stand-in. Other code (an autograd.Function, a kernel) takes the stand-in as an input, and sends the
+gradient of all values to the node of that input. `Place` leaves that gradient with the hub. A
 stand-in that an autograd.Function returned is different: the Function's backward is unknown, so the
-values are computed and their gradient goes through `Taken`. Nodes that an
-engine inserts at a model's outputs, and scaling hooks, change no values. Such nodes and hooks are
-recognized by name.
+values are computed and their gradient goes through `Taken`. Nodes that an engine inserts at a
+model's outputs, and scaling hooks, change no values. Such nodes and hooks are recognized by name.
 
 A stand-in that is written to becomes another function of rows (`div_`), or real. Stand-ins that
 share its memory would have to change as well; using such a stand-in raises. Using the graph node
@@ -113,16 +112,20 @@ class LazyLogits(StandIn):
         self: LazyLogits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=reading.head.hidden.device, requires_grad=False
         )  # type: ignore[attr-defined]
-        self.node, self.width, self.classes, self.origin = node, width, classes, reading.positions
-        self.tokens, self.request = reading.positions.shape, reading.head.recipe.request
-        self.memory, self.seen, self.link = SharedMemory(), 0, None
-        self.written, self.derived, self.now, self.heeded, self.followed = (
-            None,
-            False,
-            None,
-            False,
-            False,
-        )
+        self.node = node
+        self.width = width
+        self.classes = classes
+        self.origin = reading.positions
+        self.tokens = reading.positions.shape
+        self.request = reading.head.recipe.request
+        self.memory = SharedMemory()
+        self.seen = 0
+        self.link = None
+        self.written = None
+        self.derived = False
+        self.now = None
+        self.heeded = False
+        self.followed = False
         return self
 
     @classmethod
@@ -159,13 +162,17 @@ class LazyLogits(StandIn):
                 "to other values. Use StreamConfig(lazy_logits=False)."
             )
         node, width, _, classes = ctx.made_of
-        of_rows = gradient if classes is None else gradient.movedim(classes, -1)
+        of_rows = gradient
+        if classes is not None:
+            of_rows = gradient.movedim(classes, -1)
         node, of_rows = of_tokens(flat(node), of_rows.reshape(-1, width))
         Function(node).leave([of_rows])
 
     def sharing(self, other: LazyLogits) -> LazyLogits:
         """Make this stand-in a view of `other` and return it."""
-        self.memory, self.seen, self.derived = other.memory, other.seen, True
+        self.memory = other.memory
+        self.seen = other.seen
+        self.derived = True
         return self
 
     def changed(
@@ -186,7 +193,9 @@ class LazyLogits(StandIn):
             view: True if the result shares this stand-in's memory.
         """
         made = self.changed(over_tokens(self.node, change, unique))
-        return made.sharing(self) if view else made
+        if view:
+            return made.sharing(self)
+        return made
 
     def with_classes(self, classes: int | None) -> LazyLogits:
         """Return a view with the W entries in dimension `classes` (None: the last).
@@ -211,7 +220,9 @@ class LazyLogits(StandIn):
         """Return the stand-in with the current values: itself, or the result of the last write to
         it.
         """
-        return self if self.now is None else self.now.current()
+        if self.now is None:
+            return self
+        return self.now.current()
 
     def latest(self, operation: str) -> LazyLogits:
         """Return the stand-in with the current values, as `current` does.
@@ -271,8 +282,8 @@ class LazyLogits(StandIn):
         if place == DDP_SINK:
             anchor = RunInBackward.apply(None, self)
         if place == PRE_BACKWARD and not self.request.beside_loss:
-            # ZeRO-3's node signals the start of the model's backward. Without the anchor, running
-            # the node would need a gradient [*tokens, V].
+            # ZeRO-3's node signals the start of the model's backward. The anchor replaces a
+            # gradient [*tokens, V], without which the node would not run.
             node: Any = self.grad_fn
             begin = lambda: getattr(node, RUNS_BEFORE_BACKWARD)(node.module)  # noqa: E731
             anchor = RunInBackward.apply(begin, torch.zeros(1, requires_grad=True))
@@ -306,7 +317,7 @@ class LazyLogits(StandIn):
 
         self.node = rebuilt(self.node, scaled)
         with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.register_hook(self, hook)  # for a Function with this input
+            return Tensor.register_hook(self, hook)  # serves a Function with this input
 
     def known(self) -> bool:
         """True if the autograd node is the node from `make`, or an engine's node inserted after
@@ -357,7 +368,9 @@ class LazyLogits(StandIn):
             self.link.passed_by = "something was written to"
         if isinstance(other, LazyLogits):
             self.now = other
-            other.memory, other.derived, other.seen = self.memory, self.derived, self.memory.writes
+            other.memory = self.memory
+            other.derived = self.derived
+            other.seen = self.memory.writes
         else:
             self.written = other
             self.memory.watch(other)
@@ -422,7 +435,9 @@ class LazyLogits(StandIn):
                 f"their own yet. Use {plain} or StreamConfig(lazy_logits=False)."
             )
         before.memory.watch(real[id(before)])
-        return self if result is real[id(before)] else result
+        if result is real[id(before)]:
+            return self
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -440,7 +455,9 @@ class LazyLogits(StandIn):
             x = x.latest(str(func))
             x.note(str(func))
             with torch.no_grad():
-                return x.values() if x.written is None else x.written.detach()
+                if x.written is None:
+                    return x.values()
+                return x.written.detach()
 
         args, kwargs = changed_arguments(args, kwargs or {}, LazyLogits, real)
         return func(*args, **kwargs)

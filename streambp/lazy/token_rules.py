@@ -46,7 +46,7 @@ def along(
     if not is_of_tokens(x, dim):
         return NotImplemented
     if len(given) > at:
-        given[at] = dim % x.dim()  # the same dimension of positions [*tokens, k]
+        given[at] = dim % x.dim()  # positions [*tokens, k] have the same dimension
     else:
         kwargs["dim"] = dim % x.dim()
     if name in SEVERAL:
@@ -104,19 +104,24 @@ def squeeze(x: StandIn, dim: Any = None) -> Any:
         return x.moved(
             lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1])
         )
-    return x.moved(lambda t: t.squeeze(dim % x.dim())) if is_of_tokens(x, dim) else NotImplemented
+    if not is_of_tokens(x, dim):
+        return NotImplemented
+    return x.moved(lambda t: t.squeeze(dim % x.dim()))
 
 
 def unsqueeze(x: StandIn, dim: int) -> Any:
     """Insert a token dimension of size 1; NotImplemented behind W."""
     at = dim + x.dim() + 1 if dim < 0 else dim
-    return NotImplemented if at == x.dim() else x.moved(lambda t: t.unsqueeze(at))
+    if at == x.dim():
+        return NotImplemented
+    return x.moved(lambda t: t.unsqueeze(at))
 
 
 def transpose(x: StandIn, dim0: int, dim1: int) -> Any:
     """Exchange two dimensions, with the restrictions of `permute`."""
     order = list(range(x.dim()))
-    a, b = dim0 % x.dim(), dim1 % x.dim()
+    a = dim0 % x.dim()
+    b = dim1 % x.dim()
     order[a], order[b] = order[b], order[a]
     return permute(x, order)
 
@@ -127,15 +132,18 @@ def permute(x: StandIn, *dims: Any) -> Any:
     torch's losses expect entries in the second dimension.
     """
     given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    order, last = [dim % x.dim() for dim in given], x.dim() - 1
+    order = [dim % x.dim() for dim in given]
+    last = x.dim() - 1
     if x.classes is not None:
         back = [dim for dim in range(x.dim()) if dim != x.classes] + [x.classes]
-        return x.with_classes(None) if order == back else NotImplemented
+        if order == back:
+            return x.with_classes(None)
+        return NotImplemented
     if order[-1] == last:
         return x.moved(lambda t: t.permute(order))
-    return (
-        x.with_classes(1) if x.dim() > 2 and order == [0, last, *range(1, last)] else NotImplemented
-    )
+    if x.dim() > 2 and order == [0, last, *range(1, last)]:
+        return x.with_classes(1)
+    return NotImplemented
 
 
 def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
@@ -143,21 +151,43 @@ def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     anyway.
     """
     wanted = [*args, *kwargs.values()]
-    dtypes = [w for w in wanted if isinstance(w, torch.dtype)] + [
-        w.dtype for w in wanted if isinstance(w, Tensor)
-    ]
+    dtypes = [value for value in wanted if isinstance(value, torch.dtype)]
+    dtypes += [value.dtype for value in wanted if isinstance(value, Tensor)]
     if is_elsewhere(x, wanted):
         return NotImplemented
     dtype = dtypes[0] if dtypes else x.dtype
     if dtype == x.dtype:
         return x.changed() if kwargs.get("copy") else x
-    return x.changed(dtype=dtype) if x.casts_to(dtype) else NotImplemented
+    if x.casts_to(dtype):
+        return x.changed(dtype=dtype)
+    return NotImplemented
+
+
+def _iterated(x: StandIn) -> Any:
+    """Return an iterator over the first token dimension; NotImplemented for a single row."""
+    if x.dim() > 1:
+        return iter(x.unbind(0))
+    return NotImplemented
+
+
+def _contiguous(x: StandIn, *_: Any, **__: Any) -> Any:
+    """Copy a view whose tokens are not contiguous in the full tensor."""
+    if not x.derived or (x.classes is None and x.origin.is_contiguous()):
+        return x
+    return x.changed()
+
+
+def _in_float32(x: StandIn, *_: Any, **__: Any) -> Any:
+    """Cast to float32, but keep float64; integers and bools are rejected."""
+    if x.casts_to(torch.float32):
+        return to(x, torch.float32)
+    return to(x, torch.promote_types(x.dtype, torch.float32))
 
 
 # Names of torch's functions and of equal methods. [Note: torch's own functions]
 TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "__getitem__": index,
-    "__iter__": lambda x: iter(x.unbind(0)) if x.dim() > 1 else NotImplemented,
+    "__iter__": _iterated,
     "view": view,
     "reshape": view,
     "flatten": flatten,
@@ -168,15 +198,8 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "swapaxes": transpose,
     "swapdims": transpose,
     "permute": permute,
-    # Copy a view whose tokens are not contiguous in the full tensor.
-    "contiguous": lambda x, *_, **__: (
-        x if not x.derived or (x.classes is None and x.origin.is_contiguous()) else x.changed()
-    ),
-    # Keep float64; reject integers and bools.
-    "float": lambda x, *_, **__: to(
-        x,
-        torch.float32 if x.casts_to(torch.float32) else torch.promote_types(x.dtype, torch.float32),
-    ),
+    "contiguous": _contiguous,
+    "float": _in_float32,
     "to": to,
     **{
         name: functools.partial(along, own, at, name)

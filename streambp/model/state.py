@@ -151,12 +151,13 @@ class PatchState:
 
     @property
     def root(self) -> nn.Module | None:
-        """What was given to `patch`, if it is still there; else the outermost module that streams;
-        None: there is none."""
+        """Return the module that was passed to `patch`, or the outermost streaming module after
+        that module is gone; None: no module streams.
+        """
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """A wrapper is put on, or copied with its module."""
+        """Add a wrapper that was installed, or copied with its module."""
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
         site = getattr(wrapper, "site", None)

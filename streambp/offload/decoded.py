@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.known_names import BITSANDBYTES, QUANT_STATE
+from streambp.tensors import unviewed
 
 FORWARD = "forward"  # name of a module's attribute, and of a direction
 
@@ -35,7 +36,7 @@ class Multiplied(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x [..., in] @ weight [out, in] + bias [out]."""
         ctx.weight = weight
-        return F.linear(x, weight, bias)
+        return unviewed(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

@@ -4,12 +4,12 @@ model.
 [Note: trial of sharing] Sharing is exact only if a token depends on its row's earlier tokens and
 its position alone. No structure of a model proves this: some models count positions from the mask,
 some continue over padding. The first call of each kind therefore runs a trial. Three short rows of
-random tokens share most of their tokens, and are computed as rows and as a tree. In the tree,
-tokens go to the same experts as in the rows [Note: choices]. A kind is defined by the call's
+random tokens share most of their tokens. The trial computes them once as rows and once as a tree,
+and sends each token to the same experts both times [Note: choices]. A kind is defined by the call's
 arguments, and never by the token values.
 
-Where a forward is a collective, ranks agree before each call on the kind to try, so all ranks run
-the same forwards. [Note: what a rank decides alone] No rank stops in the middle of a forward. An
+If a forward is a collective, ranks agree before each call on the kind to try, so all ranks run the
+same forwards. [Note: what a rank decides alone] No rank stops in the middle of a forward. An
 exception from a layer is stored, and both forwards continue to their end without computing. A rank
 without memory for a trial then computes its rows unshared. Outside of the layers, ranks differ in
 free memory alone; a rank without memory there ends the run, as in any forward.
@@ -279,13 +279,13 @@ def _in_eval(module: nn.Module) -> Iterator[None]:
     """Context manager that disables randomness in a module by its modules' `training` flags.
 
     Modules' own `train` methods may do more, and are not called. Modules of quantised weights keep
-    their mode. On a CPU, bitsandbytes permanently repacks weights in eval mode, for a kernel
+    their mode. The CPU code of bitsandbytes permanently repacks weights in eval mode, for a kernel
     without a gradient.
     """
     training = []
     for part in module.modules():
         own = [parameter for parameter in part._parameters.values() if parameter is not None]
-        # With `bnb_4bit_quant_storage`, a quantised parameter's bytes have a floating dtype.
+        # `bnb_4bit_quant_storage` may give a quantised parameter's bytes a floating dtype.
         quantised = any(
             not parameter.is_floating_point() or hasattr(parameter, QUANT_STATE)
             for parameter in own

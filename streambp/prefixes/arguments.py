@@ -94,8 +94,9 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _numbered(axis: Tensor) -> Tensor:
-    """Return [B, T] integers that are equal where positions [B, T] are equal, fractions
-    included.
+    """Return [B, T] integers that identify the values of positions [B, T].
+
+    Equal positions have equal integers; positions with different fractions differ.
     """
     if axis.is_floating_point():
         return axis.unique(return_inverse=True)[1]
@@ -121,7 +122,7 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
     )
     if tree.furthest is not None:
         found = nn.functional.pad(found, (0, 1), value=tree.furthest)
-    # Without a mask, transformers would search the positions for documents.
+    # A missing mask would make transformers search the positions for documents.
     changed[SHARED_INPUTS[1]] = (tokens if mask is None else mask).new_ones(1, tree.length)
     if takes_positions:
         changed[SHARED_INPUTS[2]] = found

@@ -54,7 +54,7 @@ UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING)
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Numbers of a call that was computed as a packed row.
+    """Sizes of a call whose rows were computed as one packed row.
 
     Attributes:
         rows: number of batch rows.
@@ -146,7 +146,7 @@ class SharedPrefixes:
                     if known
                     else f"their packed row failed ({type(error).__name__}: {error})"
                 )
-                # for all kinds
+                # applies to all kinds
                 self.trials.verdicts = dict.fromkeys(self.trials.verdicts, (tree, tree))
             else:
                 padding = len(tree.rows) * tree.width - tree.tokens_of_rows

@@ -2,8 +2,8 @@
 padding.
 
 A second forward equals the first only while the model is unchanged. Versions of weights and buffers
-and the modules' modes are compared. In addition, the tokens of the packed row are recomputed, and
-must equal the first results.
+and the modules' modes are compared. The tokens of the packed row are recomputed as well, and must
+equal the first results.
 """
 
 from __future__ import annotations

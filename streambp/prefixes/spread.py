@@ -22,8 +22,9 @@ from streambp.prefixes.tree import Tree
 class Spread(torch.autograd.Function):
     """Autograd Function from x [N, ...] of a tree's packed row to [B, T, ...] of the batch's rows.
 
-    Padding gets the first token's values. A loss must not include padding. If a loss does, these
-    values give it a gradient there, which raises; zeros might have no gradient.
+    Padding gets the first token's values. A loss must not include padding. If a loss includes
+    padding, these values have a gradient, and the gradient raises an error. Zeros might have no
+    gradient.
     """
 
     @staticmethod

@@ -63,7 +63,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Number of tokens without padding."""
+        """Return the number of tokens without padding."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
 
@@ -104,17 +104,17 @@ class Tree:
 
     @property
     def tokens(self) -> int:
-        """Number of distinct tokens of the rows."""
+        """Return the number of distinct tokens of the rows."""
         return self.segments[-1].own.stop if self.segments else 0
 
     @property
     def length(self) -> int:
-        """Number of tokens of the packed row."""
+        """Return the number of tokens of the packed row."""
         return self.tokens + (self.furthest is not None)
 
     @property
     def tokens_of_rows(self) -> int:
-        """Number of tokens of all rows, without padding."""
+        """Return the number of tokens of all rows, without padding."""
         return sum(row.length for row in self.rows)
 
     @functools.cached_property
@@ -286,7 +286,7 @@ def _look_at(
 ) -> tuple[list[_Known], float | None] | str:
     """Return the extent of each row, or the reason against a packed row.
 
-    The second value is the highest position of the batch if only padding has it; else None.
+    The second value is the highest position of the batch if only padding has this position.
     """
     batch_size, width = ids.shape
     columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)

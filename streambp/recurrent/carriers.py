@@ -37,21 +37,25 @@ class StateCarrier:
     """
 
     def __init__(self, argument: str = "", returned: bool = False) -> None:
-        self.argument, self.returned = argument, returned
-        self.carries, self.least = bool(argument), LEAST_TOKENS if argument else 1
-        why = (
-            "it goes on from a state (a recurrence, a convolution), which another rank's shard "
-            "ends with"
-        )
-        self.why_not_split = why if argument else None
+        self.argument = argument
+        self.returned = returned
+        self.carries = bool(argument)
+        self.least = 1
+        self.why_not_split: str | None = None
+        if argument:
+            self.least = LEAST_TOKENS
+            self.why_not_split = (
+                "it goes on from a state (a recurrence, a convolution), which another rank's shard "
+                "ends with"
+            )
 
     def hand(
         self, named: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
     ) -> tuple[dict[str, Any], StateCache | None]:
         """Return the chunk's arguments with its start states, and the cache for its end states.
 
-        The `StateCache` replaces the layer's own cache. For a layer that attends over its cache,
-        the `StateCache` also returns the prefix K and V.
+        The `StateCache` replaces the layer's own cache. It also returns the prefix K and V if the
+        layer attends over its cache.
 
         Args:
             states: states at the start of the chunk; None: the chunk has no cache for states.
@@ -61,7 +65,9 @@ class StateCarrier:
         if states is None and read is None:
             return named, None
         cache = StateCache(chunk.start, states or {}, read)
-        given = (tuple(cache.before.values()) or None) if self.returned else cache
+        given: Any = cache
+        if self.returned:
+            given = tuple(cache.before.values()) or None
         return {**named, self.argument: given}, cache
 
     def collect(self, result: Any, cache: StateCache | None) -> Any:
@@ -75,10 +81,6 @@ class StateCarrier:
             return result
         hidden_states, states = result
         if cache is not None:
-            cache.after.update(
-                {
-                    Key("returned", 0, number): in_own_memory(state)
-                    for number, state in enumerate(states)
-                }
-            )
+            for number, state in enumerate(states):
+                cache.after[Key("returned", 0, number)] = in_own_memory(state)
         return hidden_states, None

@@ -1,9 +1,9 @@
 """Document boundaries of packed rows, in the form that kernels of layers with states expect.
 
-transformers passes two arguments to the kernels. seq_idx [B, T] is the document of each token, for
-convolutions and Mamba 2's scan. cu_seq_lens_q [documents + 1] holds the document ends of a single
-row, for the delta rules. Attention has its own form (`attention/masks.py`). In a chunk, each
-function gets the values for the tokens of its own input:
+The kernels get two arguments from transformers. Convolutions and Mamba 2's scan get seq_idx [B, T],
+the document of each token. The delta rules get cu_seq_lens_q [documents + 1], the document ends of
+a single row. Attention has its own form (`attention/masks.py`). A function gets the values for the
+tokens of its own input:
 
     a convolution      seq_idx of the chunk and of the earlier tokens that its cache has prepended
     a scan             seq_idx minus the document of the token before the chunk: the start state
@@ -61,8 +61,11 @@ class Documents:
     def __init__(
         self, ids: Tensor | None, ends: Tensor | None, known: tuple[int, ...] | None = None
     ) -> None:
-        self.ids, self._ends = ids, ends
-        self.ends = () if ends is None else tuple(ends.tolist()) if known is None else known
+        self.ids = ids
+        self._ends = ends
+        self.ends: tuple[int, ...] = ()
+        if ends is not None:
+            self.ends = tuple(ends.tolist()) if known is None else known
         self._cut: dict[Chunk, Tensor] = {}
 
     @property
@@ -71,11 +74,12 @@ class Documents:
 
         Used for a layer whose own arguments lack them.
         """
-        return {
-            name: value
-            for name, value in ((DOCUMENT_IDS, self.ids), (DOCUMENT_ENDS, self._ends))
-            if value is not None
-        }
+        arguments: dict[str, Tensor] = {}
+        if self.ids is not None:
+            arguments[DOCUMENT_IDS] = self.ids
+        if self._ends is not None:
+            arguments[DOCUMENT_ENDS] = self._ends
+        return arguments
 
     def within(self, chunk: Chunk) -> dict[str, Tensor]:
         """Return a chunk's replacement arguments: the document ends inside it, [documents + 1]."""
@@ -114,7 +118,7 @@ class PackedRows:
     """Document boundaries of packed rows, read from position_ids.
 
     Attributes:
-        ends: for each row the document ends, increasing from 0 to the row's length.
+        ends: document ends of each row, increasing from 0 to the row's length.
     """
 
     ends: tuple[tuple[int, ...], ...]
@@ -124,16 +128,16 @@ class PackedRows:
     def barriers(self) -> tuple[Barrier, ...]:
         """Return the positions where no chunk may end.
 
-        A chunk end there would leave a single token of a document to the next chunk. For a single
-        token behind a state, mixers choose decode kernels, which have no backward.
+        A chunk end there would leave a single token of a document to the next chunk. Mixers choose
+        decode kernels for a single token behind a state, and these kernels have no backward.
         """
-        rows = [(set(row), row[1:]) for row in self.ends]
-        return merged(
-            Barrier(end - 1, end - 1)
-            for known, ends in rows
-            for end in ends
-            if end - 1 not in known
-        )
+        barriers: list[Barrier] = []
+        for row in self.ends:
+            ends = set(row)
+            for end in row[1:]:
+                if end - 1 not in ends:
+                    barriers.append(Barrier(end - 1, end - 1))
+        return merged(barriers)
 
     @property
     def number(self) -> int:
@@ -147,24 +151,23 @@ class PackedRows:
             ids = torch.zeros(len(self.ends), length, dtype=torch.int32, device="cpu")  # [B, T]
             for row, ends in enumerate(self.ends):
                 ids[row, list(ends[1:-1])] = 1
-            of_tokens = ids.cumsum(-1, dtype=torch.int32).to(device)
-            known = self.ends[0] if DOCUMENT_ENDS in names else None
-            of_row = (
-                None if known is None else torch.tensor(known, dtype=torch.int32, device=device)
-            )
-            self._documents[names] = Documents(
-                of_tokens if DOCUMENT_IDS in names else None, of_row, known
-            )
+            of_tokens: Tensor | None = ids.cumsum(-1, dtype=torch.int32).to(device)
+            if DOCUMENT_IDS not in names:
+                of_tokens = None
+            known: tuple[int, ...] | None = None
+            of_row: Tensor | None = None
+            if DOCUMENT_ENDS in names:
+                known = self.ends[0]
+                of_row = torch.tensor(known, dtype=torch.int32, device=device)
+            self._documents[names] = Documents(of_tokens, of_row, known)
         return self._documents[names]
 
     def segments(self, chunk: Chunk) -> list[Segment]:
         """Return the chunk's tokens split by document, in order within each row."""
         found: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
-            before, behind = (
-                bisect.bisect_left(ends, chunk.start),
-                bisect.bisect_left(ends, chunk.stop),
-            )
+            before = bisect.bisect_left(ends, chunk.start)
+            behind = bisect.bisect_left(ends, chunk.stop)
             starts = ends[before] == chunk.start
             edges = (chunk.start, *ends[before + starts : behind], chunk.stop)
             for start, stop in itertools.pairwise(edges):
@@ -220,9 +223,11 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
 
 def tried_rows(rows: int, length: int) -> PackedRows:
     """Return the probe's document boundaries for rows of `length` tokens, as in `in_several`."""
-    return PackedRows(
-        tuple((0, *(end - row % 2 for end in TRIED if end < length), length) for row in range(rows))
-    )
+    ends: list[tuple[int, ...]] = []
+    for row in range(rows):
+        inside = [end - row % 2 for end in TRIED if end < length]
+        ends.append((0, *inside, length))
+    return PackedRows(tuple(ends))
 
 
 Function = Callable[..., Any]
@@ -255,7 +260,8 @@ def parameters_of(function: Any) -> set[str]:
 
     Modules count as functions, because the kernels package wraps functions in modules.
     """
-    function = function.forward if isinstance(function, nn.Module) else function
+    if isinstance(function, nn.Module):
+        function = function.forward
     if not callable(function) or isinstance(function, type):
         return set()
     try:
@@ -274,7 +280,9 @@ def kind_of(function: Any) -> str | None:
         return "rule"
     if parameters >= STATE_SCAN:
         return "scan"
-    return "conv" if parameters >= CONVOLUTION and CONVOLUTION_STATE not in parameters else None
+    if parameters >= CONVOLUTION and CONVOLUTION_STATE not in parameters:
+        return "conv"
+    return None
 
 
 def _tell_convolution(
@@ -293,10 +301,8 @@ def _tell_scan(
 ) -> Any:
     """Call a scan with the chunk's seq_idx [B, C], counted from the preceding token's document."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
-        own, before = (
-            documents.ids[:, chunk.start : chunk.stop],
-            documents.ids[:, chunk.start - 1 : chunk.start],
-        )
+        own = documents.ids[:, chunk.start : chunk.stop]
+        before = documents.ids[:, chunk.start - 1 : chunk.start]
         kwargs[DOCUMENT_IDS] = own - before  # [B, C]
     return real(*args, **kwargs)
 
@@ -307,11 +313,17 @@ def _tell_rule(
     """Call a delta rule with start states [N, H, K, V] of N documents; return the last end
     state.
     """
-    ends, state = kwargs.get("cu_seqlens"), kwargs.get("initial_state")  # [N + 1], [1, H, K, V]
+    # [N + 1], [1, H, K, V]
+    ends = kwargs.get("cu_seqlens")
+    state = kwargs.get("initial_state")
     if ends is None:
         return real(*args, **kwargs)
     if state is not None:
         others = state.new_zeros((len(ends) - 2, *state.shape[1:]))  # [N - 1, H, K, V]
-        kwargs["initial_state"] = torch.cat((state, others)) if documents.goes_on(chunk) else None
+        kwargs["initial_state"] = None
+        if documents.goes_on(chunk):
+            kwargs["initial_state"] = torch.cat((state, others))
     out, end = real(*args, **kwargs)
-    return out, None if end is None else end[-1:]
+    if end is not None:
+        end = end[-1:]
+    return out, end

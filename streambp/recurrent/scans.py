@@ -1,8 +1,8 @@
 """Add a start state to recurrences whose function accepts none.
 
 Some mixers read a state from their cache only during decoding, or store the state on the module.
-For one forward, such a mixer gets a replacement for the function of its recurrence; code outside of
-that forward is unchanged.
+Such a mixer gets a replacement for the function of its recurrence during one forward. Other code is
+unchanged.
 
     a selective scan (Mamba 1)     the mixer's own code, with `SelectiveScan` as the scan's global
     linear attention (MiniMax)     the mixer's own code, with `TorchWithState` as the name `torch`
@@ -13,17 +13,17 @@ has no gradient for its end state. Additional tokens provide both:
 
     s_t = exp(dt_t A) s_(t-1) + dt_t B_t u_t,   y_t = C_t s_t
 
-Tokens in front of the chunk write the start state, one token for each of its N components n. For
-such a token B is the n-th unit vector and dt a small step. u is the remaining part of the state,
-divided by that step and by the decay of the tokens that follow. Tokens behind the chunk read the
-end state: their step is 0 and C is the n-th unit vector. Step and decay stay in the graph, so the
-gradients of A and of dt's bias from the written tokens cancel. The end state's value is the scan's
-own, in float32; its gradient goes to the reading tokens.
+Tokens in front of the chunk write the start state, one token for each of its N components n. Such a
+token has the n-th unit vector as B and a small step as dt. Its u is the remaining part of the
+state, divided by that step and by the decay of the tokens that follow. Tokens behind the chunk read
+the end state: their step is 0 and C is the n-th unit vector. Step and decay stay in the graph, so
+the gradients of A and of dt's bias from the written tokens cancel. The end state's value is the
+scan's own, in float32; its gradient goes to the reading tokens.
 
 A kernel takes half precision and computes in float32. Written and read values therefore have two
-parts each; the second part is the rounding error of the first. transformers' own code rounds steps
-and gradients between operations, so nothing cancels. It gets float32 inputs, at little cost beside
-the float32 states of all tokens that this code makes anyway.
+parts each; the second part is the rounding error of the first. The model's own code in transformers
+rounds steps and gradients between operations, so nothing cancels. This code gets float32 inputs, at
+little cost beside the float32 states of all tokens that the code makes anyway.
 """
 
 from __future__ import annotations
@@ -57,28 +57,21 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     for module in layer.modules():
         forward = written_forward(module)
         names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
-        scan = next(
-            (
-                name
-                for name in names
-                if parameters_of(forward.__globals__.get(name)) >= SELECTIVE_SCAN
-            ),
-            None,
-        )
+        scan = None
+        for name in names:
+            if parameters_of(forward.__globals__.get(name)) >= SELECTIVE_SCAN:
+                scan = name
+                break
         if scan is not None:
             found.append((module, scan))
         elif LINEAR_CACHE in names:
             found.append((module, "torch"))
         elif OWN_SCAN in names:
             found.append((module, OWN_SCAN))
-            parent = next(
-                parent
-                for parent in layer.modules()
-                if any(child is module for child in parent.children())
-            )
-            found += [
-                (child, "forward") for child in parent.children() if isinstance(child, nn.Conv1d)
-            ]
+            parent = next(part for part in layer.modules() if module in part.children())
+            for child in parent.children():
+                if isinstance(child, nn.Conv1d):
+                    found.append((child, "forward"))
     return found
 
 
@@ -87,7 +80,8 @@ def in_torch(function: Any) -> bool:
 
     Only the function's wrapper has this information.
     """
-    function = function.forward if isinstance(function, nn.Module) else function
+    if isinstance(function, nn.Module):
+        function = function.forward
     function = getattr(function, "__func__", function)
     if not inspect.isfunction(function):
         return False
@@ -98,9 +92,9 @@ def in_torch(function: Any) -> bool:
 class Replaced:
     """Context manager in which modules have these attributes on the instance.
 
-    The attributes are forwards, or functions that forwards call. This is a class and neither a
-    generator nor an `ExitStack`: their frames would put the exception that ends a refill, and with
-    it the layer's tensors, into a reference cycle.
+    The attributes are forwards, or functions that forwards call. A generator or an `ExitStack`
+    would have frames. These would put the exception that ends a refill into a reference cycle,
+    together with the layer's tensors.
     """
 
     def __init__(self, attributes: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
@@ -183,7 +177,7 @@ def _scan(
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     """Run a causal convolution on x [B, D, C] behind the chunk's preceding tokens.
 
-    Without this function the convolution pads its input with zeros.
+    The unpatched convolution pads its input with zeros.
     """
     before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
@@ -231,10 +225,8 @@ class SelectiveScan:
         """Call the scan with its own arguments and return its own results."""
         if u.dtype.itemsize >= 4 or not in_torch(self._scan):
             return self._start_and_end(u, *args, **kwargs)
-        wide: list[Any] = [x.float() if isinstance(x, Tensor) else x for x in args]
-        named: dict[str, Any] = {
-            name: x.float() if isinstance(x, Tensor) else x for name, x in kwargs.items()
-        }
+        wide: list[Any] = [_in_float32(x) for x in args]
+        named: dict[str, Any] = {name: _in_float32(x) for name, x in kwargs.items()}
         with torch.autocast(u.device.type, enabled=False):
             return self._start_and_end(u.float(), *wide, **named)
 
@@ -260,21 +252,16 @@ class SelectiveScan:
             start = start[:, self._calls]
         self._calls += 1
         parts = 1 if u.dtype.itemsize >= 4 else 2
-        length, size = u.shape[-1], A.shape[-1]
+        length = u.shape[-1]
+        size = A.shape[-1]
         reads = parts * size if return_last_state and torch.is_grad_enabled() else 0
         writes = 0 if start is None else parts * size
         step = _raw(A, parts * size, delta_bias, delta_softplus, dt)
-        u_front = (
-            u[..., :0]
-            if start is None
-            else _written(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
-        )
-        # [B, N, parts * N]
-        unit = (
-            torch.eye(size, dtype=B.dtype, device=B.device)
-            .repeat(1, parts)
-            .expand(B.shape[0], -1, -1)
-        )
+        u_front = u[..., :0]
+        if start is not None:
+            u_front = _written(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
+        unit = torch.eye(size, dtype=B.dtype, device=B.device).repeat(1, parts)
+        unit = unit.expand(B.shape[0], -1, -1)  # [B, N, parts * N]
         no_step = NO_STEP if delta_softplus else 0.0
         u = torch.cat((u_front, u, _filled(u, 0.0, reads)), -1)
         if no_step or delta_bias is None:
@@ -301,6 +288,11 @@ class SelectiveScan:
         return y[..., writes : writes + length], end
 
 
+def _in_float32(x: Any) -> Any:
+    """Return a tensor [...] in float32, other values unchanged."""
+    return x.float() if isinstance(x, Tensor) else x
+
+
 def _filled(like: Tensor, value: float, tokens: int) -> Tensor:
     """Return a tensor [..., tokens] filled with `value`, in the dtype of `like`."""
     return like.new_full((*like.shape[:-1], tokens), value)
@@ -316,14 +308,17 @@ def _raw(
     """Return [D]: dt of the writing tokens, before bias and softplus, in dt's dtype and without a
     graph.
 
-    For large A the steps are smaller, so that the first writing token's value decays by at most
+    Large values of A reduce the steps, so that the first writing token's value decays by at most
     exp(-DECAY). A stronger decay would make the inverse overflow.
     """
     wide = torch.promote_types(dt.dtype, torch.float32)
     largest = A.detach().to(wide).abs().amax(-1)  # [D]
     wanted = (DECAY / (largest * max(1, tokens - 1))).clamp(max=STEP)
-    wanted = torch.log(torch.expm1(wanted)) if softplus else wanted
-    return (wanted if bias is None else wanted - bias.detach().to(wide)).to(dt.dtype)
+    if softplus:
+        wanted = torch.log(torch.expm1(wanted))
+    if bias is not None:
+        wanted = wanted - bias.detach().to(wide)
+    return wanted.to(dt.dtype)
 
 
 def _written(
@@ -338,10 +333,15 @@ def _written(
     """Return u [B, D, parts * N] of the tokens that write `start` [B, D, N]."""
     wide = torch.promote_types(dtype, torch.float32)
     start, A = start.to(wide), A.to(wide)  # noqa: N806
-    step = raw.to(wide) if bias is None else raw.to(wide) + bias.to(wide)
-    step = (F.softplus(step) if softplus else step)[:, None]  # [D, 1]
+    step = raw.to(wide)
+    if bias is not None:
+        step = step + bias.to(wide)
+    if softplus:
+        step = F.softplus(step)
+    step = step[:, None]  # [D, 1]
     size = A.shape[-1]
-    found, rest = [], start
+    found = []
+    rest = start
     for part in range(parts):
         # [N]
         follow = torch.arange(
@@ -369,7 +369,8 @@ class EndState(torch.autograd.Function):
             value: [B, D, N].
             readers: [B, D, N] each, in the scan's dtype; inputs for the graph alone.
         """
-        ctx.dtype, ctx.parts = readers[0].dtype, len(readers)
+        ctx.dtype = readers[0].dtype
+        ctx.parts = len(readers)
         return value.view_as(value)
 
     @staticmethod
@@ -380,7 +381,8 @@ class EndState(torch.autograd.Function):
         The first reader gets the rounded gradient and the next one the rounding error, so that a
         wider gradient passes in parts.
         """
-        found, rest = [], grad
+        found = []
+        rest = grad
         for _ in range(ctx.parts):
             part = rest.to(ctx.dtype)
             found.append(part)

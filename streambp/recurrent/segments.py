@@ -1,9 +1,9 @@
 """Call a mixer once for each document of packed rows.
 
 [Note: segments] A document starts without a state, like a row. The mixer, the module that reads
-states from the cache, is therefore called with the tokens of one document at a time. Its tokens mix
-within the document only, whatever kernels the mixer uses and whatever arguments they accept. The
-rest of the layer (norms, MLPs, attention) gets all tokens of a chunk at once.
+states from the cache, is therefore called with the tokens of one document at a time. The tokens mix
+within the document only, for every kernel of the mixer and every argument of the kernels. The rest
+of the layer (norms, MLPs, attention) gets all tokens of a chunk at once.
 
     a first document that began before the chunk     starts from the chunk's start states
     every other document                             starts without states
@@ -50,9 +50,8 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     while waiting:
         module = waiting.pop(0)
-        if set(STATE_PROTOCOL) & _names(module) or any(
-            OWN_SCAN in _names(child) for child in module.children()
-        ):
+        has_scan = any(OWN_SCAN in _names(child) for child in module.children())
+        if has_scan or set(STATE_PROTOCOL) & _names(module):
             found.append(module)
         else:
             waiting += module.children()
@@ -70,7 +69,8 @@ def _names(module: nn.Module) -> set[str]:
             break
         for value in vars(klass).values():
             code = getattr(written(value), "__code__", None) if callable(value) else None
-            found |= set() if code is None else set(code.co_names)
+            if code is not None:
+                found.update(code.co_names)
     return found
 
 
@@ -87,16 +87,16 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     """
     found: set[str] = set()
     for mixer in mixers:
-        forward, names = written_forward(mixer), _names(mixer)
+        forward = written_forward(mixer)
+        names = _names(mixer)
         if not hasattr(forward, "__code__") or names & {LINEAR_CACHE, OWN_SCAN}:
             return ()
         code = forward.__code__
-        functions = [forward.__globals__.get(name) for name in code.co_names]
-        kinds = {
-            kind_of(function)
-            for function in functions
-            if callable(function) and not in_torch(function)
-        }
+        kinds: set[str | None] = set()
+        for name in code.co_names:
+            function = forward.__globals__.get(name)
+            if callable(function) and not in_torch(function):
+                kinds.add(kind_of(function))
         passes_on = bool(code.co_flags & inspect.CO_VARKEYWORDS)
         if CONV_UPDATE in names and not ("conv" in kinds and passes_on):
             return ()
@@ -119,16 +119,14 @@ def in_segments(
         segments: segments of the chunk's tokens; []: nothing is replaced.
         cache: the chunk's cache; None: the layer gets no cache.
     """
-    by_segment: list[tuple[nn.Module, str, Callable[..., Any]]] = [
-        (
-            module,
-            "forward",
-            functools.partial(
-                _by_segment, module, module.forward, scans_of(module), segments, cache
-            ),
+    if not segments:
+        return Replaced([])
+    by_segment: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+    for module in mixers:
+        forward = functools.partial(
+            _by_segment, module, module.forward, scans_of(module), segments, cache
         )
-        for module in (mixers if segments else [])
-    ]
+        by_segment.append((module, "forward", forward))
     return Replaced(by_segment)
 
 
@@ -144,7 +142,7 @@ def _by_segment(
 ) -> Any:
     """Run a mixer's forward on one chunk, segment by segment. [Note: segments]
 
-    It takes hidden states [B, C, h] and returns tensors [B, C, ...].
+    The forward takes hidden states [B, C, h] and returns tensors [B, C, ...].
 
     Args:
         module: the mixer.
@@ -163,10 +161,12 @@ def _by_segment(
             before = {key: _picked(state, segment.rows, rows) for key, state in before.items()}
             own = StateCache(cache.start + segment.start, before)
         cut = functools.partial(_cut, segment, rows, tokens)
-        handed = [
-            own if value is cache and own is not None else rebuilt(value, cut)
-            for value in (*args, *kwargs.values())
-        ]
+        handed: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            if value is cache and own is not None:
+                handed.append(own)
+            else:
+                handed.append(rebuilt(value, cut))
         this = module.__dict__["forward"]
         with starting_from(scans, own):
             current = module.__dict__["forward"]
@@ -235,14 +235,16 @@ def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
     last = [(segment, states) for segment, _, states in parts if segment.stop == tokens]
     if len(last) == 1:
         return last[0][1]
-    by_row = {
-        row: (states, index) for segment, states in last for index, row in enumerate(segment.rows)
-    }
+    by_row: dict[int, tuple[States, int]] = {}
+    for segment, states in last:
+        for index, row in enumerate(segment.rows):
+            by_row[row] = (states, index)
     found: States = {}
     for key in last[0][1]:
-        pieces = [
-            states[key][index : index + 1] for states, index in (by_row[row] for row in range(rows))
-        ]
+        pieces: list[Tensor] = []
+        for row in range(rows):
+            states, index = by_row[row]
+            pieces.append(states[key][index : index + 1])
         width = max(piece.shape[-1] for piece in pieces)
         # A convolution reads zeros in front of a document's first tokens.
         found[key] = torch.cat([F.pad(piece, (width - piece.shape[-1], 0)) for piece in pieces])

@@ -14,13 +14,13 @@ chunk. The layer's own forward computes them.
                                                    upstream gradients of the end states
                                                        = gradients of the leaves
 
-[Note: states] A chunk's end states are outputs like its hidden states. Their gradients come from
-the next chunk, which is differentiated first ([Note: prefix accumulation order]). Reads use
+[Note: states] A chunk's end states are outputs like its hidden states. The next chunk, which is
+differentiated first, computes their gradients ([Note: prefix accumulation order]). Reads use
 `before` alone and writes use `after` alone. Nothing is written in place, so a recomputation reads
 the same values as forward. End states are copies: a view would keep the chunk's full input alive
 for its last few tokens. Start states are no leaves if no end state depends on a differentiated
-tensor (adapters behind the mixer, in the first layer that trains); the trace of unread products
-detects this case.
+tensor. The trace of unread products detects this case: adapters behind the mixer, in the first
+layer that trains.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class StateCache(ChunkCache):
 
     Args:
         start: number of positions before the chunk.
-        before: states at the chunk's start; {} for the first chunk, which then starts as without a
-            cache.
+        before: states at the chunk's start; {} for the first chunk, which starts without states.
         read: see `ChunkCache`.
 
     Attributes:
         after: states at the chunk's end, complete after the layer's forward.
     """
 
-    record_past = True  # mixers read it before they choose a decode kernel for a single token
+    # mixers read this flag before they choose a decode kernel for a single token
+    record_past = True
 
     def __init__(
         self,
@@ -92,11 +92,12 @@ class StateCache(ChunkCache):
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
         """True if the chunk starts from a state of this layer and this number; None matches all."""
-        return any(
-            (layer_idx is None or key.layer == layer_idx)
-            and (state_idx is None or key.number == state_idx)
-            for key in self.before
-        )
+        for key in self.before:
+            if layer_idx not in (None, key.layer):
+                continue
+            if state_idx in (None, key.number):
+                return True
+        return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the convolution's last inputs before the chunk, [B, D, k]; None for none."""
@@ -157,9 +158,9 @@ class StateCache(ChunkCache):
     def layers(self) -> Mapping[int, SimpleNamespace]:
         """Return the chunk's start states in the form that transformers up to 5.22 reads.
 
-        By layer, then by number: states of convolutions [B, D, k], states of recurrences [B, ...].
-        The result is created for every call. Stored here, it would put the cache and the chunk's
-        graph into a reference cycle.
+        The keys are layers, then numbers: states of convolutions [B, D, k], states of recurrences
+        [B, ...]. The result is created for every call. Stored here, it would put the cache and the
+        chunk's graph into a reference cycle.
         """
         found: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
@@ -175,7 +176,9 @@ def in_own_memory(state: Tensor) -> Tensor:
 
     Some kernels return a view of the states of all blocks or tokens.
     """
-    return state if state.untyped_storage().nbytes() == state.nbytes else state.clone()
+    if state.untyped_storage().nbytes() == state.nbytes:
+        return state
+    return state.clone()
 
 
 def leaves_of(states: States) -> States:

@@ -6,7 +6,6 @@ skips.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +83,8 @@ class ShardedKept(Kept):
         4. Inputs of the half after attention, last chunk first, with outputs of its Linears.
         5. Inputs of the half before attention, last chunk first, with outputs of its Linears.
         """
-        before, after = self.products_before, self.products_after
+        before = self.products_before
+        after = self.products_after
         order = [self.half_reads(chunk.index, before) for chunk in self.plan]
         if self.keeps_kv:
             order += map(self.key_reads, self.pieces)
@@ -94,21 +94,20 @@ class ShardedKept(Kept):
         return order
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
-        """What one half of a chunk reads: its input, and what was kept of the Linears of that
-        half."""
-        names = [
-            name
-            for name in self.product_names
-            if linear_of(name) in linears and self.store.has(name, index)
-        ]
-        return [("x", index), *((name, index) for name in names)]
+        """Return the reads of one half of a chunk: its input, and the saved outputs of the half's
+        Linears."""
+        reads = [("x", index)]
+        for name in self.products.keys:
+            if linear_of(name) in linears and self.store.has(name, index):
+                reads.append((name, index))
+        return reads
 
     def key_reads(self, piece: Piece) -> list[Access]:
-        """K and V of a piece of the whole sequence."""
+        """Return the reads of K and V for a piece of the full sequence."""
         return [(f"{part}.0", piece.here.index) for part in "kv"]
 
     def attended_reads(self, index: int) -> list[Access]:
-        """What attention gave for a piece; [] unless all of it was kept. It is called once."""
+        """Return the reads of a piece's attention output; [] unless both tensors are saved."""
         wanted = [("attn_out.0", index), ("lse.0", index)]
         return wanted if all(self.store.has(*access) for access in wanted) else []
 
@@ -142,13 +141,15 @@ class ShardedCall(LayerCall):
                 f"A layer was given {length} tokens, this rank's shard has {self.shards.length}. "
                 "Pass all of the shard's tokens through every layer."
             )
-        named, shards = self.arguments.named, self.shards
+        named = self.arguments.named
+        shards = self.shards
         if named.get(DOCUMENT_ENDS) is not None:
             raise UnsupportedMaskError(
                 "cu_seq_lens cannot be split over ranks. Mark packed documents by position_ids "
                 "that restart, and leave cu_seq_lens out."
             )
-        mask, device = attention_mask_of(named), self.hidden_states.device
+        mask = attention_mask_of(named)
+        device = self.hidden_states.device
         layout = Layout(
             resolve_whole(
                 mask, shards.spans, shards.length, shards.positions, device, shards.everyones
@@ -160,7 +161,9 @@ class ShardedCall(LayerCall):
     def _keep(self) -> ShardedKept:
         kept = ShardedKept(self.site, self.plan, self.carried, self.device, self.autocast)
         self.pieces = kept.pieces = self.shards.pieces(self.rows, self.plan.size)
-        kept.gathers, kept.products_before, kept.products_after = self.shards.gathers_keys, [], []
+        kept.gathers = self.shards.gathers_keys
+        kept.products_before = []
+        kept.products_after = []
         return kept
 
     def look_into_halves(self) -> None:
@@ -244,26 +247,26 @@ def _unread_in_halves(
             with random.replayed(), computed(linears, others), left_out(linears, names):
                 return gradients_of(run(), [x, o, *call.site.layer.parameters()])
 
+        def same(results: list[Any]) -> bool:
+            """True if these results equal the results with all products."""
+            if differentiated:
+                return same_gradients(call, results, expected)
+            return all(map(torch.equal, results, expected))
+
         expected = given(frozenset())
-        same = (
-            functools.partial(same_gradients, call)
-            if differentiated
-            else lambda *both: all(map(torch.equal, *both))
-        )
-        return confirmed(names, lambda names: same(given(names), expected))
+        return confirmed(names, lambda names: same(given(names)))
 
     try:
-        first, second = trace(linears, lambda: before()[:1]), trace(linears, after)
-    except Exception as error:  # as in `trials.unread_products`
+        first = trace(linears, lambda: before()[:1])
+        second = trace(linears, after)
+    except Exception as error:  # see `trials.unread_products`
         if is_out_of_memory(error):
             raise
         return UnreadInHalves()
     unreached = second.called - second.reached
-    queries, to_before, to_after = (
-        first.called - first.reached,
-        first.called - first.read,
-        second.called - second.read,
-    )
+    queries = first.called - first.reached
+    to_before = first.called - first.read
+    to_after = second.called - second.read
     if not has_data(x):
         return UnreadInHalves(queries, unreached, to_before, unreached | to_after)
     return UnreadInHalves(

@@ -1,9 +1,9 @@
 """Context parallelism: a rank keeps its tokens' queries and gathers the K and V that they read.
 
 K and V of full sequences are gathered one group of heads at a time. The next group is in transfer
-during attention over the current group. Their gradients are summed over ranks in float32, group by
-group. A device therefore holds one group of heads of T tokens, for any number of heads. The group
-size follows from the memory of the rank with the least. [Note: equal exchanges]
+during attention over the current group. The ranks sum their gradients in float32, group by group. A
+device therefore holds one group of heads of T tokens, for any number of heads. The group size
+follows from the memory of the rank with the least. [Note: equal exchanges]
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class GatheredShards(Shards):
         length = self.length // len(self._starts)
         for number, start in enumerate(self._starts):
             for chunk in ChunkPlan(length, min(size, length)):
-                here, whole = number * length, len(found)
+                here = number * length
+                whole = len(found)
                 found.append(
                     Piece(
                         Chunk(whole, here + chunk.start, here + chunk.stop),
@@ -174,7 +175,8 @@ def bytes_of_a_head(k: Tensor, v: Tensor, whole: int) -> int:
     Counted over `whole` tokens: the group in use, the group in transfer, and gradients, one of them
     in transfer.
     """
-    item, wide = k.element_size(), torch.promote_types(k.dtype, torch.float32).itemsize
+    item = k.element_size()
+    wide = torch.promote_types(k.dtype, torch.float32).itemsize
     return k.shape[0] * whole * (k.shape[3] + v.shape[3]) * (4 * item + 3 * wide) // 2
 
 
@@ -189,7 +191,8 @@ class GatheredKeys(Keys):
     """
 
     def __init__(self, shards: GatheredShards, k: Tensor, v: Tensor, heads: int) -> None:
-        self.shards, self.own = shards, (k, v)
+        self.shards = shards
+        self.own = (k, v)
         self.readers = heads // k.shape[1]
         self.size = max(
             1, min(k.shape[1], shards.room // bytes_of_a_head(k, v, shards.whole_length))
@@ -202,12 +205,14 @@ class GatheredKeys(Keys):
         iteration.
         """
         if self.held is not None:
-            group, self.held = self.held, None if last else self.held
+            group = self.held
+            self.held = None if last else self.held
             yield group
             return
         heads = self.own[0].shape[1]
         for first in range(0, heads, self.size):
-            coming, self.coming = self.coming or self._start(first), []
+            coming = self.coming or self._start(first)
+            self.coming = []
             if first + self.size < heads:
                 self.coming = self._start(first + self.size)
             elif first == 0 and not last:

@@ -51,7 +51,7 @@ class Cut(AttentionPoint):
         """Check that the layer attended once.
 
         Raises:
-            UnsupportedModelError: it attended more or fewer times.
+            UnsupportedModelError: the layer attended more or fewer times.
         """
         if self.o is None and not self.calls:
             raise UnsupportedModelError(

@@ -1,11 +1,12 @@
 """Stream a decoder layer whose tokens are sharded over ranks.
 
-Attention needs all tokens, so a loop over chunks cannot contain it: ranks with different numbers of
-chunks would wait for each other. Instead, the layer's own forward is cut at its attention call
-(`sharded/halves.py`). Between the halves, every rank receives the tensors that its queries read,
-and attends them piece by piece, one group of heads at a time. Ulysses exchanges a rank's tokens of
-all heads for all tokens of the rank's heads, one single group (`sharded/shards.py`). Under context
-parallelism queries stay on their rank, and K and V of a group are gathered (`sharded/gathered.py`):
+Attention needs all tokens, so no loop over chunks can contain attention: ranks with different
+numbers of chunks would wait for each other. Instead, the layer's own forward is cut at its
+attention call (`sharded/halves.py`). Between the halves, every rank receives the tensors that its
+queries read. The rank attends piece by piece, to each group of heads in turn. Ulysses exchanges a
+rank's tokens of all heads for all tokens of the rank's heads, one single group
+(`sharded/shards.py`). Under context parallelism queries stay on their rank, and K and V of a group
+are gathered (`sharded/gathered.py`):
 
     forward, no graph                             Ulysses                 context parallelism
         chunks of the shard: up to attention          q, k, v to heads        k, v gathered
@@ -28,8 +29,8 @@ done twice: the first norm, and the operations on q and k. hidden_states reach t
 through both halves, so dx has two parts. A parameter's gradient may have two parts as well.
 
 [Note: equal exchanges] A rank's exchanges follow from the model and from settings that
-`gather_shards` compared between all ranks. They never depend on the free memory of this rank's host
-or on its number of chunks.
+`gather_shards` compared between all ranks. The exchanges never depend on the free memory of this
+rank's host or on its number of chunks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from streambp.layer.function import Strategy, outputs_of, run_forward
 from streambp.layer.gradients import BackwardPass
 from streambp.layer.graphs import refuse_other_leaves
 from streambp.layer.outputs import Whole, put
-from streambp.layer.products import See, left_out, summed, tapped
+from streambp.layer.products import Labels, See, left_out, summed, tapped
 from streambp.layer.recompute import NOTHING, RandomState
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
@@ -109,7 +110,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             call.backward.witness = call.site.witness(call.hidden_states, call.autocast)
         before = RandomState.capture(call.device)
         parts = _project(call, keep)
-        q, keys = call.shards.queries(parts.pop(0)), call.shards.start_keys(parts, call.heads[0])
+        q = call.shards.queries(parts.pop(0))
+        keys = call.shards.start_keys(parts, call.heads[0])
         if not before.is_current():
             raise UnsupportedModelError(
                 f"{type(call.site.layer).__name__} draws random numbers before its attention "
@@ -123,13 +125,13 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             _keep_attention(call, keys, o, lse)
         del q, keys, lse
         o = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
-        names = [
-            n
-            for n in call.kept.products
-            if n not in call.kept.products_before and n not in call.unread.for_output
-        ]
+        names: list[str] = []
+        for name in call.kept.products.names:
+            if name not in call.kept.products_before and name not in call.unread.for_output:
+                names.append(name)
         call.kept.products_after = names
-        linears, seen = call.site.linears, NOTHING
+        linears = call.site.linears
+        seen = NOTHING
         # records the inputs of Linears that this half skips in backward
         if call.backward.witness is not None:
             call.backward.witness.left_out = call.unread.to_differentiate_after.difference(
@@ -142,7 +144,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 if keep:
                     call.kept.random.append(RandomState.capture(call.device))
                 see = call.seeing(chunk, again=False, half="after")
-                with call.kept.capturing(names, see) if keep else NOTHING:
+                with call.kept.products.capture_outputs(names, see) if keep else NOTHING:
                     output = call.run(hidden_chunk, chunk, Cut(o[_part(chunk)]))
                 assert output is not None
                 if call.backward.witness is not None:
@@ -162,19 +164,21 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
         see = call.seeing(chunk, again=False, half="before")
-        with call.kept.capturing(see=see) if keep else NOTHING:
+        with call.kept.products.capture_outputs(see=see) if keep else NOTHING:
             found = _collect(call, hidden_chunk, chunk, projected, 3)
         _see_projected(see, found)
         if keep:
             call.kept.keep_products(chunk)
-    call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.product_names)))
+    call.kept.products_before = list(dict.fromkeys(map(linear_of, call.kept.products.keys)))
     return projected
 
 
 def _see_projected(see: See | None, found: AttentionCall) -> None:
     """Pass q, k and v to the witness."""
-    for name, x in (("q", found.q), ("k", found.k), ("v", found.v)) if see is not None else ():
-        see(name, x)  # type: ignore[misc]
+    if see is not None:
+        see("q", found.q)
+        see("k", found.k)
+        see("v", found.v)
 
 
 def _collect(
@@ -194,7 +198,8 @@ def _collect(
             call.carried.prefix.attention, found.q, found.v, 0.0, found.softcap, sinks
         )
         call.params = Params(backend, found.scale, found.softcap, 0.0, 0)
-        call.heads, call.value_size = (found.q.shape[1], found.k.shape[1]), found.v.shape[3]
+        call.heads = (found.q.shape[1], found.k.shape[1])
+        call.value_size = found.v.shape[3]
     call.sinks = None if found.sink is None else call.shards.sinks(found.sink.detach())
     parts = (found.q, found.k, found.v)[:count]
     if not projected:
@@ -221,7 +226,8 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     missing = []
     for piece in call.pieces:
-        here, index = piece.here, piece.here.index
+        here = piece.here
+        index = piece.here.index
         saved = [call.kept.store.take(*access) for access in call.kept.attended_reads(index)]
         call.kept.store.read_ahead()
         if saved:
@@ -232,7 +238,8 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
     if not missing and call.kept.gathers and keeps(call.site.config, "attn_out"):
         # saved on every rank, so no keys are gathered for another attention
         return o.transpose(1, 2), lse
-    prefix, call.backward_bytes = call.carried.prefix, 0
+    prefix = call.carried.prefix
+    call.backward_bytes = 0
     for group in keys.groups(last):
         sinks = None if call.sinks is None else call.sinks[group.heads]
         site = KVBuffer.of(group.k, group.v, call.params.backend.width)
@@ -278,7 +285,8 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
     q, keys = _exchanged_again(call)
     o, lse = _attend(call, q, keys, last=False)
     at_tokens = call.shards.tokens(o, call.heads[0])  # [B, H, T / P, D_v]
-    at_tokens = at_tokens.clone() if at_tokens is o else at_tokens
+    if at_tokens is o:
+        at_tokens = at_tokens.clone()
     _differentiate_after(call, work, at_tokens)
     d_o = call.shards.queries(at_tokens)
     del at_tokens
@@ -292,16 +300,17 @@ def _backward(call: ShardedCall, work: BackwardPass) -> None:
 def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
     """Return q and keys for attention in backward: exchanged as in forward, or the saved ones."""
     kept = call.kept
-    count = 1 if kept.keeps_kv else 3
-    unread = (
-        call.unread.for_queries.difference(kept.products_before) if kept.keeps_kv else frozenset()
-    )
+    count = 3
+    unread: Labels = frozenset()
+    if kept.keeps_kv:
+        count = 1
+        unread = call.unread.for_queries.difference(kept.products_before)
     projected: list[Tensor] = []
     with torch.no_grad(), left_out(call.site.linears, unread):
         for chunk in call.plan:
             reads = kept.half_reads(chunk.index, kept.products_before)
             kept.bring(chunk, reads, again=dict(reads))
-            with kept.knowing(kept.products_before):
+            with kept.products.use_outputs(kept.brought, kept.products_before):
                 _collect(call, kept.brought["x"], chunk, projected, count)
     q = call.shards.queries(projected.pop(0))
     keys = call.shards.start_keys(projected, call.heads[0]) if projected else call.keys
@@ -319,7 +328,8 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
     """Differentiate the half after attention; its gradient overwrites o [B, H, T / P, D_v]."""
-    kept, linears = call.kept, call.site.linears
+    kept = call.kept
+    linears = call.site.linears
     unread = call.unread.to_differentiate_after.difference(kept.products_after)
     with summed(linears, work.sums, unread, call.backward.witness):
         for chunk in call.plan.backward:
@@ -331,7 +341,9 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                kept.knowing(kept.products_after, sums=work.sums, see=see),
+                kept.products.use_outputs(
+                    kept.brought, kept.products_after, sums=work.sums, see=see
+                ),
             ):
                 output = call.run(hidden_chunk, chunk, Cut(o_chunk), leaves)
             assert output is not None
@@ -384,9 +396,11 @@ def _differentiate_attention(
         for piece in reversed(call.pieces):
             part = slice(None), group.heads, slice(piece.here.start, piece.here.stop)
             leaf = q[part].detach().requires_grad_()
-            sinks = (
-                None if call.sinks is None else call.sinks[group.heads].detach().requires_grad_()
-            )
+            leaves = [leaf]
+            sinks = None
+            if call.sinks is not None:
+                sinks = call.sinks[group.heads].detach().requires_grad_()
+                leaves.append(sinks)
             saved = Attended(attended.o[part].transpose(1, 2), attended.lse[part])
             with torch.enable_grad():
                 out = PrefixAttention.apply(
@@ -400,11 +414,11 @@ def _differentiate_attention(
                     call.params,
                     saved,
                 )
-            leaves = [leaf] if sinks is None else [leaf, sinks]
             q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
             if d_sinks is not None:
                 d_sinks[group.heads] += d_sink[0]
-        sums, dtype = list(site.grow_accumulators()), group.k.dtype
+        sums = list(site.grow_accumulators())
+        dtype = group.k.dtype
         del out, site, group
         for parts, mine in zip(
             found, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True
@@ -416,44 +430,41 @@ def _differentiate_attention(
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
     """Differentiate the half before attention, from gradients [B, H, T / P, D] of q, k and v."""
-    kept, linears = call.kept, call.site.linears
+    kept = call.kept
+    linears = call.site.linears
     unread = call.unread.to_differentiate_before.difference(kept.products_before)
     with summed(linears, work.sums, unread):
         for chunk in call.plan.backward:
             kept.bring(chunk, kept.half_reads(chunk.index, kept.products_before))
             hidden_chunk = kept.brought["x"].detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.wanted)
-            point, see = Cut(), call.seeing(chunk, again=True, half="before")
+            point = Cut()
+            see = call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),
                 call.kept.random[chunk.index].replayed(),
-                kept.knowing(kept.products_before, sums=work.sums, see=see),
+                kept.products.use_outputs(
+                    kept.brought, kept.products_before, sums=work.sums, see=see
+                ),
             ):
                 call.run(hidden_chunk, chunk, point, leaves)
             found = point.projected
             assert found is not None
             _see_projected(see, found)
-            pairs = [
-                (x, gradient[_part(chunk)])
-                for x, gradient in zip((found.q, found.k, found.v), gradients, strict=True)
-                if x.requires_grad
-            ]
-            if (
-                found.sink is not None
-                and found.sink.requires_grad
-                and chunk.stop == call.plan.length
-            ):
+            outputs: list[Tensor] = []
+            upstream: list[Tensor] = []
+            for x, gradient in zip((found.q, found.k, found.v), gradients, strict=True):
+                if x.requires_grad:
+                    outputs.append(x)
+                    upstream.append(gradient[_part(chunk)])
+            is_last = chunk.stop == call.plan.length
+            if is_last and found.sink is not None and found.sink.requires_grad:
                 assert call.sinks is not None
                 d_sinks = torch.zeros_like(found.sink)
                 call.shards.sinks(d_sinks).copy_(call.sinks)
                 with torch.enable_grad():  # the sink is a parameter or a view of one
-                    pairs.append((found.sink.view_as(found.sink), d_sinks))
+                    outputs.append(found.sink.view_as(found.sink))
+                upstream.append(d_sinks)
             targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-            _add(
-                call,
-                work,
-                chunk,
-                targets,
-                [x for x, _ in pairs],
-                [gradient for _, gradient in pairs],
-            )
+            _add(call, work, chunk, targets, outputs, upstream)
+            del outputs, upstream

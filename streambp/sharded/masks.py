@@ -38,9 +38,9 @@ def resolve_whole(
     """Return the spans that queries of full sequences may read, from a mask of `length` tokens.
 
     The mask describes one shard. Some facts appear in one shard only: the end of a window, or
-    document boundaries. Ranks therefore exchange their findings and reach the same result. A head
-    and a tail of one sequence in one shard look like two documents. Documents are therefore read
-    from `whole`, never from a shard's mask.
+    document boundaries. Ranks therefore exchange their findings and reach the same result. In a
+    shard, the head and the tail of one sequence seem to be two documents. Documents are therefore
+    read from `whole`, never from a shard's mask.
 
     Args:
         mask: the model's mask for this rank's shard.
@@ -79,11 +79,10 @@ def resolve_whole(
         any(other[2] == Shown.IGNORED for other in said)
         and mask.description.get("attention_mask") is None
     )
-    mask.whole = (
-        Spans.causal(rows, whole.length, window)
-        if ignored
-        else dataclasses.replace(whole, window=window)
-    )
+    if ignored:
+        mask.whole = Spans.causal(rows, whole.length, window)
+    else:
+        mask.whole = dataclasses.replace(whole, window=window)
     return mask.whole
 
 
@@ -108,7 +107,8 @@ def _shown(
     if isinstance(mask, Tensor) or mask.description.get("use_vmap", False):
         return None, False, Shown.REFUSED
     known = mask.description
-    padding, window = known.get("attention_mask"), known.get("local_size")
+    padding = known.get("attention_mask")
+    window = known.get("local_size")
     plain = known["mask_function"] is causal_mask_function
     packed = None
     if padding is None and position_ids is not None:

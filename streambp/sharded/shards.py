@@ -36,8 +36,8 @@ class Piece(NamedTuple):
     """A chunk of queries for one attention call.
 
     Attributes:
-        here: its positions among the queries that this rank attends.
-        whole: its positions in the full sequence.
+        here: the chunk's positions among the queries of this rank.
+        whole: the chunk's positions in the full sequence.
     """
 
     here: Chunk
@@ -71,7 +71,7 @@ class Keys:
         """Generate all groups.
 
         Args:
-            last: True in the last iteration: a group is freed as soon as the caller drops it.
+            last: True in the last iteration; each group is freed once the caller drops it.
         """
         yield self.both.pop() if last else self.both[0]
 
@@ -122,7 +122,8 @@ class Shards:
         """
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
-            x, heads = x.repeat_interleave(self.size // heads, dim=1), self.size
+            x = x.repeat_interleave(self.size // heads, dim=1)
+            heads = self.size
         if heads % self.size:
             raise heads_error(heads, self.size)
         # [P, B, H / P, T / P, D]
@@ -253,7 +254,8 @@ def gather_shards(
             f"[{batch_size}, {length}], or None."
         )
     assert position_ids is not None
-    size, given = len(everyones), min(other[4] for other in everyones)
+    size = len(everyones)
+    given = min(other[4] for other in everyones)
     spans = Spans.causal(batch_size, length * size)
     shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), given)
     # [1 or B, T]

@@ -7,16 +7,20 @@ covers: layer/adapters.py, layer/adapted.py, layer/products.py, layer/site.py, m
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import statistics
+import weakref
 
 import pytest
 import torch
 
 import streambp
 from streambp.admission import trials
+from streambp.distributed.engines import Hold
 from streambp.layer import adapted as operation
 from streambp.layer import adapters, call, saved
+from streambp.layer.adapters import Adaptation
 from tests.families import build, make_batch
 from tests.oracle import BAR as PRECISE
 from tests.oracle import gradients, worst_error
@@ -295,6 +299,117 @@ def test_a_wrong_trace_is_found(monkeypatch):
         assert {name for found in site.tests.unread.values() for name in found.recompute} <= {
             "mlp.down_proj"
         }
+
+
+def stacks_of_a_step(monkeypatch, held=False, share=1e-9, ends=None, **settings):
+    """Weak references to all factors that a step has made, its gradients, and its loss."""
+    made, real = [], adapters.factor_of
+
+    def factor_of(*args):
+        factor = real(*args)
+        made.append(weakref.ref(factor.stack))
+        return factor
+
+    ours = streamed(with_adapters(build("qwen3"), torch.float32), saves=("attn_out",), **settings)
+    gradients(ours, **make_batch("left-padded"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters, "factor_of", factor_of)
+        patch.setattr(call, "FACTORS", share)
+        if held:
+            patch.setattr(call, "held", lambda layer: Hold(True, True))
+        if ends == "no backward":
+            loss = ours(**make_batch("left-padded"), use_cache=False).loss.detach()
+            return made, {}, loss
+        if ends == "no grad":
+            with torch.no_grad():
+                return made, {}, ours(**make_batch("left-padded"), use_cache=False).loss
+        loss = ours(**make_batch("left-padded"), use_cache=False).loss
+        loss.backward(retain_graph=ends == "graph retained")
+    return made, {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}, loss
+
+
+FACTORS_OF_A_STEP = 2 * 14  # A and B of each of two layers' seven Linears
+
+
+def check_once(monkeypatch):
+    made, found, loss = stacks_of_a_step(monkeypatch)
+    assert len(made) == FACTORS_OF_A_STEP
+    again, expected, other = stacks_of_a_step(monkeypatch, share=1e9)
+    assert len(again) == 2 * FACTORS_OF_A_STEP
+    assert torch.equal(loss, other)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_factors_are_made_once_a_step(monkeypatch):
+    """For all chunks, forward and backward: to the bit as if each pass had made its own."""
+    check_once(monkeypatch)
+
+
+def check_engine(monkeypatch):
+    made, *_ = stacks_of_a_step(monkeypatch, held=True)
+    assert len(made) == 2 * FACTORS_OF_A_STEP
+
+
+def test_where_an_engine_gathers_parameters_each_pass_makes_its_own(monkeypatch):
+    """Versions of what it gathers tell nothing, and its copies of parameters are not to stay."""
+    check_engine(monkeypatch)
+
+
+def check_freed(monkeypatch, ends=None, **settings):
+    gc.collect()
+    gc.disable()  # which would free what is in a reference cycle
+    try:
+        made, _, loss = stacks_of_a_step(monkeypatch, ends=ends, **settings)
+        assert made
+        assert loss is not None
+        assert not any(reference() is not None for reference in made)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ends", [None, "graph retained", "no backward", "no grad"])
+def test_no_factor_stays_alive_after_a_step(ends, monkeypatch):
+    """Though the program holds its loss."""
+    check_freed(monkeypatch, ends)
+
+
+def test_no_factor_of_a_kept_graph_stays_alive(monkeypatch):
+    check_freed(monkeypatch, chunk_size=64)
+
+
+def factors_in_a_cycle(monkeypatch):
+    """Of a Linear's replacement and itself."""
+    real = Adaptation._made
+
+    def made(self, *args):
+        self.me = self, self.factors
+        return real(self, *args)
+
+    monkeypatch.setattr(Adaptation, "_made", made)
+
+
+def factors_of_each_pass(monkeypatch):
+    real = call.LayerCall.streaming
+    monkeypatch.setattr(call.LayerCall, "streaming", lambda self, keeps_factors=False: real(self))
+
+
+def engines_are_overlooked(monkeypatch):
+    monkeypatch.setattr(call.LayerCall, "_can_keep_factors", lambda self: True)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "named"),
+    [
+        (factors_in_a_cycle, check_freed),
+        (factors_of_each_pass, check_once),
+        (engines_are_overlooked, check_engine),
+        (engines_are_overlooked, check_once),  # and so is the layer's input
+    ],
+)
+def test_mutants_of_once_a_step(mutant, named, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        named(monkeypatch)
 
 
 def in_pefts_way(monkeypatch):

@@ -402,8 +402,10 @@ def last_row_alone(patch):
 
 
 def no_inputs_of_saved_products(patch):
-    real = saved.Kept.knowing
-    patch.setattr(saved.Kept, "knowing", lambda *args, see=None, **kwargs: real(*args, **kwargs))
+    real = saved.SavedProducts.use_outputs
+    patch.setattr(
+        saved.SavedProducts, "use_outputs", lambda *args, see=None, **kwargs: real(*args, **kwargs)
+    )
 
 
 def nothing_of_attention(patch):

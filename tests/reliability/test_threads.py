@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streambp
 from streambp.fingerprint.hooks import hooks_of, watching
-from streambp.fingerprint.looks import Body
+from streambp.fingerprint.looks import ModuleSnapshot
 from streambp.layer.owner import StepOwner, Use
 from streambp.layer.recompute import computed_as_written
 from tests import device_thread
@@ -196,7 +196,7 @@ def test_threads_that_watch_one_hook_leave_it_as_it_was():
     to end."""
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
     layer[0].register_forward_hook(hook := lambda module, given, output: 2 * output)
-    body = Body(layer, set())
+    body = ModuleSnapshot(layer, set())
     hooks = hooks_of(body.hooks, body.named, set(), None)
     first, second = watching(hooks), watching(hooks)
     first.__enter__()

@@ -1,0 +1,74 @@
+"""Code inside a layer that writes in place to a part of what a Linear gives.
+
+covers: layer/products.py, layer/adapted.py, tensors.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import streambp
+from streambp.layer import adapted, products
+from tests import zoo
+from tests.families import build, make_batch
+from tests.oracle import gradients, worst_error
+
+CONFIG = streambp.StreamConfig(chunk_size=7, rows="as_given")
+
+
+def writes(module, args, out):
+    out[..., :4].tanh_()  # backward reads what it writes, so that the product is computed
+
+
+class Writing(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        out = self.inner(x)
+        writes(self, (x,), out)
+        return out
+
+
+def with_bias():
+    model = zoo.build("gptj")
+    for layer in model.transformer.h:
+        layer.mlp = Writing(layer.mlp)
+    return model
+
+
+def with_adapters():
+    model = build("llama", torch.float64)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(writes)
+        layer.mlp.register_forward_hook(writes)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, lora).double()
+
+
+@pytest.mark.parametrize("make", [with_bias, with_adapters])
+def test_the_layer_streams(make, float64_oracle):
+    stock = make()
+    ours = make()
+    ours.load_state_dict(stock.state_dict())
+    streambp.patch(ours, CONFIG)
+    _, expected = gradients(stock, **make_batch("plain"))
+    _, found = gradients(ours, **make_batch("plain"))
+    assert found.keys() == expected.keys()
+    assert worst_error(found, expected) <= 1e-10
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+def test_mutant_views_from_functions(monkeypatch):
+    """torch refuses to write to a view that a Function has made."""
+    monkeypatch.setattr(products, "unviewed", lambda result: result)
+    monkeypatch.setattr(adapted, "unviewed", lambda result: result)
+    model = streambp.patch(with_bias(), CONFIG)
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        gradients(model, **make_batch("plain"))
+    model = streambp.patch(with_adapters(), CONFIG)
+    gradients(model, **make_batch("plain"))
+    assert {layer.path for layer in streambp.describe(model).layers} == {"checkpoints"}
