@@ -32,8 +32,16 @@ SIZES = {
 
 
 def steps_of(text):
-    """Pairs of a file and a function or class that a line names right behind it."""
-    return re.findall(r"`([\w/]+\.py)`\s+`(\w+(?:\.\w+)?)`", text)
+    """Pairs of a file and a function or class: a name stands behind its file, and a method that has
+    no file in front of it is one of the file named last."""
+    found, file = [], ""
+    spans = re.finditer(r"`([\w/]+\.py)`(?:\s+`(\w+(?:\.\w+)?)`)?|`([A-Z]\w+\.\w+)`", text)
+    for span in spans:
+        file = span[1] or file
+        name = span[2] or span[3]
+        if name:
+            found.append((file, name))
+    return found
 
 
 def definitions(source):
