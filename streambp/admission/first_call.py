@@ -11,8 +11,8 @@ from streambp.admission.rehearsal import CHUNK, causal_prefix, may_have_graphs, 
 from streambp.admission.snapshot import Restored
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
+from streambp.device import RandomState
 from streambp.layer.call import LayerCall
-from streambp.layer.recompute import RandomState
 
 SETS = "its forward initialises itself at its first call ({})"
 LOUDER = 64  # times larger than other tokens: what keeps a running value shows in half precision
@@ -41,7 +41,8 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     again = _once(call, x)
     if bool(first.isfinite().all()) and not _repeats(first, again):
         raise OtherModelError(
-            f"{type(call.site.layer).__name__} gives something else at each call (it counts, or keeps a "
+            f"{type(call.site.layer).__name__} gives something else at each call (it counts, or "
+            "keeps a "
             f"running scale): {', '.join(names)} changed while a few random tokens were computed, "
             "and then the same tokens gave something else. Chunks of a sequence would be such "
             "calls. Keep the value in a buffer (register_buffer): then the layer runs whole, and "

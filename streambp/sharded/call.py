@@ -19,7 +19,7 @@ from streambp.attention.carriers import Layout, attention_mask_of
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk
 from streambp.config import StreamConfig
-from streambp.device import has_data, is_out_of_memory
+from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS
 from streambp.layer.arguments import Arguments
@@ -27,7 +27,6 @@ from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.carried import Carried
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
-from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite, remember
@@ -174,8 +173,9 @@ class ShardedCall(LayerCall):
         """
         if self.site.tests.overwritten.inputs:
             raise UnsupportedModelError(
-                f"{type(self.site.layer).__name__} overwrites its hidden_states through a kernel that "
-                "autograd does not see (a fused residual add?), which streambp does not support "
+                f"{type(self.site.layer).__name__} overwrites its hidden_states through a kernel "
+                "that autograd does not see (a fused residual add?), which streambp does not "
+                "support "
                 "where sequences are split over ranks. Use a kernel that returns a tensor of its "
                 "own, or train this model without splitting sequences."
             )
