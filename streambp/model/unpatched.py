@@ -62,7 +62,9 @@ SHARE = 0.25  # fraction of the memory that a step without saves leaves free
 SCORES, MASK = 16, 4  # bytes for each query and key: scores of one head with softmax; a mask
 LOGITS = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
 # Used with map over all layers, because each step of a generator is a call.
-INDEX, HEADS, SEEN_WRITING = map(operator.attrgetter, ("index", "sdpa.heads", "seen_writing"))
+INDEX, HEADS, SEEN_WRITING = map(
+    operator.attrgetter, ("index", "last_call.sdpa.heads", "seen_writing")
+)
 T = TypeVar("T")
 
 
