@@ -1,4 +1,6 @@
-"""Query devices: the memory that this process may use, and the errors that come from a device."""
+"""Query devices: the memory that this process may use, the errors that come from a device, and the
+states of random generators.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import contextlib
 import functools
 import re
 import traceback
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -232,3 +234,47 @@ def has_data(x: Tensor) -> bool:
     none.
     """
     return not x.is_meta and not isinstance(x, FakeTensor)
+
+
+WITHOUT_GENERATORS = ("cpu", "meta")  # devices whose random state is the CPU's
+
+
+class RandomState(NamedTuple):
+    """The generator states of the CPU and one device at the start of a chunk."""
+
+    cpu: torch.Tensor
+    device: torch.device
+    accelerator: torch.Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        """Return the current states; `accelerator` is None for the CPU and meta."""
+        if device.type in WITHOUT_GENERATORS:
+            return cls(torch.default_generator.get_state(), device, None)
+        return cls(
+            torch.default_generator.get_state(),
+            device,
+            torch.get_device_module(device).get_rng_state(device),
+        )
+
+    def is_current(self) -> bool:
+        """True if no random number was drawn since."""
+        now = RandomState.capture(self.device)
+        same = torch.equal(self.cpu, now.cpu)
+        return same and (self.accelerator is None or torch.equal(self.accelerator, now.accelerator))  # type: ignore[arg-type]
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.default_generator.set_state(self.cpu)
+        if self.accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Context manager that restores these states, and the current states afterwards."""
+        outer = RandomState.capture(self.device)
+        self.restore()
+        try:
+            yield
+        finally:
+            outer.restore()

@@ -12,14 +12,29 @@ that searches layers by class finds them.
 
 `torch.save` writes the unpatched module, because the reader may not have streambp. `pickle`, by
 which processes send models to each other, and `copy` preserve the patch.
+
+[Note: owner of a step] A streamed forward, and the backward of a layer, replace the layer's weights,
+the model's settings and its output projection for a while. A second thread that calls the model
+would compute with the replacements, and its gradients would be added to those of the first thread.
+The model therefore has an owner from the beginning of a forward, or of a layer's backward, to its
+end. A call by another thread raises. The owner is
+
+    a thread      calls within calls, trials, recomputations of checkpoints
+    a backward    autograd's threads, one for each device, work at one backward together
+    a forward     a backward inside the forward runs in a thread of autograd
+
+Threads that take turns never meet. Each forward may run in another thread, like its backward.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import operator
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -27,7 +42,76 @@ from typing import Any
 import torch
 from torch import nn
 
+from streambp.errors import StreamBPError
 from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE_ORIGINAL, FSDP_UNIT
+
+
+@dataclasses.dataclass(eq=False)
+class Use:
+    """One forward, or one layer's backward, as a context manager. Nested contexts of one owner
+    share an object.
+    """
+
+    owner: StepOwner
+    thread: int
+    task: int
+    depth: int = 1
+
+    def __enter__(self) -> Use:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.owner.lock:
+            self.depth -= 1
+
+
+@dataclasses.dataclass(eq=False)
+class StepOwner:
+    """The owner of one patched model. [Note: owner of a step]
+
+    Attributes:
+        lock: re-entrant, because a signal handler may enter it too.
+        current: the running use; None: no use. An exception between two instructions may leave it
+            behind; the weak reference ends with the frames.
+    """
+
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
+    current: weakref.ref[Use] | None = None
+
+    def __reduce__(self) -> Any:
+        """Return an object without an owner for a copied or pickled model."""
+        return StepOwner, ()
+
+    def enter(self, began: weakref.ref[Use] | None = None) -> Use:
+        """Return a context manager in which the caller owns the model.
+
+        Args:
+            began: the use that ran the forward of this backward.
+
+        Raises:
+            StreamBPError: another thread is computing with the model.
+        """
+        thread = threading.get_ident()
+        task = torch._C._current_graph_task_id()
+        with self.lock:
+            use = None if self.current is None else self.current()
+            if use is None or not use.depth:
+                use = Use(self, thread, task)
+                self.current = weakref.ref(use)
+                return use
+            if (
+                use.thread == thread
+                or (task != -1 and use.task == task)
+                or (began is not None and began() is use)
+            ):
+                use.depth += 1
+                return use
+        raise StreamBPError(
+            "Another thread is computing with this model; two at a time would put wrong numbers "
+            "into each other's gradients. Let threads take turns (a lock around each forward and "
+            "each backward), or give each a copy of its own (copy.deepcopy(model))."
+        )
+
 
 WRAPPERS = "_streambp_forwards"  # module attribute: its wrappers, outermost last
 PATCH = "_streambp"  # attribute of the module given to `patch`, removed by `unpatch`

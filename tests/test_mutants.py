@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from streambp import accumulate, device
 from streambp.admission import entry, trials
 from streambp.admission.probe import Verdict
 from streambp.attention import attend, kernels, masks, merge, prefix, spans
@@ -30,7 +31,7 @@ from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.errors import BackwardError
 from streambp.head import blocks, log_probs, one_pass, recipe
-from streambp.layer import arguments, call, function, products, recompute, shadows
+from streambp.layer import arguments, call, products, recompute, shadows
 from streambp.layer import gradients as layer_gradients
 from streambp.layer import saved as kept
 from streambp.lazy import deferred
@@ -316,12 +317,12 @@ def leave_out_everything(call, linears, *_):
 MUTANTS = {
     "drop the last chunk": (ChunkPlan, "backward", property(lambda self: self.chunks[-2::-1]), oracle),
     "differentiate first to last": (ChunkPlan, "backward", property(lambda self: self.chunks), oracle),
-    "skip a parameter accumulation": (shadows.GradientSum, "add", skips_second(shadows.GradientSum.add), oracle),
+    "skip a parameter accumulation": (accumulate.GradientSum, "add", skips_second(accumulate.GradientSum.add), oracle),
     "drop dK and dV of earlier chunks": (prefix.KVBuffer, "grow_accumulators", only_this_chunk, oracle),
     "a cache that returns no gradient for earlier chunks": (
         prefix.KVBuffer, "grow_accumulators", only_this_chunk, lambda: family("bloom"),
     ),
-    "lose the random state": (recompute.RandomState, "replayed", nothing, dropout),
+    "lose the random state": (device.RandomState, "replayed", nothing, dropout),
     "lose autocast": (recompute.Autocast, "restored", lose_autocast, autocast),
     "top-left instead of bottom-right": (kernels, "_tile", top_left, bottom_right_block),
     "keys before the chunk left out": (spans.Tiling, "keys", lambda *_: [], oracle),
@@ -343,7 +344,7 @@ MUTANTS = {
         shadows.Parameters, "shadowed", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
     ),
     "always overwrite the gradient": (
-        function, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
+        layer_gradients, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
     ),
     "leave out every product": (
         trials, "_find_unread",
@@ -356,7 +357,7 @@ MUTANTS = {
         ),
         oracle,
     ),
-    "a product in place of its sum": (shadows, "add_product", lambda total, left, right: left @ right, oracle),
+    "a product in place of its sum": (accumulate, "add_product", lambda total, left, right: left @ right, oracle),
     "weight gradients added up and returned": (
         products.LinearWithKnownOutput, "backward",
         staticmethod(

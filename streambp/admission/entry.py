@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from types import BuiltinFunctionType
@@ -17,6 +18,7 @@ from streambp.admission.insides import hooks_of_others, may_edit_gradients
 from streambp.admission.kept_values import (
     leaving_nothing,
     refusing_chunks,
+    roots_of,
     tell,
     why_kept,
     without_traces,
@@ -32,20 +34,18 @@ from streambp.distributed.context_parallel import replaced_attention
 from streambp.distributed.engines import Reduced, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import watching
-from streambp.fingerprint.looks import versions_of
+from streambp.fingerprint.looks import LayerSnapshot, versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import DOCUMENT_ENDS, OWN_SCAN
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import LayerCall
+from streambp.layer.call import LayerCall, deliver
 from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_forward
-from streambp.layer.gradients import counts_when_alone
-from streambp.layer.graphs import can_keep_graph
+from streambp.layer.gradients import NOBODY, can_keep_graph, counts_when_alone
 from streambp.layer.oom import explained
-from streambp.layer.outputs import deliver
+from streambp.layer.products import hooked_everywhere
 from streambp.layer.recompute import NOTHING
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
-from streambp.layer.unchanged import NOBODY
 from streambp.nested import replaced
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
@@ -55,6 +55,7 @@ backward_in_chunks = functools.partial(run_backward, without_traces(unread_produ
 
 
 IN_CHUNKS = Strategy(LayerCall, refusing_chunks(run_forward), backward_in_chunks, run_whole)
+WITHOUT_THIRD_PARTY = dataclasses.replace(IN_CHUNKS, forward=run_forward)
 
 
 def stream_layer(
@@ -96,6 +97,8 @@ def stream_layer(
     site.last_call.report = CallReport(
         None, longest, call.packing.told, call.packing.rows, call.carried.layout.told, call.plan
     )
+    if strategy is IN_CHUNKS and not _runs_third_party(site, call.look):
+        strategy = WITHOUT_THIRD_PARTY
     with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
         return _streamed(call, strategy)
 
@@ -120,18 +123,23 @@ def admit(
     carries = site.kind.states.carries
     if rows is not None and carries:
         _refuse_inseparable_documents(site, rows)
-    told = rows if carries else None
-    forward = type(site.layer).forward
+    trained = look.trained
     arguments = Arguments(
-        forward, site.layer, args, kwargs, site.kind.position_cache, told, look.kind
+        type(site.layer).forward,
+        site.layer,
+        args,
+        kwargs,
+        site.kind.position_cache,
+        rows if carries else None,
+        (look.body.kind, look.hooks.kind, trained),
     )
     # A trial with torch's own attention does not cover another attention.
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
         attends = replaced_attention()
         if attends is not None:
             arguments.kind |= {("torch's attention", attends)}
-    # [Note: kept values]
-    arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)
+    if _runs_third_party(site, look):  # [Note: kept values]
+        arguments.kind = tell(site, look, arguments.kind, arguments.hidden_states)
     arguments.forks = forks if carries else ()
     if rows is not None:
         _tell_of_documents(site, rows, arguments)
@@ -152,11 +160,11 @@ def admit(
         return CallReport(because, rows=rows)
     call: LayerCall = strategy.make(site, arguments)
     call.look = look
-    trained = look.trained
-    list_them = functools.partial(Parameters, device=call.device, slots=site.of(slots_of))
-    call.backward.parameters = site.of(list_them, ("parameters", call.device, trained)).renewed(
-        look, trained
+    parameters = site.of(
+        lambda layer: Parameters(layer, call.device, site.of(slots_of)),
+        ("parameters", call.device, trained),
     )
+    call.backward.parameters = parameters.renewed(look, trained)
     # A tested kind streams. A new kind is tested first, on a few random tokens.
     if (
         findings.judged
@@ -174,6 +182,15 @@ def admit(
         site.tests.result(call.arguments.kind).doubt(broken(failed))
         return CallReport(broken(failed), rows=rows)
     return call
+
+
+def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
+    """True if third-party code that may store values runs inside the layer. The answer is cached
+    until a snapshot of the layer differs.
+    """
+    if hooked_everywhere():  # such hooks may change without a new snapshot
+        return True
+    return site.of(lambda _: bool(roots_of(site, look)), "third party")
 
 
 def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
@@ -237,8 +254,10 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 def _streamed(call: LayerCall, strategy: Strategy) -> Any:
     """Run the admitted call and return its result, with a graph if gradients are required."""
-    site, hidden_states = call.site, call.hidden_states
-    parameters, inputs = call.backward.parameters, call.arguments.inputs
+    site = call.site
+    hidden_states = call.hidden_states
+    parameters = call.backward.parameters
+    inputs = call.arguments.inputs
     if torch.is_grad_enabled() and (hidden_states.requires_grad or inputs or parameters.groups):
         call.hidden_states = hidden_states.detach()
         if site.saves_policy is not None:
@@ -258,15 +277,19 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         call.arguments.inputs = []
     else:
         versions = versions_of(call.look)
-        here = site.weights_here("forward", call.device)
-        with here, watching(call.look.hooks) if site.tests.warm_up is not None else NOBODY as acted:
+        on_device = NOTHING if site.weights is None else site.weights_here("forward", call.device)
+        with (
+            on_device,
+            watching(call.look.hooks) if site.tests.warm_up is not None else NOBODY as acted,
+        ):
             output, *extras = strategy.forward(call, False)
         if acted:
             site.tests.refuse_untested(acted, site.layer)
         if site.fingerprint.pending:
             site.fingerprint.learn(site.layer, call.look, versions)
     by_place = dict(zip(call.form.extras, extras, strict=True))
-    deliver(by_place, call.arguments.mappings)
+    if by_place:
+        deliver(by_place, call.arguments.mappings)
     return call.wrap(output, by_place)
 
 

@@ -11,8 +11,8 @@ from streambp.admission.rehearsal import CHUNK, causal_prefix, may_have_graphs, 
 from streambp.admission.snapshot import Restored
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
+from streambp.device import RandomState
 from streambp.layer.call import LayerCall
-from streambp.layer.recompute import RandomState
 
 SETS = "its forward initialises itself at its first call ({})"
 LOUDER = 64  # times larger than other tokens: what keeps a running value shows in half precision

@@ -46,14 +46,13 @@ from streambp.admission.rehearsal import (
 )
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.device import has_data, is_out_of_memory
+from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import unwatched
 from streambp.fingerprint.looks import LayerSnapshot
 from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, undone
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
-from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.side_effects import buffers_of, in_place_of_buffers
 from streambp.layer.site import REACH, LayerSite, remember

@@ -30,9 +30,8 @@ from streambp.device import is_out_of_memory
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import EAGER, FLAT_PARAMETER, STATE
-from streambp.layer.call import LayerCall
-from streambp.layer.graphs import depends, leaf_besides
-from streambp.layer.outputs import recording
+from streambp.layer.call import LayerCall, recording
+from streambp.layer.gradients import depends, leaf_besides
 from streambp.layer.recompute import NOTHING
 from streambp.layer.site import ANY_SIZE
 

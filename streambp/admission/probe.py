@@ -56,7 +56,7 @@ from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, rais
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
-from streambp.layer.graphs import Origin, Started, is_kept, nodes_behind
+from streambp.layer.gradients import Origin, Started, is_kept, nodes_behind
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import remember
 from streambp.nested import rebuilt

@@ -19,11 +19,10 @@ from streambp.attention.own import OwnMask
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
+from streambp.device import RandomState
 from streambp.known_names import PICKED
-from streambp.layer.call import LayerCall
-from streambp.layer.outputs import ChunkOutput
+from streambp.layer.call import ChunkOutput, LayerCall
 from streambp.layer.products import PLAIN
-from streambp.layer.recompute import RandomState
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.recurrent.states import States
 

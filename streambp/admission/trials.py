@@ -43,12 +43,11 @@ from streambp.admission.rehearsal import (
 from streambp.attention.kv import KVBuffer
 from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
 from streambp.chunks import Chunk
-from streambp.device import has_data, is_out_of_memory
+from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
-from streambp.layer.recompute import RandomState
 from streambp.layer.site import Overwritten
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one

@@ -172,7 +172,8 @@ class Prefix:
     def pack(self) -> None:
         """Free the zeros behind V and the indexers' tensors, because K and V wait for a later
         backward. [Note: padded values]"""
-        self.index_keys, self.picked = {}, []
+        self.index_keys = {}
+        self.picked = []
         for site in self.sites:
             if isinstance(site, KVBuffer):
                 site.pack()
@@ -269,7 +270,8 @@ class Prefix:
         self.filled_until = 0
         if self.memory is not None:
             self.memory.tiles = None
-        self.index_keys, self.picked = {}, []
+        self.index_keys = {}
+        self.picked = []
 
 
 class AttentionCall(NamedTuple):
@@ -363,7 +365,9 @@ class ChunkMask(AttentionPoint):
             AttentionChoiceError: the configuration names a backend that cannot attend here.
             StreamBPError: the layer attends more than once to keys that an indexer picks.
         """
-        prefix, chunk, index = self.prefix, self.chunk, self.call
+        prefix = self.prefix
+        chunk = self.chunk
+        index = self.call
         q, k, v, scale, dropout, softcap, sink, picks = given
         self.call += 1
         backend = prefix.backends.get(index)
@@ -441,13 +445,15 @@ class ChunkMask(AttentionPoint):
                 "transformers' attention interface the same number of times in every chunk. "
                 "Please report this model."
             )
-        prefix.calls, prefix.picked = self.call, self.picked
+        prefix.calls = self.call
+        prefix.picked = self.picked
         for attended in self.attended:
             prefix.overwritten |= attended.changed
         prefix.filled_until = max(prefix.filled_until, self.chunk.stop)
 
     def _site(self, index: int, k: Tensor, v: Tensor) -> Site:
-        prefix, chunk = self.prefix, self.chunk
+        prefix = self.prefix
+        chunk = self.chunk
         if chunk.stop > prefix.filled_until:
             prefix.restore(
                 index, chunk, k.detach(), v.detach(), backward=self.stage is not Stage.FORWARD

@@ -71,23 +71,22 @@ CLASSES = "~"  # replaces a module's name in keys that concern the modules' clas
 
 
 class ValueList:
-    """The values of modules as one flat list, which two snapshots compare.
+    """Reads the values of modules into a flat list. Two snapshots compare their lists.
 
-    The list is read again before each forward and each backward, so only references to tables are
-    stored here.
+    The object holds references to tables. `read` takes the current values from the tables.
 
     Attributes:
         modules: the modules.
-        types: the classes of the modules.
+        types: the modules' classes.
         dicts: the attributes of each module.
         getters: a function that reads compared attributes, and the attributes of its module.
         tables: dicts whose values are compared.
         tensor_tables: dicts of tensors that are all compared.
-        tensor_names: dicts of tensors, and the names of tensors that are compared.
+        tensor_names: dicts of tensors, each with the names of its compared tensors.
         expected_empty: tables that are empty.
         lists: containers whose elements are compared.
-        live: attributes whose content no container comparison covers: a name, the attributes of a
-            module, and the name of one.
+        live: attributes that no comparison of containers covers. Each entry has a path, the
+            attributes of a module and the name of an attribute.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:

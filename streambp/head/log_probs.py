@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.accumulate import add_product
+from streambp.accumulate import GradientSum, add_product
 from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.blocks import (
@@ -34,7 +34,7 @@ from streambp.head.labels import check_labels
 from streambp.head.seen import Seen
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
-from streambp.layer.shadows import GradientSum, Parameters
+from streambp.layer.shadows import Parameters
 from streambp.tensors import check_tensors
 from streambp.torchs_own import torch_own
 

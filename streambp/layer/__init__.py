@@ -24,7 +24,7 @@ chunk's.
         the graph          of the recomputed chunk, from leaves of x, arguments, states and shadows to its outputs
         upstream           [..., B, C, h]       the chunk's part of the gradient that came in, a view
     given back
-        the output         [..., B, T, h]       and extra outputs, put together from the chunks (`outputs.py`)
+        the output         [..., B, T, h]       and extra outputs, put together from the chunks (`call.py`)
         its input's grad   [..., B, T, h]       written chunk by chunk, into the buffer of the gradient that came in, if
                                                 nobody else holds that (`gradients.py`, [Note:
                                                 gradient reuse])

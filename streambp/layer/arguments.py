@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.cache import ChunkCache
-from streambp.cache_arguments import without_caches
+from streambp.cache_arguments import is_cache
 from streambp.chunks import Chunk, Forks
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, PICKED, TOKEN_DIMS
@@ -299,7 +299,9 @@ def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
     del named[next(iter(named))]
     if rest is not None:
         named.update(named.pop(rest, {}))
-    named = without_caches(named)
+    for name, value in named.items():
+        if is_cache(value):
+            named[name] = None
     if "use_cache" in named:
         named["use_cache"] = False
     return named

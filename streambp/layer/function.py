@@ -16,21 +16,28 @@ from torch import Tensor, nn
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
-from streambp.device import MEMORY_ERRORS, is_out_of_memory
+from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory
 from streambp.distributed.engines import zeros_for_engines
 from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.looks import versions_of
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import LayerCall
-from streambp.layer.gradients import BackwardPass, mark, may_overwrite, reference_counts
-from streambp.layer.graphs import computed_with_graph, counting, refuse_kept, refuse_other_leaves
+from streambp.layer.call import ChunkOutput, LayerCall, Whole, put
+from streambp.layer.gradients import (
+    NOBODY,
+    BackwardPass,
+    begin_backward,
+    computed_with_graph,
+    counting,
+    recomputing,
+    reference_counts,
+    refuse_kept,
+    refuse_other_leaves,
+)
 from streambp.layer.oom import AT_ONCE, explained
-from streambp.layer.outputs import ChunkOutput, Whole, put
 from streambp.layer.products import UnreadProducts, left_out, summed
-from streambp.layer.recompute import NOTHING, RandomState
+from streambp.layer.recompute import NOTHING
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite, remember
-from streambp.layer.unchanged import NOBODY, begin_backward, recomputing
 from streambp.recurrent.states import States, leaves_of
 
 
@@ -56,11 +63,14 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     """Compute hidden_states [..., B, T, h] and the extra outputs, chunk by chunk and without a
     graph.
     """
-    site, kept, carried = call.site, call.kept, call.carried
+    site = call.site
+    kept = call.kept
+    carried = call.carried
     # Memory for the prefix of keys and values, and for the outputs.
     if site.offloader is not None:
         call.limit_prefix(site.offloader)
-    states, carries = States(), site.kind.states.carries
+    states = States()
+    carries = site.kind.states.carries
     whole: Whole = {}
     # The saves are chosen before the first chunk; the witness records each chunk's output.
     if keep:
@@ -105,7 +115,8 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         carried.prefix.pack()
     else:
         carried.prefix.drop_buffers()
-        carried.states, carried.upstream = {}, {}
+        carried.states = {}
+        carried.upstream = {}
     return outputs_of(call, whole)
 
 
@@ -121,7 +132,8 @@ def _forward_chunk(
     """Return a chunk's output and attention results, without a graph, and capture the tensors to
     save.
     """
-    kept, witness = call.kept, call.backward.witness
+    kept = call.kept
+    witness = call.backward.witness
     if again:
         kept.random[-1].restore()
         if hidden_chunk is not original:
@@ -180,16 +192,22 @@ class StreamedLayer(torch.autograd.Function):
             rest: the differentiable arguments and the parameters, for autograd only. Their values
                 are read from `call` and from the layer's slots.
         """
-        ctx.strategy, ctx.call, ctx.parameters = strategy, call, parameters
-        ctx.owner, ctx.began = call.site.owner, call.site.owner.current
+        ctx.strategy = strategy
+        ctx.call = call
+        ctx.parameters = parameters
+        ctx.owner = call.site.owner
+        ctx.began = call.site.owner.current
         ctx.version = hidden_states._version
         ctx.set_materialize_grads(False)
         count = len(call.arguments.differentiable)
         call.backward.wanted = ctx.needs_input_grad[3], list(ctx.needs_input_grad[4 : 4 + count])
         versions = versions_of(call.look)
         try:
-            hooks, here = call.look.hooks, call.site.weights_here("forward", call.device)
-            with here, watching(hooks) if hooks.places else NOBODY as acted:
+            hooks = call.look.hooks
+            weights = NOTHING
+            if call.site.weights is not None:
+                weights = call.site.weights_here("forward", call.device)
+            with weights, watching(hooks) if hooks.places else NOBODY as acted:
                 outputs = strategy.forward(call, True)
             if acted:
                 call.site.tests.refuse_untested(acted, call.site.layer)
@@ -235,26 +253,14 @@ class StreamedLayer(torch.autograd.Function):
                 dict(zip(call.form.extras, extra_grads, strict=True)),
             )
             if work.needs_input and not work.sums.alone:
-                if (
-                    grad is not None
-                    and counts is not None
-                    and may_overwrite(grad, counts, call.hidden_states)
-                ):
-                    work.hidden_states = grad
-                else:
-                    buffer = call.attempt(
-                        lambda _: torch.empty_like(
-                            call.hidden_states,
-                            device=call.device,
-                            memory_format=torch.contiguous_format,
-                        )
-                    )
-                    work.hidden_states = mark(buffer)
+                work.choose_buffer(call, grad, counts)
             call.hidden_states = None  # type: ignore[assignment]
             # Recompute and differentiate the layer with shadows in its parameters' slots.
             # `recomputing` exits after the parameters are back, because it takes a snapshot of the
             # layer.
-            here = call.site.weights_here("backward", call.device)
+            here = NOTHING
+            if call.site.weights is not None:
+                here = call.site.weights_here("backward", call.device)
             with (
                 call.autocast.off(),
                 call.streaming(),
@@ -269,7 +275,8 @@ class StreamedLayer(torch.autograd.Function):
             if call.backward.witness is not None:
                 call.backward.witness.end()
             call.carried.prefix.drop_buffers()
-            call.carried.states, call.carried.upstream = {}, {}
+            call.carried.states = {}
+            call.carried.upstream = {}
             # One gradient for each parameter, in its dtype.
             values = parameters.current()
             found = call.attempt(lambda _: work.sums.result(values))
@@ -315,7 +322,8 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         unread = remember(call.site.tests.unread, situation, found)
     # Recompute keys and values of all chunks except the last, which writes its own. Skip the
     # recomputation if keys and values were saved, or if the layer has no attention.
-    prefix, kept = call.carried.prefix, call.kept
+    prefix = call.carried.prefix
+    kept = call.kept
     missing = (len(call.plan) > 1 or kept.moves_kv) and prefix.calls and not prefix.filled_until
     if missing and kept.keys_are_stored:
         prefix.find_saved()
@@ -350,11 +358,15 @@ def _chunk_backward(
     Args:
         through_states: True if the chunk's start states depend on a differentiated tensor.
     """
-    kept, carries = call.kept, call.site.kind.states.carries
+    kept = call.kept
+    carries = call.site.kind.states.carries
     kept.bring(chunk, kept.reads(chunk.index))
-    x, states, upstream = kept.brought["x"], States(), States()
+    x = kept.brought["x"]
+    states = States()
+    upstream = States()
     if carries:
-        states, upstream = kept.states(), call.carried.upstream.pop(chunk.index, {})
+        states = kept.states()
+        upstream = call.carried.upstream.pop(chunk.index, {})
         states = leaves_of(states) if through_states else states
     of_inputs, through, of_parameters = call.attempt(
         functools.partial(_differentiated, call, chunk, work, x, states, upstream)
@@ -393,7 +405,8 @@ def _differentiated(
         and one.data_ptr() != other.data_ptr()  # an engine has gathered the parameters again
         for one, other in zip(graph.shadows, work.shadows, strict=True)
     ):
-        kept, see = call.kept, call.seeing(chunk, again=True)
+        kept = call.kept
+        see = call.seeing(chunk, again=True)
         with (
             kept.random[chunk.index].replayed(),
             kept.products.use_outputs(kept.brought, sums=work.sums, see=see)

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from streambp.accumulate import GradientSum
 from streambp.attention.indexers import indexers_of
 from streambp.device import autocast_dtype
 from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_inside
 from streambp.known_names import GLOBAL_HOOKS, LORA_FACTORS, MODULE_HOOKS, MODULE_TABLES
-from streambp.layer.shadows import GradientSum
 from streambp.layer.witness import Witness, rows_of
 from streambp.tensors import unviewed
 

@@ -1,4 +1,4 @@
-"""State that a recomputation must share with the forward: random state, autocast, and disabled
+"""State that a recomputation must share with the forward: autocast, training mode, and disabled
 checkpointing.
 
 [Note: autocast] A program's autocast applies to its model's computation only. `Autocast.off`
@@ -78,50 +78,6 @@ class Autocast(NamedTuple):
                         torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cached)
                     )
             yield
-
-
-WITHOUT_GENERATORS = ("cpu", "meta")  # devices whose random state is the CPU's
-
-
-class RandomState(NamedTuple):
-    """The generator states of the CPU and one device at the start of a chunk."""
-
-    cpu: torch.Tensor
-    device: torch.device
-    accelerator: torch.Tensor | None
-
-    @classmethod
-    def capture(cls, device: torch.device) -> RandomState:
-        """Return the current states; `accelerator` is None for the CPU and meta."""
-        if device.type in WITHOUT_GENERATORS:
-            return cls(torch.default_generator.get_state(), device, None)
-        return cls(
-            torch.default_generator.get_state(),
-            device,
-            torch.get_device_module(device).get_rng_state(device),
-        )
-
-    def is_current(self) -> bool:
-        """True if no random number was drawn since."""
-        now = RandomState.capture(self.device)
-        same = torch.equal(self.cpu, now.cpu)
-        return same and (self.accelerator is None or torch.equal(self.accelerator, now.accelerator))  # type: ignore[arg-type]
-
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        torch.default_generator.set_state(self.cpu)
-        if self.accelerator is not None:
-            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Context manager that restores these states, and the current states afterwards."""
-        outer = RandomState.capture(self.device)
-        self.restore()
-        try:
-            yield
-        finally:
-            outer.restore()
 
 
 def check_mode(layer: nn.Module, training: bool) -> None:

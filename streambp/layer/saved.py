@@ -30,15 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streambp.accumulate import GradientSum
 from streambp.attention.kv import KVBuffer
 from streambp.attention.merge import Attended
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
+from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
 from streambp.layer.carried import Carried
 from streambp.layer.products import See, cast_to, is_factor, matching, tapped
-from streambp.layer.recompute import Autocast, RandomState
-from streambp.layer.shadows import GradientSum
+from streambp.layer.recompute import Autocast
 from streambp.layer.site import LayerSite
 from streambp.offload.costs import Cost, LayerSeen, Product
 from streambp.offload.manager import Access, HostTensors
@@ -82,6 +83,7 @@ class InMemory:
         return self.tensors.pop((name, chunk))
 
 
+@dataclasses.dataclass(eq=False)
 class SavedProducts:
     """The outputs of Linears that one layer call saves.
 
@@ -92,11 +94,10 @@ class SavedProducts:
         captured: the outputs captured in the current chunk: key, output and version.
     """
 
-    def __init__(self) -> None:
-        self.linears: dict[str, nn.Linear] = {}
-        self.names: list[str] = []
-        self.keys: list[str] = []
-        self.captured: list[tuple[str, Tensor, int]] = []
+    linears: dict[str, nn.Linear] = dataclasses.field(default_factory=dict)
+    names: list[str] = dataclasses.field(default_factory=list)
+    keys: list[str] = dataclasses.field(default_factory=list)
+    captured: list[tuple[str, Tensor, int]] = dataclasses.field(default_factory=list)
 
     def capture_outputs(
         self, names: list[str] | None = None, see: See | None = None
@@ -107,7 +108,8 @@ class SavedProducts:
             names: the Linears; None: the Linears that `saves` names.
             see: callback for the Linears' inputs.
         """
-        names = self.names if names is None else names
+        if names is None:
+            names = self.names
         calls: dict[str, int] = {}
 
         def sink(name: str, product: Tensor) -> None:
@@ -117,7 +119,9 @@ class SavedProducts:
             if key not in self.keys:
                 self.keys.append(key)
 
-        return tapped(self.linears, names, sink, see) if names else contextlib.nullcontext()
+        if not names:
+            return contextlib.nullcontext()
+        return tapped(self.linears, names, sink, see)
 
     def use_outputs(
         self,
@@ -135,7 +139,8 @@ class SavedProducts:
             sums: as in `products.summed`.
             see: callback for the Linears' inputs.
         """
-        names = self.names if names is None else names
+        if names is None:
+            names = self.names
         calls: dict[str, int] = {}
 
         def source(name: str) -> Tensor | None:
@@ -143,11 +148,9 @@ class SavedProducts:
             calls[name] = number + 1
             return brought.pop(f"product.{name}#{number}", None)
 
-        return (
-            tapped(self.linears, names, None, see, source, sums)
-            if names
-            else contextlib.nullcontext()
-        )
+        if not names:
+            return contextlib.nullcontext()
+        return tapped(self.linears, names, None, see, source, sums)
 
 
 class Kept:
@@ -162,7 +165,7 @@ class Kept:
         products: the outputs of Linears among the saves.
         keeps_graph: True if the autograd graph is kept from forward to backward. [Note: kept
             graphs]
-        graph: a `layer.graphs.Graph`; None: backward recomputes.
+        graph: a `layer.gradients.Graph`; None: backward recomputes.
         brought: the tensors that the current chunk reads, by name. [Note: order of reads]
     """
 
@@ -177,7 +180,10 @@ class Kept:
         device: torch.device,
         autocast: Autocast,
     ) -> None:
-        self.site, self.plan, self.carried, self.device = site, plan, carried, device
+        self.site = site
+        self.plan = plan
+        self.carried = carried
+        self.device = device
         self.saves = site.config.named_saves
         self.named = True
         self.watch: LayerSeen | None = None
@@ -198,7 +204,8 @@ class Kept:
                 self, rows, can_keep_graph
             )
             if names is not None:
-                self.saves, self.named = names, False
+                self.saves = names
+                self.named = False
 
     def give_up(self, at_work: bool) -> None:
         """Free every saved tensor that backward can recompute.
@@ -206,11 +213,14 @@ class Kept:
         Args:
             at_work: the layer's forward is running and still needs its K/V buffers.
         """
-        self.saves, self.keeps_graph, self.graph = (), False, None
+        self.saves = ()
+        self.keeps_graph = False
+        self.graph = None
         self.products.names = []
         self.products.captured.clear()
         assert isinstance(self.store, InMemory)
-        tensors, brought = self.store.tensors, self.brought
+        tensors = self.store.tensors
+        brought = self.brought
         for access in [access for access in tensors if not _is_needed(access[0])]:
             del tensors[access]
         for name in [name for name in brought if not _is_needed(name)]:
@@ -288,7 +298,8 @@ class Kept:
             return
         # Record the costs of saving and of recomputing each tensor; later forwards choose by them.
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
-        prefix, overwritten = self.carried.prefix, self.site.tests.overwritten
+        prefix = self.carried.prefix
+        overwritten = self.site.tests.overwritten
         with self.autocast.restored():
             products = {
                 name: Product(
@@ -381,7 +392,8 @@ class Kept:
         """Return the accesses of backward to the store, in order; each list is read together.
         [Note: order of reads]
         """
-        prefix, order = self.carried.prefix, list[list[Access]]()
+        prefix = self.carried.prefix
+        order = list[list[Access]]()
         tiled: list[
             list[Access]
         ] = []  # the first tiles, read by the last chunk; each read loads the next tile
@@ -422,32 +434,38 @@ class Kept:
 
     def starts(self, index: int) -> list[Access]:
         """Return the accesses for a chunk's input and start states."""
+        reads = [("x", index)]
         kept = self._state_chunk(index)
-        states = (
-            []
-            if kept is None
-            else [(f"state.{number}", kept) for number in range(len(self._state_keys))]
-        )
-        return [("x", index), *states]
+        if kept is not None:
+            for number in range(len(self._state_keys)):
+                reads.append((f"state.{number}", kept))
+        return reads
 
     def reads(self, index: int) -> list[Access]:
         """Return the accesses for differentiating a chunk: its start values, the indexers' picks
         and the saved outputs.
         """
-        names = [f"picks.{indexer}" for indexer in range(self._indexers)]
-        names += [name for name in self.products.keys if self.store.has(name, index)]
-        return [
-            *self.starts(index),
-            *self.attended_reads(index),
-            *((name, index) for name in names),
-        ]
+        reads = self.starts(index)
+        reads += self.attended_reads(index)
+        for indexer in range(self._indexers):
+            reads.append((f"picks.{indexer}", index))
+        for name in self.products.keys:
+            if self.store.has(name, index):
+                reads.append((name, index))
+        return reads
 
     def attended_reads(self, index: int) -> list[Access]:
         """Return the accesses for the chunk's attention results; [] unless all results were
         saved."""
-        sites = range(self.carried.prefix.calls or 0) if "attn_out" in self.saves else ()
-        wanted = [(f"{part}.{site}", index) for site in sites for part in ("attn_out", "lse")]
-        return wanted if all(self.store.has(*access) for access in wanted) else []
+        reads: list[Access] = []
+        if "attn_out" not in self.saves:
+            return reads
+        for site in range(self.carried.prefix.calls or 0):
+            for name in (f"attn_out.{site}", f"lse.{site}"):
+                if not self.store.has(name, index):
+                    return []
+                reads.append((name, index))
+        return reads
 
     def bring(self, chunk: Chunk, reads: list[Access], again: Container[str] = ()) -> None:
         """Read a chunk's tensors from the store to the device. Each read is the last, except for
@@ -473,10 +491,16 @@ class Kept:
         not saved.
         """
         sites = range(self.carried.prefix.calls or 0)
-        if "attn_out" not in self.saves or not all(f"lse.{site}" in self.brought for site in sites):
+        if "attn_out" not in self.saves:
             return None
+        for site in sites:
+            if f"lse.{site}" not in self.brought:
+                return None
         take = self.brought.pop
-        return [Attended(take(f"attn_out.{site}"), take(f"lse.{site}")) for site in sites]
+        attended = []
+        for site in sites:
+            attended.append(Attended(take(f"attn_out.{site}"), take(f"lse.{site}")))
+        return attended
 
 
 def _is_needed(name: str) -> bool:

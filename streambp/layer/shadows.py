@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from streambp.accumulate import add_product
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.looks import VERSION, LayerSnapshot
 
@@ -95,8 +94,10 @@ class Parameters:
         """
         found = copy.copy(self)
         held = found.current()
-        found._identities, found._versions = list(map(id, held)), list(map(VERSION, held))
-        found.look, found.trained = look, trained
+        found._identities = list(map(id, held))
+        found._versions = list(map(VERSION, held))
+        found.look = look
+        found.trained = trained
         return found
 
     def current(self) -> list[Tensor]:
@@ -169,104 +170,3 @@ class Parameters:
         finally:
             for table, name, _, own in places:
                 table[name] = own
-
-
-class GradientSum:
-    """Sums of a parameter list's gradients over chunks in promote_types(dtype, float32) (DESIGN.md
-    section 2).
-
-    Args:
-        count: number of parameters.
-        parts: number of gradients for each parameter.
-
-    Attributes:
-        alone: True if each parameter gets one gradient, which is returned without a sum.
-        places: the index of each shadow, by id.
-    """
-
-    def __init__(self, count: int, parts: int) -> None:
-        self._sums: list[Tensor | None] = [None] * count
-        self.alone = parts == 1
-        self.places: dict[int, int] = {}
-        self._casts: dict[
-            tuple[int, torch.dtype, bool], Tensor
-        ] = {}  # by id, dtype and whether with a graph
-        self._done: dict[int, int] = {}  # by parameter, added products of the current chunk
-        self._left: dict[int, int] = {}  # added products that a retry still has to skip
-
-    def begin(self, again: bool = False) -> None:
-        """Start the differentiation of a chunk. [Note: once for each chunk]
-
-        Args:
-            again: True in a retry; products that the first attempt added are not added again.
-        """
-        self._left = dict(self._done) if again else {}
-        if not again:
-            self._done.clear()
-
-    def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-        """Return a function that adds a product [out, n] @ [n, in] to the gradient of a shadow.
-        None if the tensor is no shadow, or if one gradient needs no sum. [Note: sums inside
-        products]
-        """
-        index = self.places.get(id(weight))
-        if index is None or self.alone:
-            return None
-
-        def add(left: Tensor, right: Tensor) -> None:
-            if self._left.get(index):
-                self._left[index] -= 1
-                return
-            self._sums[index] = add_product(self._sums[index], left, right)
-            self._done[index] = self._done.get(index, 0) + 1
-
-        return add
-
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] in `dtype`, cached for a full pass: all chunks use the
-        forward's autocast.
-        """
-        key = (id(weight), dtype, torch.is_grad_enabled())
-        if key not in self._casts:
-            self._casts[key] = weight.to(dtype)
-        return self._casts[key]
-
-    def add(self, gradients: list[Tensor | None]) -> None:
-        """Add one gradient [...] to each sum. [Note: once for each chunk]
-
-        A single gradient is stored without a copy. Otherwise the first gradient is copied and
-        removed from the list, so that the same list can be added again after running out of memory.
-
-        Args:
-            gradients: in the order and shapes of the parameters; None: no gradient.
-        """
-        totals, parts = [], []
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            total = self._sums[index]
-            if self.alone:
-                self._sums[index] = gradient
-            elif total is None:
-                self._sums[index] = gradient.to(
-                    torch.promote_types(gradient.dtype, torch.float32), copy=True
-                )
-                gradients[index] = None
-            else:
-                totals.append(total)
-                parts.append(gradient)
-        if totals:
-            torch._foreach_add_(totals, parts)
-
-    def result(self, like: list[Tensor]) -> list[Tensor | None]:
-        """Return the sums [...] in the shapes and dtypes of `like`, the parameters. None for a
-        parameter without a gradient.
-
-        The object must not be used afterwards.
-        """
-        self._casts.clear()
-        sums = zip(self._sums, like, strict=True)
-        return [
-            total if total is None or total.dtype == parameter.dtype else total.to(parameter.dtype)
-            for total, parameter in sums
-        ]

@@ -21,9 +21,9 @@ from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.looks import Fingerprint, LayerSnapshot
 from streambp.foreign import has_compiled_parts
+from streambp.instance_forward import StepOwner
 from streambp.layer.adapters import Reading, readings
 from streambp.layer.choices import Choices
-from streambp.layer.owner import StepOwner
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.recompute import NOTHING, Autocast
 from streambp.layer.witness import (
@@ -175,9 +175,9 @@ class LastCall:
     """Facts about a layer's last call, for `describe` and for the errors of the step.
 
     Attributes:
-        report: how the call ran.
+        report: a report for `describe`.
         kernels: the attention kernels of the last call in chunks.
-        sdpa: how torch's own attention would have computed the last call with a backward.
+        sdpa: the same calls in torch's own attention, for the last call with a backward.
         error_has_advice: True if an error of this step contains out-of-memory advice already.
     """
 
@@ -189,7 +189,7 @@ class LastCall:
 
 @dataclasses.dataclass
 class LayerTests:
-    """What the tests of a layer have found.
+    """Results of a layer's tests.
 
     Attributes:
         results: test results by kind of call.
@@ -202,7 +202,7 @@ class LayerTests:
         max_tested_tokens: the most tokens that could be tested at once; None: the full length.
         kernels_take_documents: True if document boundaries from position_ids are passed to the
             layer's kernels where possible.
-        tested_hooks: the inner hooks that were registered when the layer was tested.
+        tested_hooks: the inner hooks of the tested layer.
         hooks_run_in_tests: by name of a third-party hook, the modules it is registered on; the hook
             ran in tests.
         warm_up: the model's warm-up state; None: `warm_up` was not called.
@@ -318,7 +318,7 @@ class LayerSite:
         witnesses: compares backward's recomputation with forward. [Note: witness]
         fingerprint: snapshots of the layer's structure, which is part of the kind of call. [Note:
             fingerprint]
-        tests: what the layer's tests have found.
+        tests: results of the layer's tests.
         last_call: facts about the last call.
     """
 

@@ -20,9 +20,8 @@ from streambp.errors import UnsupportedModelError
 from streambp.foreign import wrapped_functions
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
-from streambp.instance_forward import InstanceForward
+from streambp.instance_forward import InstanceForward, StepOwner
 from streambp.known_names import CHECKPOINTING, FILLED_IN
-from streambp.layer.owner import StepOwner
 from streambp.layer.witness import Witnesses
 from streambp.model.deferring import DeferredForward
 from streambp.model.fused_layers import Fused

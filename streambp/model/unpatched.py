@@ -49,10 +49,9 @@ from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import own_implementation
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
-from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room, tells_memory
+from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory, make_room, tells_memory
 from streambp.distributed.engines import engine_hooks
 from streambp.known_names import EAGER, SDPA
-from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.model.split import find_split
 from streambp.model.steps import Steps

@@ -19,10 +19,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.admission.generators import leaving_no_trace
+from streambp.device import RandomState
 from streambp.distributed.engines import engine_of
 from streambp.errors import StreamBPError
 from streambp.instance_forward import forwards
-from streambp.layer.recompute import Autocast, RandomState
+from streambp.layer.recompute import Autocast
 from streambp.layer.site import Warm
 from streambp.lazy.tensor import LazyLogits
 from streambp.model.causal_lm import CausalLMForward
@@ -100,19 +101,20 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
             state.restore()
         for head, fields in told:
             vars(head).update(fields)
-    warm = next(
-        (
-            w.site.tests.warm_up
-            for w in layers
-            if w.site.tests.warm_up is not None and w.site.tests.warm_up.on
-        ),
-        Warm(),
-    )
+    warm = _warm_up_of(layers)
     for wrapper in layers:
-        wrapper.site.tests.warm_up = warm
-        wrapper.site.tests.forget(
-            None
-        )  # attributes that modules set in their first call were reset
+        tests = wrapper.site.tests
+        tests.warm_up = warm
+        tests.forget(None)  # attributes that modules set in their first call were reset
+
+
+def _warm_up_of(layers: list[LayerForward]) -> Warm:
+    """Return the state of an earlier warm-up of the layers that is still on, or a new state."""
+    for wrapper in layers:
+        warm = wrapper.site.tests.warm_up
+        if warm is not None and warm.on:
+            return warm
+    return Warm()
 
 
 def _loss_of(output: Any) -> Tensor | None:

@@ -30,7 +30,7 @@ from streambp.accumulate import HALF
 from streambp.admission.agreement import SCORES
 from streambp.admission.generators import leaving_no_trace
 from streambp.attention.masks import LazyMask
-from streambp.device import autocast_dtype, is_out_of_memory
+from streambp.device import RandomState, autocast_dtype, is_out_of_memory
 from streambp.errors import UnsharedError
 from streambp.known_names import (
     EMBEDS,
@@ -40,9 +40,8 @@ from streambp.known_names import (
     SHARED_INPUTS,
     Z_LOSS,
 )
+from streambp.layer.call import recording
 from streambp.layer.choices import Choices
-from streambp.layer.outputs import recording
-from streambp.layer.recompute import RandomState
 from streambp.layer.site import LayerSite
 from streambp.nested import replaced
 from streambp.prefixes.arguments import (

@@ -18,7 +18,7 @@ from streambp.attention.carriers import Layout, attention_mask_of
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk
 from streambp.config import StreamConfig
-from streambp.device import has_data, is_out_of_memory
+from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS
 from streambp.layer.arguments import Arguments
@@ -26,7 +26,6 @@ from streambp.layer.call import TRIED, LayerCall
 from streambp.layer.carried import Carried
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
-from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite, remember

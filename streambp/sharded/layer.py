@@ -48,14 +48,13 @@ from streambp.attention.kv import KVBuffer
 from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionCall
 from streambp.chunks import Chunk
+from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
-from streambp.layer.call import LayerCall
+from streambp.layer.call import LayerCall, Whole, put
 from streambp.layer.function import Strategy, outputs_of, run_forward
-from streambp.layer.gradients import BackwardPass
-from streambp.layer.graphs import refuse_other_leaves
-from streambp.layer.outputs import Whole, put
+from streambp.layer.gradients import BackwardPass, refuse_other_leaves
 from streambp.layer.products import Labels, See, left_out, summed, tapped
-from streambp.layer.recompute import NOTHING, RandomState
+from streambp.layer.recompute import NOTHING
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.sharded.call import ShardedCall, keeps

@@ -35,7 +35,7 @@ from streambp.distributed.engines import engine_of
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.known_names import FUNCTION_OF_NODE, LIGER
 from streambp.layer.function import StreamedLayer
-from streambp.layer.graphs import nodes_behind
+from streambp.layer.gradients import nodes_behind
 from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.describe import describe
 from streambp.model.fused_layers import fused_modules

@@ -14,7 +14,7 @@ import torch
 import streambp
 from streambp.admission import probe
 from streambp.admission.kept_values import KEEPS_VALUES
-from streambp.layer.site import TIMES, Findings, LayerSite
+from streambp.layer.site import TIMES, Findings, LayerTests
 from tests.families import build, make_batch
 from tests.oracle import EXACT, gradients, worst_error
 from tests.tiers import thinned
@@ -165,13 +165,13 @@ def test_mutants_turn_these_red(mutant, monkeypatch, float64_oracle):
         tests = [lambda: test_a_module_that_raises_once(fails_at, 2, True, None)]
         tests += [lambda: test_a_module_that_raises_once(fails_at, 5, True, None)]
     elif mutant == "never forgotten":
-        monkeypatch.setattr(LayerSite, "forget", lambda *_: None)
+        monkeypatch.setattr(LayerTests, "forget", lambda *_: None)
         monkeypatch.setattr(probe, "runs_unpatched", lambda *_: True)
         tests = [lambda: test_embeddings_of_another_dtype(None)]
     else:
         monkeypatch.setattr(torch.Tensor, "numel", lambda x: max(1, x.nelement()))
         monkeypatch.setattr(Findings, "doubt", Findings.judge)
-        monkeypatch.setattr(LayerSite, "forget", lambda *_: None)
+        monkeypatch.setattr(LayerTests, "forget", lambda *_: None)
         monkeypatch.setattr(probe, "runs_unpatched", lambda *_: True)
         tests = [lambda: test_an_empty_batch("llama", True, None)]
     red = 0

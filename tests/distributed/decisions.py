@@ -34,7 +34,7 @@ import streambp
 from streambp.admission import checkpointed
 from streambp.distributed.engines import Hold
 from streambp.head.log_probs import HeadInputs
-from streambp.layer import graphs
+from streambp.layer import gradients
 from streambp.lazy.head import Hub
 from streambp.model import deferring, state, unpatched, wrappers
 from streambp.prefixes import calls
@@ -299,7 +299,7 @@ def projection_seen(engine, found):
 def begun_again():
     """A1: what is taken for a model that no engine holds."""
     nothing = Hold(False, False)
-    return [(state, "held", lambda module: nothing), (graphs, "held", lambda module: nothing)]
+    return [(state, "held", lambda module: nothing), (gradients, "held", lambda module: nothing)]
 
 
 def reads_the_weight():

@@ -1,7 +1,7 @@
 """The stages of examples/pipeline_parallel on two ranks, gloo, CPU: gradients against one process
 on the whole batch.
 
-covers: layer/unchanged.py, model/patching.py, model/wrappers.py, model/causal_lm.py
+covers: layer/gradients.py, model/patching.py, model/wrappers.py, model/causal_lm.py
 """
 
 from __future__ import annotations

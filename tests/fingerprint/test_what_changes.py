@@ -2,7 +2,7 @@
 steps it is tried anew.
 
 covers: admission/generators.py, fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py,
-  fingerprint/reads.py, layer/unchanged.py
+  fingerprint/reads.py, layer/gradients.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.fingerprint import hooks as watched
 from streambp.fingerprint import leaves
 from streambp.fingerprint import looks as fingerprint
-from streambp.layer import function, site, unchanged
+from streambp.layer import function, site
+from streambp.layer import gradients as layer_gradients
 from tests.admission.test_side_effects import CONFIG, Wrapped, around_mlp, pair, paths, reasons
 from tests.conftest import SHARING
 from tests.families import build, make_batch, mix_neighbours
@@ -844,7 +845,7 @@ def test_kinds_are_forgotten_in_the_end(monkeypatch):
 
 def constant(monkeypatch):
     """The fingerprint says that nothing changes."""
-    monkeypatch.setattr(fingerprint.Body, "unchanged", lambda self: True)
+    monkeypatch.setattr(fingerprint.ModuleSnapshot, "unchanged", lambda self: True)
     real = watched.hooks_of
     fixed = lambda tables, named, ignored, latest: latest or real([], named, ignored, None)  # noqa: E731
     monkeypatch.setattr(fingerprint, "hooks_of", fixed)
@@ -890,7 +891,7 @@ def every_hook_acts(monkeypatch):
     def watching(hooks):
         yield set(hooks.places)
 
-    for module in (function, unchanged, whole):
+    for module in (function, layer_gradients, whole):
         monkeypatch.setattr(module, "watching", watching)
 
 

@@ -11,7 +11,7 @@ import contextlib
 import pytest
 
 from streambp.attention import attend
-from streambp.layer import recompute
+from streambp.device import RandomState
 from streambp.model import unpatched
 from tests.gpu import exact_rows
 
@@ -59,7 +59,7 @@ def test_float64_rows_see_a_millionth_of_dv(monkeypatch):
 
 
 def test_a_row_sees_masks_that_are_not_drawn_again(monkeypatch):
-    monkeypatch.setattr(recompute.RandomState, "replayed", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(RandomState, "replayed", lambda self: contextlib.nullcontext())
     assert not row("dropout")[1]
 
 

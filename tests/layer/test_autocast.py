@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import streambp
+from streambp.accumulate import GradientSum
 from streambp.attention import interface, kernels, merge
 from streambp.config import StreamConfig
 from streambp.head import blocks
 from streambp.head.log_probs import BlockwiseLogProbs, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending
 from streambp.layer import recompute
-from streambp.layer.shadows import GradientSum
 from tests import zoo
 from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
 from tests.families import LENGTH, build, make_batch

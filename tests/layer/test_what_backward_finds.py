@@ -1,7 +1,7 @@
 """What a layer's backward finds otherwise than its forward did, or cannot give a gradient to,
 raises.
 
-covers: layer/function.py, layer/graphs.py
+covers: layer/function.py, layer/gradients.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every causal family that a tiny config can build, against the unpatched model in float64:
 docs/reference/families.md.
 
-covers: admission/stacks.py, attention/own.py, layer/gradients.py, layer/outputs.py,
+covers: admission/stacks.py, attention/own.py, layer/gradients.py, layer/call.py,
 model/patching.py
 """
 

@@ -22,9 +22,9 @@ import torch
 
 import streambp
 from streambp.attention.prefix import Stage
+from streambp.device import RandomState
 from streambp.errors import BackwardError, DeviceMemoryError
 from streambp.layer.call import LayerCall
-from streambp.layer.recompute import RandomState
 from streambp.layer.saved import Kept
 from streambp.offload import policy
 from streambp.offload.arena import host_limit

@@ -1,7 +1,7 @@
 """saves="auto" on a device whose memory is a number that shrinks at any operation: it runs wherever
 saves=() does.
 
-covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/graphs.py, layer/oom.py,
+covers: attention/kv.py, head/one_pass.py, head/recipe.py, layer/gradients.py, layer/oom.py,
     layer/shadows.py, offload/costs.py, offload/policy.py
 """
 
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import streambp
+from streambp.accumulate import GradientSum
 from streambp.attention.kv import KVBuffer
 from streambp.errors import BackwardError
-from streambp.layer.shadows import GradientSum
 from streambp.offload import costs
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import LiveBytes

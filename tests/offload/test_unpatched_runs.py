@@ -22,8 +22,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import streambp
-from streambp.layer.graphs import nodes_behind
-from streambp.layer.recompute import RandomState
+from streambp.device import RandomState
+from streambp.layer.gradients import nodes_behind
 from streambp.model import empty_batches, state, unpatched
 from streambp.offload.costs import AsUnpatched
 from streambp.offload.policy import SavesPolicy

@@ -1,6 +1,6 @@
 """Padded batches as one packed row where training is random: dropout, and NEFTune's noise.
 
-covers: prefixes/calls.py, prefixes/admission.py, layer/recompute.py
+covers: prefixes/calls.py, prefixes/admission.py, device.py
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import pytest
 import torch
 
+from streambp.device import RandomState
 from streambp.errors import BackwardError
-from streambp.layer import recompute
 from streambp.prefixes import calls
 from tests import zoo
 from tests.prefixes.test_calls import float64_everywhere, told  # noqa: F401 - a fixture
@@ -59,7 +59,7 @@ def test_dropout(family):
 
 @pytest.mark.full
 def test_noise_that_backward_draws_anew_is_found(monkeypatch):
-    monkeypatch.setattr(recompute.RandomState, "replayed", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(RandomState, "replayed", lambda _: contextlib.nullcontext())
     # what backward compares; the slope alone would show it, too
     with pytest.raises(BackwardError, match="something else"):
         check_dropout("gpt2")

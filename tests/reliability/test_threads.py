@@ -1,7 +1,7 @@
 """Two threads and one model: who comes between is refused, who waits for a turn is not. [Note:
 owner of a step]
 
-covers: layer/owner.py
+covers: instance_forward.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import streambp
 from streambp.fingerprint.hooks import hooks_of, watching
 from streambp.fingerprint.looks import ModuleSnapshot
-from streambp.layer.owner import StepOwner, Use
+from streambp.instance_forward import StepOwner, Use
 from streambp.layer.recompute import computed_as_written
 from tests import device_thread
 from tests.families import build, make_batch

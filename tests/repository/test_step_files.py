@@ -14,8 +14,8 @@ from scripts.step_files import SAVES, StepCalls, files_of, warm_step
 
 # files of a step; functions before the first chunk; files and functions of a gradient chunk
 LIMITS = {
-    "named": (61, 110, 21, 77),
-    "auto": (66, 159, 24, 84),
+    "named": (55, 99, 18, 71),
+    "auto": (60, 150, 21, 78),
 }
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from streambp.accumulate import GradientSum
 from streambp.attention.kv import KVBuffer
 from streambp.attention.spans import Block, Kind
 from streambp.chunks import ChunkPlan
 from streambp.head import log_probs
-from streambp.layer.shadows import GradientSum
 from tests import seeds, test_oracle
 from tests.families import build, make_batch
 from tests.head import test_log_probs

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 import streambp
 import streambp.verify.compare
-from streambp import cli
+from streambp import accumulate, cli
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.attention import prefix
 from streambp.chunks import pick_chunk_size
 from streambp.head import recipe
-from streambp.layer import function, shadows
+from streambp.layer import function
 from streambp.verify.choices import Choices
 from streambp.verify.compare import verify
 from streambp.verify.verdict import Distances, find_problems, rate
@@ -141,9 +141,9 @@ def test_top_shortens_the_table(checkpoint, capsys):
 
 BUGS = {
     "lost accumulation": (
-        shadows.GradientSum,
+        accumulate.GradientSum,
         "add",
-        lambda: skips_second(shadows.GradientSum.add),
+        lambda: skips_second(accumulate.GradientSum.add),
     ),
     "lost dK and dV": (prefix.KVBuffer, "grow_accumulators", lambda: only_this_chunk),
 }
@@ -171,9 +171,9 @@ def test_a_bug_makes_the_command_fail(checkpoint, capsys, monkeypatch):
 
 
 def test_a_lost_parameter_is_named(monkeypatch):
-    real = shadows.GradientSum.result
+    real = accumulate.GradientSum.result
     monkeypatch.setattr(
-        shadows.GradientSum, "result", lambda self, like: [None, *real(self, like)[1:]]
+        accumulate.GradientSum, "result", lambda self, like: [None, *real(self, like)[1:]]
     )
     result = verify(build("llama"), seq_len=64)
     assert "model.layers.0.self_attn.q_proj.weight" in result.problems[0]
@@ -181,9 +181,11 @@ def test_a_lost_parameter_is_named(monkeypatch):
 
 
 def test_nan_is_flagged_and_valid_json(checkpoint, capsys, monkeypatch):
-    real = shadows.GradientSum.result
+    real = accumulate.GradientSum.result
     monkeypatch.setattr(
-        shadows.GradientSum, "result", lambda self, like: [g * torch.nan for g in real(self, like)]
+        accumulate.GradientSum,
+        "result",
+        lambda self, like: [g * torch.nan for g in real(self, like)],
     )
     assert cli.main(["verify", checkpoint("llama"), "--seq-len", "64", "--json"]) == 1
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
