@@ -8,7 +8,7 @@ from collections import Counter
 from torch import nn
 from transformers import PreTrainedModel
 
-import streambp.model.patching as patching
+import streambp.model.installed as installed
 from streambp.device import counted_bytes, tells_memory
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
@@ -53,7 +53,7 @@ def patch_of(model: nn.Module) -> PatchState:
         StreamBPError: the model is not patched, or is a part of a patched model with streaming
             parts elsewhere.
     """
-    found = patching.patch_of(model)
+    found = installed.patch_of(model)
     if found is None:
         raise StreamBPError(
             f"This {type(model).__name__} is not patched. Call streambp.patch(model) first."

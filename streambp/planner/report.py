@@ -304,7 +304,7 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align rows of cells in columns; the first column is flush left."""
+    """Return rows of cells as aligned columns; the first column is flush left."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     return [
         "  ".join(

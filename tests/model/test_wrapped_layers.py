@@ -98,7 +98,7 @@ def test_a_model_whose_layers_are_wrapped_is_refused(name, which):
         UnsupportedModelError, match=rf"{outer} is around each Qwen3DecoderLayer.*patch first"
     ):
         streambp.patch(model)
-    assert not streambp.model.patching.is_patched(model)
+    assert not streambp.model.installed.is_patched(model)
     assert "forward" not in model.model.__dict__
 
 

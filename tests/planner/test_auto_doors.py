@@ -15,6 +15,7 @@ from torch import nn
 
 import streambp
 from streambp.model.wrappers import LayerForward
+from streambp.offload import free_memory
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from tests.families import build
@@ -42,7 +43,7 @@ def counted_once(profiles, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def memory_that_is_known(monkeypatch):
-    monkeypatch.setattr(auto, "free_memory", lambda device: 10**12)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: 10**12)
 
 
 def model():
