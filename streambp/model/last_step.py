@@ -23,6 +23,7 @@ from streambp.model.record import (
     Saved,
     StepMemory,
     StepRecord,
+    offloaded,
 )
 from streambp.model.state import PatchState
 from streambp.model.steps import Step
@@ -151,12 +152,16 @@ def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
     if state.offloader is None:
         return None
     stats = state.offloader.stats()
+    choice = None
+    if isinstance(step.choice, Chosen) and step.choice.measured is not None:
+        choice = offloaded(step.choice)
     return HostTraffic(
         step.moved.get(OUT, 0.0),
         step.moved.get(BACK, 0.0),
         stats["host_bytes"],
         stats["stall_out"] + stats["stall_back"],
         int(stats["left"]),
+        choice,
     )
 
 
