@@ -181,7 +181,7 @@ def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
     if found.config.chunk_size != "auto":
         no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
         return f"{found.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
-    rule = str(found.policy or AUTO_RULE)
+    rule = str(found.saves_policy or AUTO_RULE)
     if record is None:
         return rule
     size = f"{record.chunk_size:,}" if record.chunks > 1 else "the whole sequence"
@@ -274,7 +274,7 @@ def _saves(found: PatchState, record: StepRecord | None) -> tuple[str, ...]:
         return config.named_saves
     if found.offloader is not None:
         return _names(record)
-    known = None if found.policy is None else found.policy.known
+    known = None if found.saves_policy is None else found.saves_policy.known
     if known is not None and known.need is None and known.why:
         return (f"nothing (auto: {known.why})",)
     return (f"{NOT_TRIED} (auto)",) if record is None else record.saves()
@@ -366,7 +366,7 @@ def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
         )
     if stats["left"]:
         parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
-    if found.policy is not None and found.policy.link is not None:
+    if found.saves_policy is not None and found.saves_policy.link is not None:
         choice = None if record is None or record.host is None else record.host.choice
         if choice is None:
             parts.append("auto: the first step measures, with layer inputs alone on the host")
@@ -452,7 +452,7 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
     notes += adapter_notes(
         wrapper.site for wrapper in found.wrappers if isinstance(wrapper, LayerForward)
     )
-    faster = 0.0 if found.policy is None else found.policy.faster_on_host()
+    faster = 0.0 if found.saves_policy is None else found.saves_policy.faster_on_host()
     if faster >= FASTER:
         notes.append(
             f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: "

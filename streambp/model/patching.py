@@ -1,5 +1,6 @@
-"""Install and remove streaming forwards. `streambp.patch` is in `planner/auto.py`, because it counts
-steps of patched models.
+"""Install and remove streaming forwards.
+
+`streambp.patch` is in `planner/auto.py`, because it counts steps of patched models.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _set_auto(state: PatchState, name: str, states: States) -> None:
     if not steps.sites or not (sizes or saves or link is not None):
         return
     number = 1 + max(site.index for site in steps.sites)
-    state.policy = policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link)
+    state.saves_policy = policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link)
     for site in steps.sites:
         site.chunk_rule = policy.chunk if sizes else None
         site.chooser = policy if saves or link is not None else None

@@ -48,7 +48,7 @@ def card(monkeypatch):
 
 
 def policy_of(model):
-    return model._streambp.policy
+    return model._streambp.saves_policy
 
 
 def tiny(**settings):

@@ -96,14 +96,15 @@ def by_launch(monkeypatch):
 
 def check(found: nn.Module):
     state = found._streambp
-    assert isinstance(state.policy, SavesPolicy)
+    assert isinstance(state.saves_policy, SavesPolicy)
     sites = [w.site for w in state.wrappers if isinstance(w, LayerForward)]
     assert all(
-        site.chooser is state.policy and site.chunk_rule == state.policy.chunk for site in sites
+        site.chooser is state.saves_policy and site.chunk_rule == state.saves_policy.chunk
+        for site in sites
     )
-    assert state.policy.known.need is None  # nothing is decided yet
-    state.policy.begins(torch.device("cpu"))
-    assert isinstance(state.policy.known.need, auto.StepNeed)
+    assert state.saves_policy.known.need is None  # nothing is decided yet
+    state.saves_policy.begins(torch.device("cpu"))
+    assert isinstance(state.saves_policy.known.need, auto.StepNeed)
 
 
 def test_patch():

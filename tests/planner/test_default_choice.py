@@ -85,7 +85,7 @@ class SetUp:
 
     @property
     def policy(self):
-        return state_of(self.skeleton).policy
+        return state_of(self.skeleton).saves_policy
 
     def take(self, card, present):
         """The card and the gradients as a micro-batch finds them."""
@@ -128,7 +128,7 @@ def frozen(model):
 def moved(memory):
     """Patched on a CPU, through a step's first layer there, and moved."""
     found = made(memory)
-    policy_of_it = state_of(found).policy
+    policy_of_it = state_of(found).saves_policy
     policy_of_it.begins(torch.device("cpu"))
     policy_of_it.ended()
     assert policy_of_it.known.need.method.name == "at most"
@@ -137,8 +137,8 @@ def moved(memory):
 
 def adapted_afterwards(memory):
     found = made(memory)
-    state_of(found).policy.begins(HERE)
-    state_of(found).policy.ended()
+    state_of(found).saves_policy.begins(HERE)
+    state_of(found).saves_policy.ended()
     with found.active():
         found.model = _with_adapters(found.model, 16)
     return SetUp(found, states=8)

@@ -69,7 +69,7 @@ def of_a_patched_model(lora):
     """The policy of a patched model of which so much is known, and its parameters."""
     model = Skeleton(small(), torch.bfloat16, lora, 16, "cuda").model
     streambp.patch(model)
-    chooser = model._streambp.policy
+    chooser = model._streambp.saves_policy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(free_memory, "free_memory", lambda device: 1.0)
         chooser.begins(HERE)

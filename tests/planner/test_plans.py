@@ -457,7 +457,7 @@ def test_auto_chunks_follow_the_device(monkeypatch):
     free = [10**12]
     monkeypatch.setattr(free_memory, "free_memory", lambda device: free[0])
     model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(rows="as_given"))
-    rule = model._streambp.policy.chunk
+    rule = model._streambp.saves_policy.chunk
     assert rule(0, 1, 200000, torch.device("cpu")) == 16384
     assert "fits into the device's free memory" in streambp.describe(model).chunk_size
     free[0] = 0
