@@ -214,13 +214,13 @@ def _what_became_of(head: CausalLMForward) -> str:
     lazy = head.lazy
     if lazy is not None:
         before = "" if told is None else f"{told}; besides, "
-        if lazy.built_for is not None:
+        if lazy.outcome.built_for is not None:
             told = (
-                f"{before}builds the logits: the program uses {lazy.built_for} on them, costs "
+                f"{before}builds the logits: the program uses {lazy.outcome.built_for} on them, costs "
                 "memory"
             )
-        elif lazy.computed:
-            told = f"{before}no logits: computed blockwise for {', '.join(lazy.computed)}"
+        elif lazy.outcome.computed:
+            told = f"{before}no logits: computed blockwise for {', '.join(lazy.outcome.computed)}"
         else:
             told = told or "no logits: none were used"
     if told is None:
