@@ -153,7 +153,8 @@ def _choice(plan: Plan) -> list[str]:
     where = plan.binds if plan.binds == "host memory" else f"GPU memory in {phase_text(plan.binds)}"
     who = "Longer sequences run" if any(row.seq_len for row in plan.longest) else "It runs"
     lines.append(f"{who} out of {where} first")
-    lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
+    if plan.choice is not None:  # commands of `remedies` follow a plan that does not fit
+        lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
 
 
