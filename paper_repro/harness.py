@@ -298,7 +298,7 @@ def told(model: PreTrainedModel, start: int) -> str:
     said = f"{record}; {record.short_steps} steps let go of saves"
     if record.least_free is not None:
         said += f", {record.least_free / GIB:.3g} GiB were free at least"
-    policy = state.policy
+    policy = state.saves_policy
     if policy is None or policy.known.need is None:
         return said
     chunk = record.rows * min(record.chunk_size, record.tokens // record.rows)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent.parent
 CHOOSES = (  # in one commit or another
     "layer/cost.py", "layer/store.py", "layer/oom.py", "offload/auto.py", "offload/fitting.py", "offload/policy.py",
-    "offload/costs.py", "offload/link.py", "planner/auto.py", "planner/layer_costs.py",
+    "offload/costs.py", "offload/free_memory.py", "offload/link.py", "planner/auto.py", "planner/layer_costs.py",
 )  # fmt: skip
 MOVES = tuple(
     f"offload/{name}.py"

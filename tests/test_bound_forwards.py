@@ -74,7 +74,7 @@ def test_accelerate_prepares_and_unwraps(order, precision, keep):
         if streamed:
             assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
             streambp.unpatch(model)
-            assert not streambp.model.patching.is_patched(model)
+            assert not streambp.model.installed.is_patched(model)
         seen.append((*used(model, bar)[:2], FLOAT32))
         runs.append(seen)
     for stock, ours in zip(*runs, strict=True):
@@ -130,7 +130,7 @@ def test_a_forward_that_was_bound_as_a_function(kind):
         made, found, _ = used(ours, 0)
         assert torch.equal(made, stock[0])
         assert worst_error(found, stock[1]) <= 1e-10
-        assert streambp.model.patching.is_patched(ours) == patched
+        assert streambp.model.installed.is_patched(ours) == patched
         if patched:
             assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
             streambp.unpatch(ours)

@@ -25,6 +25,25 @@ from streambp.torchs_own import nn_own, torch_own
 
 
 @dataclasses.dataclass(eq=False)
+class HeadOutcome:
+    """Result of one forward's deferred tensors.
+
+    Attributes:
+        used: True if a loss was computed block by block.
+        empty: True if that loss had no labelled token.
+        computed: names of results that lazy logits returned without being built.
+        built_for: the operation that required real logits.
+        hidden_built_for: the operation that required the output projection's input.
+    """
+
+    used: bool = False
+    empty: bool = False
+    computed: dict[str, None] = dataclasses.field(default_factory=dict)
+    built_for: str | None = None
+    hidden_built_for: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
 class HeadRequest:
     """Options of one forward's output projection, and the state of its deferred tensors.
 
@@ -42,11 +61,7 @@ class HeadRequest:
         values: [N] each, values of the labels.
         hidden_states: returns [N, h], the source of the values, before `norm` if there is one.
         norm: the final norm, or None.
-        used: True if a loss was computed block by block.
-        empty: True if that loss had no labelled token.
-        computed: names of results that lazy logits returned without being built.
-        built_for: the operation that required real logits.
-        hidden_built_for: the operation that required the output projection's input.
+        outcome: result of the deferred tensors.
         projecting: True while the output projection runs.
     """
 
@@ -62,11 +77,7 @@ class HeadRequest:
     values: TokenLogProbs | None = None
     hidden_states: Callable[[], Tensor] | None = None
     norm: nn.Module | None = None
-    used: bool = False
-    empty: bool = False
-    computed: dict[str, None] = dataclasses.field(default_factory=dict)
-    built_for: str | None = None
-    hidden_built_for: str | None = None
+    outcome: HeadOutcome = dataclasses.field(default_factory=HeadOutcome)
     projecting: bool = False
 
 
@@ -259,8 +270,8 @@ def _loss(
         divisor = request.num_items
 
     tensors = (source, recipe.weight, recipe.bias, *inputs.norm_parameters.current())
-    request.used = True
-    request.empty = inputs.labelled == 0
+    request.outcome.used = True
+    request.outcome.empty = inputs.labelled == 0
     if one_pass:
         one = torch.ones(
             (), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device

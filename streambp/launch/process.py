@@ -20,7 +20,7 @@ from streambp.launch.groups import keep_groups
 from streambp.launch.report import Account, Model, leave, say, table
 from streambp.model.describe import describe
 from streambp.model.fused_head import add_head
-from streambp.model.patching import is_patched, streamed_head
+from streambp.model.installed import is_patched, streamed_head
 from streambp.model.trainer_logs import StreamCallback
 from streambp.planner.auto import patch
 from streambp.reporting import reason, told

@@ -251,9 +251,9 @@ class Deferred(StandIn):
         """Record for `describe` that `operation` needs the real tensor."""
         request = self.recipe.request
         if self.recipe.logits or request.projecting:
-            request.built_for = operation
+            request.outcome.built_for = operation
         else:
-            request.hidden_built_for = operation
+            request.outcome.hidden_built_for = operation
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -198,7 +198,7 @@ def note(x: LazyLogits, name: str) -> None:
 
     The record includes the operations before `name`.
     """
-    x.request.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
+    x.request.outcome.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
 
 
 def log_softmaxed(node: Node) -> tuple[Reading, float] | None:

@@ -243,7 +243,7 @@ class LazyLogits(StandIn):
 
     def note(self, operation: str) -> None:
         """Record for `describe` the first operation that needs the real tensor."""
-        self.request.built_for = self.request.built_for or operation
+        self.request.outcome.built_for = self.request.outcome.built_for or operation
 
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:

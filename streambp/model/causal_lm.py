@@ -236,7 +236,7 @@ class CausalLMForward(InstanceForward):
         if request.values is None:
             raise StreamBPError(
                 f"The loss of {type(self.module).__name__} does not go through cross_entropy on "
-                f"its logits ({request.built_for}), so there are no per-token log-probabilities. "
+                f"its logits ({request.outcome.built_for}), so there are no per-token log-probabilities. "
                 "Compute them from logits (call the model without labels)."
             )
         shift_labels = kwargs.get("shift_labels")
@@ -263,23 +263,23 @@ class CausalLMForward(InstanceForward):
         request.num_items = kwargs.get("num_items_in_batch")
         output = self._run(kwargs, request)
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
-        if request.empty or not request.used:
+        if request.outcome.empty or not request.outcome.used:
             labelled = any_label(kwargs["labels"], kwargs.get("shift_labels"))
             output = _without_nan(output, labelled)
             if self._trains:
                 self.empty_batches.check(labelled)
         how = BLOCKWISE
-        if request.built_for is not None:
-            how = f"builds the logits: the loss uses {request.built_for} on them, costs memory"
-        elif not request.used:
+        if request.outcome.built_for is not None:
+            how = f"builds the logits: the loss uses {request.outcome.built_for} on them, costs memory"
+        elif not request.outcome.used:
             how = (
                 "builds the logits: the model's loss does not come from its output projection, "
                 "costs memory"
             )
-        elif request.hidden_built_for is not None:
+        elif request.outcome.hidden_built_for is not None:
             how = (
                 f"{BLOCKWISE}; the final norm's output is computed for the model's "
-                f"{request.hidden_built_for}"
+                f"{request.outcome.hidden_built_for}"
             )
         self._note(self._trains, how, lazy=lazy)
         return output
@@ -391,14 +391,14 @@ class CausalLMForward(InstanceForward):
         )
         output_embeddings = self.module.get_output_embeddings()  # type: ignore[operator]
         if has_backward_hooks(output_embeddings):
-            request.built_for = "backward hooks"
+            request.outcome.built_for = "backward hooks"
             return self.original(**kwargs)
         # ZeRO-3 and FSDP units gather weights only while their module runs, so the norm is not
         # deferred. In accelerate, norm and head form one unit.
         gathered = held(output_embeddings).weights
         # peft's forward adds adapters
         if gathered and type(output_embeddings).forward is not nn.Linear.forward:
-            request.built_for = f"{type(output_embeddings).__name__}'s own forward"
+            request.outcome.built_for = f"{type(output_embeddings).__name__}'s own forward"
             return self.original(**kwargs)
         own = output_embeddings
         head = HeldHead(self.module, own, request) if gathered else DeferredForward(own, request)

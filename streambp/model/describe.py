@@ -23,11 +23,10 @@ from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
 from streambp.model.adapters import adapter_notes
 from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_of, patch_of, record_of
-from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, offloaded, sized
+from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, sized
 from streambp.model.state import PatchState
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.arena import local_ranks
-from streambp.offload.costs import Chosen
 from streambp.offload.weights import HostWeights
 from streambp.prefixes.calls import UNREMARKABLE
 from streambp.reporting import told
@@ -168,7 +167,7 @@ def describe(model: nn.Module) -> Description:
         layers,
         told(_chunk_size, found, record, otherwise=one),
         told(_saves, found, record, otherwise=several),
-        told(_describe_offload, found, otherwise=one),
+        told(_describe_offload, found, record, otherwise=one),
         told(_describe_attention, found, record, otherwise=one),
         told(head_of, found, otherwise=one),
         (*lost, *notes),
@@ -182,7 +181,7 @@ def _chunk_size(found: PatchState, record: StepRecord | None) -> str:
     if found.config.chunk_size != "auto":
         no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
         return f"{found.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
-    rule = str(found.policy or AUTO_RULE)
+    rule = str(found.saves_policy or AUTO_RULE)
     if record is None:
         return rule
     size = f"{record.chunk_size:,}" if record.chunks > 1 else "the whole sequence"
@@ -271,20 +270,19 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
 def _saves(found: PatchState, record: StepRecord | None) -> tuple[str, ...]:
     """Return the saves of the configuration, or the saves chosen for the last step."""
     config = found.config
-    choice = _offload_choice(found)
     if config.saves != "auto":
         return config.named_saves
     if found.offloader is not None:
-        return () if choice is None else tuple(choice.layers)
-    known = None if found.policy is None else found.policy.known
+        return _names(record)
+    known = None if found.saves_policy is None else found.saves_policy.known
     if known is not None and known.need is None and known.why:
         return (f"nothing (auto: {known.why})",)
     return (f"{NOT_TRIED} (auto)",) if record is None else record.saves()
 
 
-def _offload_choice(found: PatchState) -> Chosen | None:
-    latest = None if found.policy is None else found.policy.latest
-    return latest if isinstance(latest, Chosen) and latest.measured is not None else None
+def _names(record: StepRecord | None) -> tuple[str, ...]:
+    """Return the names of the tensors that the last step saved."""
+    return () if record is None else tuple(saved.name for saved in record.saved)
 
 
 def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
@@ -321,7 +319,8 @@ def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
     )
 
 
-def _describe_offload(found: PatchState) -> str:
+def _describe_offload(found: PatchState, record: StepRecord | None) -> str:
+    """Return what leaves the device, the memory for it, and the last step's choice."""
     manager = found.offloader
     config = found.config
     if manager is None:
@@ -343,14 +342,7 @@ def _describe_offload(found: PatchState) -> str:
             if limit is None
             else f" on each of {ranks} ranks"
         )
-    choice = _offload_choice(found)
-    names = (
-        config.named_saves
-        if config.saves != "auto"
-        else ()
-        if choice is None
-        else tuple(choice.layers)
-    )
+    names = config.named_saves if config.saves != "auto" else _names(record)
     moved = ", ".join(("layer inputs", *names))
     stats = manager.stats()
     use = HostUse() if found.root is None else engine_host_use(found.root)
@@ -374,11 +366,12 @@ def _describe_offload(found: PatchState) -> str:
         )
     if stats["left"]:
         parts.append(f"{stats['left']:.0f} tensors did not fit ({config.on_host_full})")
-    if found.policy is not None and found.policy.link is not None:
+    if found.saves_policy is not None and found.saves_policy.link is not None:
+        choice = None if record is None or record.host is None else record.host.choice
         if choice is None:
             parts.append("auto: the first step measures, with layer inputs alone on the host")
         elif config.saves == "auto":
-            parts.append(offloaded(choice))
+            parts.append(choice)
     return "; ".join(parts)
 
 
@@ -459,7 +452,7 @@ def _notes(model: nn.Module, found: PatchState) -> tuple[str, ...]:
     notes += adapter_notes(
         wrapper.site for wrapper in found.wrappers if isinstance(wrapper, LayerForward)
     )
-    faster = 0.0 if found.policy is None else found.policy.faster_on_host()
+    faster = 0.0 if found.saves_policy is None else found.saves_policy.faster_on_host()
     if faster >= FASTER:
         notes.append(
             f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: "

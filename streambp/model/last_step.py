@@ -8,7 +8,7 @@ from collections import Counter
 from torch import nn
 from transformers import PreTrainedModel
 
-import streambp.model.patching as patching
+import streambp.model.installed as installed
 from streambp.device import counted_bytes, tells_memory
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
@@ -23,6 +23,7 @@ from streambp.model.record import (
     Saved,
     StepMemory,
     StepRecord,
+    offloaded,
 )
 from streambp.model.state import PatchState
 from streambp.model.steps import Step
@@ -53,7 +54,7 @@ def patch_of(model: nn.Module) -> PatchState:
         StreamBPError: the model is not patched, or is a part of a patched model with streaming
             parts elsewhere.
     """
-    found = patching.patch_of(model)
+    found = installed.patch_of(model)
     if found is None:
         raise StreamBPError(
             f"This {type(model).__name__} is not patched. Call streambp.patch(model) first."
@@ -151,12 +152,16 @@ def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
     if state.offloader is None:
         return None
     stats = state.offloader.stats()
+    choice = None
+    if isinstance(step.choice, Chosen) and step.choice.measured is not None:
+        choice = offloaded(step.choice)
     return HostTraffic(
         step.moved.get(OUT, 0.0),
         step.moved.get(BACK, 0.0),
         stats["host_bytes"],
         stats["stall_out"] + stats["stall_back"],
         int(stats["left"]),
+        choice,
     )
 
 
@@ -209,13 +214,13 @@ def _what_became_of(head: CausalLMForward) -> str:
     lazy = head.lazy
     if lazy is not None:
         before = "" if told is None else f"{told}; besides, "
-        if lazy.built_for is not None:
+        if lazy.outcome.built_for is not None:
             told = (
-                f"{before}builds the logits: the program uses {lazy.built_for} on them, costs "
+                f"{before}builds the logits: the program uses {lazy.outcome.built_for} on them, costs "
                 "memory"
             )
-        elif lazy.computed:
-            told = f"{before}no logits: computed blockwise for {', '.join(lazy.computed)}"
+        elif lazy.outcome.computed:
+            told = f"{before}no logits: computed blockwise for {', '.join(lazy.outcome.computed)}"
         else:
             told = told or "no logits: none were used"
     if told is None:

@@ -1,12 +1,14 @@
-"""Patch and unpatch models; `describe` is in `describe.py`."""
+"""Install and remove streaming forwards.
+
+`streambp.patch` is in `planner/auto.py`, because it counts steps of patched models.
+"""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,40 +31,56 @@ from streambp.layer.products import computes_plainly, matching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.fused_head import FusedHead, head_again
+from streambp.model.installed import is_patched, left_of_another, patch_of
+from streambp.model.last_step import record_of
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
 from streambp.model.undo import undone_on_error
+from streambp.model.unpatched import UnpatchedRuns
 from streambp.model.wrappers import BackboneForward, LayerForward
+from streambp.offload.costs import Figures
+from streambp.offload.free_memory import FreeMemory
+from streambp.offload.link import LinkBudget
 from streambp.offload.manager import OffloadManager
+from streambp.offload.policy import SavesPolicy
 from streambp.offload.weights import HostWeights, several_ranks
 
 Model = TypeVar("Model", bound=nn.Module)
-OURS = (BackboneForward, LayerForward, CausalLMForward)
 
 
-def patch(model: Model, config: StreamConfig | None = None) -> Model:
-    """Make `model` stream: its decoder layers in chunks of the sequence, its loss in blocks of the
-    logits.
-
-    After an error the model is as before: unpatched, or with its previous patch.
-
-    Layers that mix tokens outside of their attention (convolutions, recurrences) run under gradient
-    checkpointing. The first call of each kind detects them, and `describe` names them.
+class States(Protocol):
+    """Counts the steps of a model in each of its states. `planner/auto.py` has such a class.
 
     Args:
-        model: a transformers model, or a module that contains one (a PeftModel, for example).
-            Changed in place.
-        config: settings; `StreamConfig()` if None. A patched model is patched again with these
-            settings.
+        home: the patched model.
+        config: its settings.
+    """
 
-    Returns:
-        The same object as `model`.
+    def __init__(self, home: Home, config: StreamConfig) -> None: ...
+
+    def __call__(self, device: torch.device) -> tuple[Figures, float]:
+        """Return figures of the model's steps, and the fraction of its gradients that exist."""
+        ...
+
+    def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
+        """Return the bytes that `device` has for layer weights beside a step."""
+        ...
+
+
+def install(
+    model: Model, config: StreamConfig | None = None, states: type[States] | None = None
+) -> Model:
+    """Make `model` stream. After an error the model is as before: unpatched, or with its previous
+    patch.
+
+    Args:
+        model: a transformers model, or a module that contains one. Changed in place.
+        config: settings; `StreamConfig()` if None.
+        states: class that counts the memory and the seconds of steps, for settings that are "auto";
+            None: such settings are not chosen by memory, and steps are not logged.
 
     Raises:
-        UnsupportedModelError: the model has no decoder layers that can stream exactly.
-        StreamBPError: the model is part of a patched model.
-        ConfigError: `config` names something that the model does not have, or Liger does not
-            support the model.
+        StreamBPError: the model cannot be patched, or is part of a patched model.
     """
     config = StreamConfig() if config is None else config
     if not isinstance(config, StreamConfig):
@@ -74,22 +92,21 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
     # trainers call them
     heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}
     with undone_on_error(model):
-        _put_on(model, config, found, heads)
-    if "transformers.trainer" in sys.modules:
-        # Imported here, because a program without a Trainer does not need its callbacks.
-        importlib.import_module("streambp.model.trainer_logs").log_in_new_trainers()
+        state = _put_on(model, config, found, heads)
+        if states is not None:
+            _set_auto(state, type(model).__name__, states(state.home, state.config))
     return model
 
 
 def _put_on(
     model: nn.Module, config: StreamConfig, found: Found, heads: dict[nn.Module, FusedHead]
-) -> None:
-    """Remove the model's existing patch, and install a new one.
+) -> PatchState:
+    """Remove the model's existing patch, install a new one, and return its state.
 
     Args:
         heads: the streaming heads that the model's modules had when `patch` was called.
     """
-    if any(hasattr(module, PATCH) for module in model.modules()) or _left_of_another(model):
+    if any(hasattr(module, PATCH) for module in model.modules()) or left_of_another(model):
         unpatch(model)
     _check_products(found, config)
     if is_patched(model):  # two patches would have two sets of settings for the same layers
@@ -127,6 +144,40 @@ def _put_on(
             head.install()
     model._streambp = state  # type: ignore[assignment]
     model.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, model))
+    return state
+
+
+def _set_auto(state: PatchState, name: str, states: States) -> None:
+    """Install the chooser of "auto" settings, and the log of steps.
+
+    Args:
+        name: name of the model in the log.
+        states: counts the model's steps.
+    """
+    config = state.config
+    steps = state.steps
+    steps.name = name
+    steps.tell = functools.partial(record_of, state)
+    sizes = config.chunk_size == "auto"
+    saves = config.saves == "auto"
+    on_device = config.offload == "auto" and config.gpu_memory is None
+    link = None
+    if state.offloader is not None and (saves or on_device):
+        link = LinkBudget(state.offloader, on_device)
+    if state.weights is not None and config.weights == "auto":
+        state.weights.room = states.room_for_weights
+    if not steps.sites or not (sizes or saves or link is not None):
+        return
+    number = 1 + max(site.index for site in steps.sites)
+    state.saves_policy = policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link)
+    for site in steps.sites:
+        site.chunk_rule = policy.chunk if sizes else None
+        site.saves_policy = policy if saves or link is not None else None
+    if not saves or state.offloader is not None:
+        return
+    state.pending.let_go = policy.let_go
+    if config.unpatched_runs and config.rows != "packed" and config.weights != "cpu":
+        state.unpatched = UnpatchedRuns(config, policy, steps)
 
 
 def _make_wrappers(
@@ -164,40 +215,6 @@ def _make_wrappers(
         own = tuple(norm for key, norm in norms.items() if key in inside or not backbones & inside)
         wrappers.append(CausalLMForward(module, state, own))
     return wrappers
-
-
-def streamed_head(model: nn.Module) -> CausalLMForward | None:
-    """Return the forward that computes a patched model's loss, whichever module around or inside
-    was passed to `patch`.
-    """
-    return next(
-        (f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None
-    )
-
-
-def _left_of_another(model: nn.Module) -> bool:
-    """True if a model streams as what is left of one that was given to `patch`: out of a wrapper,
-    or as a copy."""
-    found = next(
-        (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)),
-        None,
-    )
-    root = None if found is None else found.root
-    return (
-        root is not None
-        and PATCH not in root.__dict__
-        and any(module is root for module in model.modules())
-    )
-
-
-def is_patched(model: nn.Module) -> bool:
-    """True if a model streams: `patch` was called on the model, on a part, or on a module around
-    the model.
-    """
-    ours = (
-        f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward)
-    )
-    return any(not wrapper.retired for wrapper in ours)
 
 
 def _check_products(found: Found, config: StreamConfig) -> None:
@@ -258,40 +275,3 @@ def unpatch(model: Model) -> Model:
         unmark(module)
         found = patch_of(model)
     return model
-
-
-def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
-    """Return the module that was passed to `patch`, and the installed state; None if the model is
-    not patched.
-
-    The module is the model itself, a part, or a wrapper around the model (DDP, an engine). A
-    wrapper counts only if everything that streams in it belongs to the model.
-
-    Raises:
-        StreamBPError: other parts of the patched model stream as well.
-    """
-    for module in model.modules():
-        if PATCH in module.__dict__:
-            given: PatchState = module.__dict__[PATCH]
-            if not given.home.known:  # of a copy
-                given.home.name(module)
-            return module, given
-    found = next(
-        (
-            f.state
-            for module in model.modules()
-            for f in forwards(module)
-            if isinstance(f, OURS) and not f.retired
-        ),
-        None,
-    )
-    root = None if found is None else found.root
-    if found is None or root is None:
-        return None
-    inside, there = (set(map(id, around.modules())) for around in (model, root))
-    if any(id(wrapper.module) in there - inside for wrapper in found.wrappers):
-        raise StreamBPError(
-            f"This {type(model).__name__} is a part of a {type(root).__name__} that was given to "
-            "streambp.patch, and other parts of it stream as well. Pass the whole model."
-        )
-    return root, found

@@ -72,6 +72,7 @@ class HostTraffic:
         allocated: bytes of allocated host memory.
         stalls: seconds that compute has waited for copies, over all steps since `patch`.
         left: number of tensors for which the host had no room.
+        choice: sentence about the saves that were chosen for the host; None: no saves were chosen.
     """
 
     out: float
@@ -79,6 +80,7 @@ class HostTraffic:
     allocated: float
     stalls: float
     left: int
+    choice: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

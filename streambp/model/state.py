@@ -121,8 +121,8 @@ class PatchState:
         running: state of the running forward.
         pending: gradients of the head's last forward, until backward.
         steps: notes on the model's steps. [Note: notes on a step]
-        policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the rule
-            for chunks.
+        saves_policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the
+            rule for chunks.
         weights: manager of the layers' weights on the host; None: the weights are on the device.
         unpatched: decides which micro-batches run unpatched; None unless saves="auto".
             [Note: micro-batches as unpatched]
@@ -142,7 +142,7 @@ class PatchState:
     offloader: OffloadManager | None = None
     weights: HostWeights | None = None
     steps: Steps = dataclasses.field(default_factory=Steps, repr=False)
-    policy: SavesPolicy | None = None
+    saves_policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None
     wrappers: Living[InstanceForward] = dataclasses.field(default_factory=Living)
     history: CallHistory = dataclasses.field(default_factory=CallHistory, repr=False)

@@ -79,7 +79,7 @@ class UnpatchedRuns:
     [Note: micro-batches as unpatched]
 
     Args:
-        policy: predicts the bytes of each layer's graph, and the free bytes.
+        saves_policy: predicts the bytes of each layer's graph, and the free bytes.
         steps: the model's steps, with all its layers.
 
     Attributes:
@@ -88,9 +88,9 @@ class UnpatchedRuns:
         within: True while an unpatched forward runs.
     """
 
-    def __init__(self, config: StreamConfig, policy: SavesPolicy, steps: Steps) -> None:
+    def __init__(self, config: StreamConfig, saves_policy: SavesPolicy, steps: Steps) -> None:
         self.config = config
-        self.policy = policy
+        self.saves_policy = saves_policy
         self.steps = steps
         self.most = math.inf
         self.factor = 1.0
@@ -98,7 +98,7 @@ class UnpatchedRuns:
 
     def __getstate__(self) -> Any:
         """Return the state of a copied or pickled model, which has run no step."""
-        return self.config, self.policy, self.steps
+        return self.config, self.saves_policy, self.steps
 
     def __setstate__(self, state: Any) -> None:
         UnpatchedRuns.__init__(self, *state)
@@ -126,7 +126,7 @@ class UnpatchedRuns:
         )
         if not isinstance(given, Tensor) or given.dim() < 2:
             return None
-        self.policy.begins(given.device)
+        self.saves_policy.begins(given.device)
         if not self._can(given, config):
             return None
         tokens = given.shape[0] * given.shape[1]
@@ -134,7 +134,7 @@ class UnpatchedRuns:
         if found is None or found.bytes > SHARE * found.room or packs():
             return None
         random = RandomState.capture(given.device)
-        before = self.policy.free(given.device)
+        before = self.saves_policy.free(given.device)
         self.within = True
         allocators = True
         try:
@@ -152,7 +152,7 @@ class UnpatchedRuns:
             self.within = False
         # Here and not in the except block, because the error's frames reference tensors.
         after = (
-            self.policy.free(given.device)
+            self.saves_policy.free(given.device)
             if result is not None and tells_memory(given.device)
             else None
         )
@@ -165,7 +165,7 @@ class UnpatchedRuns:
             make_room(given.device, allocators)
             random.restore()
             return None
-        self.policy.latest = found
+        self.saves_policy.latest = found
         self.steps.watch(result)
         return result
 
@@ -192,7 +192,9 @@ class UnpatchedRuns:
             return None
         heads = list(map(HEADS, self.steps.sites))
         vocabulary = getattr(config, "vocab_size", 0)
-        return kept_unpatched(self.policy, tokens, length, device, heads, vocabulary, self.factor)
+        return kept_unpatched(
+            self.saves_policy, tokens, length, device, heads, vocabulary, self.factor
+        )
 
     def _can(self, given: Tensor, config: PreTrainedConfig) -> bool:
         """True if the micro-batch is one chunk, and unpatched computes the same in memory that is
@@ -212,8 +214,8 @@ class UnpatchedRuns:
             if not any(map(SEEN_WRITING, site.tests.results.values())) or not is_plain(site):
                 return False
         size = (
-            self.policy.size(batch_size, length, given.device)
-            if self.policy.sizes
+            self.saves_policy.size(batch_size, length, given.device)
+            if self.saves_policy.sizes
             else self.config.chunk_size
         )
         return len(plan_chunks(length, batch_size, size)) == 1
@@ -225,7 +227,7 @@ class UnpatchedRuns:
 
 
 def kept_unpatched(
-    policy: SavesPolicy,
+    saves_policy: SavesPolicy,
     tokens: int,
     length: int,
     device: torch.device,
@@ -242,7 +244,7 @@ def kept_unpatched(
         heads: number of heads with unfused scores, layer by layer.
         factor: multiplies the total.
     """
-    known = policy.graphs(tokens, device)
+    known = saves_policy.graphs(tokens, device)
     if known is None:
         return None
     graphs, spare = known

@@ -279,8 +279,8 @@ class BackboneForward(InstanceForward):
             refuse_foreign_attention(self.attentions)
             state.check_cache(self.module.config, kwargs)
             cacheless = self._leaves_a_cache_out()
-            if state.policy is not None and isinstance(given, Tensor):
-                state.policy.begins(given.device)
+            if state.saves_policy is not None and isinstance(given, Tensor):
+                state.saves_policy.begins(given.device)
             output = None if state.unpatched is None or running.again else self._unstreamed(kwargs)
             if output is not None:
                 if self.prefixes is not None:
@@ -317,8 +317,8 @@ class BackboneForward(InstanceForward):
             return with_absent_cache(output) if cacheless else output
         finally:
             running.asked_cache = False
-            if state.policy is not None:
-                state.policy.ended()
+            if state.saves_policy is not None:
+                state.saves_policy.ended()
             running.bypass, running.shards, running.packed_rows = before
             if running.deferring is not None:
                 running.deferring.remove()

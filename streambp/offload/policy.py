@@ -113,9 +113,8 @@ class SavesPolicy:
         self._by_name: set[int] = set()  # layers whose graphs cannot be kept
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # instances of `layer.saved.Kept`
         self._batch = BatchSaves()
-        self.margins: dict[
-            tuple[int, int], Shortage
-        ] = {}  # key: tokens of a step, tokens of a chunk
+        # keys are pairs: tokens of a step, tokens of a chunk
+        self.margins: dict[tuple[int, int], Shortage] = {}
 
     def __reduce__(self) -> Any:
         """Return a new policy for a copied or pickled model, without measurements."""

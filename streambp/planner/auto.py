@@ -7,37 +7,29 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import operator
-import time
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.alive import Home
 from streambp.config import LAST, StreamConfig
-from streambp.device import (
-    allocator_count,
-    autocast_dtype,
-    counted_bytes,
-    memory_limit,
-    tells_memory,
-)
+from streambp.device import autocast_dtype
 from streambp.distributed.engines import contents_of
 from streambp.distributed.zero import is_partitioned
 from streambp.known_names import SHARD_HERE
-from streambp.model.last_step import record_of
+from streambp.model.installed import patch_of
+from streambp.model.patching import install
 from streambp.model.state import PatchState
-from streambp.model.unpatched import UnpatchedRuns
-from streambp.offload.arena import NO_LIMIT, host_limit
+from streambp.offload import free_memory
 from streambp.offload.costs import Figures, LayerCost, Need
-from streambp.offload.link import LinkBudget
-from streambp.offload.policy import SavesPolicy
 from streambp.planner.laws import Law, features
 from streambp.planner.layer_costs import seen_costs
 from streambp.planner.profile import Method, Phase
@@ -53,14 +45,8 @@ T = TypeVar("T")
 # layer's weights
 WORK = 8
 WIDE = 2.0  # float32 weights under autocast: a tensor takes at most twice its half-precision bytes
-# fraction of a machine's free memory for a step, because other processes use it too and exhausting
-# it raises no error
-HOST_SHARE = 0.5
-FRESH = 0.2  # seconds between reads of the host's memory; a read takes a third of a millisecond
 BESIDE = 4096  # tokens of a chunk beside the layers on the device; smaller chunks would be slow
 OPTIMIZER = 12  # bytes for each trained parameter, for an optimizer without state yet
-# usable fraction of the device, and bytes that stay free; for fragmentation and other libraries
-USABLE, LEFT = 0.95, 2**30
 REMEMBERED = 64  # maximal number of cached model states, and of cached lengths
 HALF = (torch.float16, torch.bfloat16)
 # attributes of a parameter that change a step's memory
@@ -166,38 +152,34 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
-    model = patching.patch(model, config)
-    state: PatchState = model._streambp  # type: ignore[assignment]
-    state.steps.name, state.steps.tell = type(model).__name__, functools.partial(record_of, state)
-    sizes, saves = state.config.chunk_size == "auto", state.config.saves == "auto"
-    on_device = state.config.offload == "auto" and state.config.gpu_memory is None
-    link = (
-        LinkBudget(state.offloader, on_device)
-        if state.offloader is not None and (saves or on_device)
-        else None
-    )
-    states = ModelStates(state.home, state.config)
-    if state.weights is not None and state.config.weights == "auto":
-        state.weights.room = states.room_for_weights
-    if not state.steps.sites or not (sizes or saves or link is not None):
-        return model
-    number = 1 + max(site.index for site in state.steps.sites)
-    state.policy = policy = SavesPolicy(number, FreeMemory(), states, sizes, saves, link)
-    for site in state.steps.sites:
-        site.chunk_rule = policy.chunk if sizes else None
-        site.saves_policy = policy if saves or link is not None else None
-    if saves and state.offloader is None:
-        state.pending.let_go = policy.let_go
-        if (
-            state.config.unpatched_runs
-            and state.config.rows != "packed"
-            and state.config.weights != "cpu"
-        ):
-            state.unpatched = UnpatchedRuns(state.config, policy, state.steps)
+    """Make `model` stream: its decoder layers in chunks of the sequence, its loss in blocks of the
+    logits.
+
+    After an error the model is as before: unpatched, or with its previous patch.
+
+    Layers that mix tokens outside of their attention (convolutions, recurrences) run under gradient
+    checkpointing. The first call of each kind detects them, and `describe` names them.
+
+    Args:
+        model: a transformers model, or a module that contains one (a PeftModel, for example).
+            Changed in place.
+        config: settings; `StreamConfig()` if None. A patched model is patched again with these
+            settings.
+
+    Returns:
+        The same object as `model`.
+
+    Raises:
+        UnsupportedModelError: the model has no decoder layers that can stream exactly.
+        StreamBPError: the model is part of a patched model.
+        ConfigError: `config` names something that the model does not have, or Liger does not
+            support the model.
+    """
+    install(model, config, ModelStates)
+    if "transformers.trainer" in sys.modules:
+        # Imported here, because a program without a Trainer does not need its callbacks.
+        importlib.import_module("streambp.model.trainer_logs").log_in_new_trainers()
     return model
-
-
-patch.__doc__ = patching.patch.__doc__
 
 
 class ModelStates:
@@ -213,7 +195,7 @@ class ModelStates:
     def __init__(self, model: nn.Module | Home, config: StreamConfig) -> None:
         self.home, self.config = model if isinstance(model, Home) else Home(model), config
         self._known: dict[tuple[Any, ...], Figures] = {}
-        # weights on another device count as if they were on this one
+        # weights on another device count like weights on this device
         decides = DECIDES if config.weights == "device" else DECIDES[:-1]
         self._decides = [operator.attrgetter(name) for name in decides]
         self._last: tuple[Any, ...] = ()
@@ -226,13 +208,13 @@ class ModelStates:
     def model(self) -> nn.Module:
         """Return the module given to `patch`, or the outermost one that is left."""
         found = self.home()
-        assert found is not None  # which calls this
+        assert found is not None  # the model calls this function
         return found
 
     @property
     def installed(self) -> PatchState:
         """Return the state of the model's patch."""
-        found = patching.patch_of(self.model)
+        found = patch_of(self.model)
         assert found is not None
         return found[1]
 
@@ -267,7 +249,7 @@ class ModelStates:
         installed = self.installed
         sites = list(installed.steps.sites)
         most = bound(self.model, [site.layer for site in sites])
-        if free_memory(device) is None or (
+        if free_memory.free_memory(device) is None or (
             self.config.chunk_size != "auto" and self.config.offload != "none"
         ):
             return Figures(most)
@@ -299,24 +281,26 @@ class ModelStates:
             length: tokens of a row. Chunks have BESIDE tokens unless the config sets a chunk size.
         """
         model, config = self.model, self.config
-        free = free_memory(device)
+        free = free_memory.free_memory(device)
         if free is None:
             return math.inf
         known, present = self(device)
         if known.need is None:
             return 0.0
-        layers = {id(p) for site in self.installed.steps.sites for p in site.layer.parameters()}
-        trained = [p for p in model.parameters() if p.requires_grad]
-        there = sum(
-            p.nbytes
-            for p in model.parameters()
-            if p.device == device and id(p) in layers and not p.requires_grad
-        )
-        coming = sum(p.nbytes for p in trained if p.device != device)
-        states = 0 if present else sum(OPTIMIZER * p.numel() for p in trained)
-        chunk = min(
-            rows * length, BESIDE if config.chunk_size == "auto" else rows * int(config.chunk_size)
-        )
+        layers: set[int] = set()
+        for site in self.installed.steps.sites:
+            layers.update(map(id, site.layer.parameters()))
+        there = 0
+        coming = 0
+        states = 0
+        for p in model.parameters():
+            if p.requires_grad:
+                coming += p.nbytes if p.device != device else 0
+                states += 0 if present else OPTIMIZER * p.numel()
+            elif p.device == device and id(p) in layers:
+                there += p.nbytes
+        chunk = BESIDE if config.chunk_size == "auto" else rows * int(config.chunk_size)
+        chunk = min(rows * length, chunk)
         return free + there - coming - states - known.need(rows * length, chunk, present)
 
 
@@ -354,8 +338,12 @@ def rates_here(device: torch.device) -> Rates:
         if device.type == "cuda" and torch.cuda.is_available()
         else ""
     )
-    found = [known for known in DEVICES if known.replace("RTX", "RTX ") in name or known in name]
-    return DEVICES[max(found, key=len, default=DEFAULT)]
+    longest = ""
+    for known in DEVICES:
+        written = known.replace("RTX", "RTX ") in name or known in name
+        if written and len(known) > len(longest):
+            longest = known
+    return DEVICES[longest or DEFAULT]
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
@@ -420,71 +408,3 @@ def _costs(
                 cost=dataclasses.replace(one.cost, x=2 * one.cost.x), graph=0.0
             )
     return {index: one._replace(device=devices[index]) for index, one in found.items()}
-
-
-def free_memory(device: torch.device) -> float | None:
-    """Return the bytes that a step can allocate on a device, according to the driver.
-
-    None if no limit is known, for example because the allocator has no statistics.
-    """
-    if not tells_memory(device):
-        return None
-    try:
-        limit, allocated = memory_limit(device), counted_bytes(device, "allocated")
-    except RuntimeError:
-        return None
-    return min(USABLE * limit, limit - LEFT) - allocated
-
-
-@dataclasses.dataclass
-class FreeMemory:
-    """Bytes that a step can allocate on a device; None if no limit is known.
-
-    The driver is queried once. Afterwards torch's own statistics follow the changes, until
-    `forget`. On a CPU the value is half of the machine's free memory, read from files every `FRESH`
-    seconds.
-    """
-
-    _limits: dict[torch.device, float | None] = dataclasses.field(default_factory=dict)
-    _host: float | None = None
-    _until: float = -math.inf
-
-    def __call__(self, device: torch.device) -> float | None:
-        """Return the bytes that are free now, or were free a moment ago on a CPU."""
-        if device not in self._limits:
-            free = free_memory(device)
-            self._limits[device] = None if free is None else free + _allocated(device)
-        limit = self._limits[device]
-        if limit is not None:
-            return limit - _allocated(device)
-        if device.type != "cpu":
-            return None
-        now = time.monotonic()
-        if now > self._until:
-            found = host_limit(None)
-            self._host, self._until = None if found == NO_LIMIT else HOST_SHARE * found, now + FRESH
-        return self._host
-
-    def forget(self) -> None:
-        """Query the driver on the next call, because other processes may use more or less now."""
-        self._limits.clear()
-
-    def sees_others(self, device: torch.device) -> bool:
-        """True if the value includes later changes by other processes.
-
-        A shortage is then no evidence of a wrong law.
-        """
-        return self._limits.get(device) is None
-
-    def retries(self, device: torch.device) -> int:
-        """Return how often the allocator has freed its cache because an allocation failed."""
-        return (
-            allocator_count(device, "num_alloc_retries")
-            if self._limits.get(device) is not None
-            else 0
-        )
-
-
-def _allocated(device: torch.device) -> int:
-    """Return the bytes that torch's allocator has allocated on a device; 0 if unknown."""
-    return counted_bytes(device, "allocated") if tells_memory(device) else 0

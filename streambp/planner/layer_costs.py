@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-import streambp.model.patching as patching
 from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
+from streambp.model.patching import install
 from streambp.model.state import PatchState
 from streambp.model.unpatched import is_plain
 from streambp.offload.costs import Cost, Figures, LayerCost, Product
@@ -34,7 +34,7 @@ def seen_costs(
         return {}, False
     reduced = skeleton.reduce()
     skeleton.model.eval()  # without dropout, because tensors without data have no random numbers
-    patching.patch(
+    install(
         skeleton.model,
         dataclasses.replace(config, chunk_size=SEEN, saves=(), offload="none", weights="device"),
     )

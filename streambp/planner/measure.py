@@ -14,9 +14,10 @@ from streambp.config import StreamConfig
 from streambp.device import MEMORY_ERRORS, is_accelerator, is_out_of_memory, tells_memory
 from streambp.errors import StreamBPError
 from streambp.model.last_step import last_step
-from streambp.model.patching import patch, unpatch
+from streambp.model.patching import install, unpatch
 from streambp.model.record import StepRecord
 from streambp.model.state import PatchState
+from streambp.offload import free_memory
 from streambp.offload.manager import OffloadManager
 from streambp.planner import auto
 from streambp.planner.compose import unroll
@@ -93,7 +94,7 @@ def compare_step(
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
     predicted, *_ = unroll(steps, counter.reduced)
     layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
-    patch(model, recipe.config)
+    install(model, recipe.config)
     if target == "cpu":
         uncount_host(model)
     given = {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -138,7 +139,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
     """
     device = ids.device
     setting = Setting(optimizer=0)
-    free = auto.free_memory(device)
+    free = free_memory.free_memory(device)
     if free is None:
         return None
     asked = Asked(model, device="cuda", mixers="installed", batch_size=ids.shape[0])

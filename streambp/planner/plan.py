@@ -17,7 +17,7 @@ from streambp.chunks import in_one_pass
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.fields import check_fields, parse_bytes
-from streambp.planner.auto import LEFT
+from streambp.offload.free_memory import LEFT
 from streambp.planner.counted import Asked, Said, counted
 from streambp.planner.default import ByDefault, by_default
 from streambp.planner.estimate import UNPATCHED, check_length

@@ -182,7 +182,8 @@ def _choice(plan: Plan) -> list[str]:
     else:
         who = "It runs"
     lines.append(f"{who} out of {where} first")
-    lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
+    if plan.choice is not None:  # commands of `remedies` follow a plan that does not fit
+        lines += [f"  {lever.change}: up to {lever.seq_len:,} tokens" for lever in plan.levers]
     return lines
 
 

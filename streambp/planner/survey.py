@@ -17,7 +17,7 @@ from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.config import LAST, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.known_names import CHECKPOINTING_SWITCHES
-from streambp.model.patching import patch, unpatch
+from streambp.model.patching import install, unpatch
 from streambp.model.state import PatchState
 from streambp.offload.arena import Arena
 from streambp.planner.compose import Counted, fit, unroll
@@ -431,7 +431,9 @@ class Counter:
                 kernels = "own"
             else:
                 kernels = recipe.config.kernels
-            patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size, kernels=kernels))
+            install(
+                model, dataclasses.replace(recipe.config, chunk_size=chunk_size, kernels=kernels)
+            )
             stack.callback(unpatch, model)
             installed: PatchState = model._streambp  # type: ignore[assignment]
             sites = installed.steps.sites

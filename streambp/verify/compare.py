@@ -39,7 +39,7 @@ from streambp.layer.gradients import nodes_behind
 from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.describe import describe
 from streambp.model.fused_layers import fused_modules
-from streambp.model.patching import patch, unpatch
+from streambp.model.patching import install, unpatch
 from streambp.verify.choices import Choices
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
 from streambp.verify.verdict import NOTABLE, Distances, Verification, find_problems, rate
@@ -356,7 +356,7 @@ def _run_streamed(
     model: nn.Module, config: StreamConfig, batch: Batch, scale: float
 ) -> tuple[VerifyRun, list[str]]:
     """Run the streamed step and return it with notes on the parts that did not stream."""
-    patch(model, config)
+    install(model, config)
     with torch.enable_grad():
         # Layers are tried in their first call. The expert choices of those trials belong to no
         # batch.

@@ -161,7 +161,7 @@ def test_is_refused_by_name(case, order):
         change(model)
         with pytest.raises(UnsupportedModelError, match=message):
             streambp.patch(model, CONFIG)
-        assert not streambp.model.patching.is_patched(model)
+        assert not streambp.model.installed.is_patched(model)
         return
     streambp.patch(model, CONFIG)
     if order == "after a step":

@@ -173,7 +173,7 @@ def test_what_is_overwritten_is_neither_chosen_nor_counted(float64, monkeypatch)
 
 
 def saved(model):
-    return sum(model._streambp.policy.latest.bytes.values())
+    return sum(model._streambp.saves_policy.latest.bytes.values())
 
 
 def test_what_only_some_layers_overwrite_is_saved_in_the_others(float64, monkeypatch):

@@ -42,7 +42,7 @@ from streambp.device import is_accelerator, tells_memory
 from streambp.errors import StreamBPError
 from streambp.offload.arena import NO_LIMIT, host_limit
 from streambp.offload.engines import AcceleratorEngine
-from streambp.planner.auto import FreeMemory, free_memory
+from streambp.offload.free_memory import FreeMemory, free_memory
 from streambp.planner.measure_device import CPU, measure_device, seconds_of_run
 from streambp.planner.work import pairs
 from tests.gpu import script

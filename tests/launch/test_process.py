@@ -28,7 +28,7 @@ from streambp import StreamConfig
 from streambp.errors import ConfigError
 from streambp.launch import process
 from streambp.launch.hook import VARIABLE, Hook
-from streambp.model.patching import is_patched
+from streambp.model.installed import is_patched
 from tests.launch.programs import VOCABULARY, arguments, model_of, right, rows
 
 

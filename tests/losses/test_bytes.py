@@ -107,8 +107,8 @@ def test_slope_a_token_on_logits(name):
     print(f"{name}, on logits: head and objective beyond their input: {found / KB:.3f} KB a token")
     assert found <= 8.5 * KB
     assert many.largest == VOCABULARY * WIDTH * 4
-    assert request.computed
-    assert request.built_for is None
+    assert request.outcome.computed
+    assert request.outcome.built_for is None
 
 
 def test_slope_a_token_of_built_logits():

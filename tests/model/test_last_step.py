@@ -38,7 +38,7 @@ from streambp.model.record import (
     out_of,
     sized,
 )
-from streambp.planner import auto
+from streambp.offload import free_memory
 from streambp.prefixes import calls
 from streambp.prefixes.tree import find_tree
 from tests.families import LENGTH, build, make_batch, mix_neighbours
@@ -54,7 +54,7 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.free = 8.0 * GIB
-        monkeypatch.setattr(auto.FreeMemory, "__call__", lambda _, device: self.free)
+        monkeypatch.setattr(free_memory.FreeMemory, "__call__", lambda _, device: self.free)
 
 
 @pytest.fixture

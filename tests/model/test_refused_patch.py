@@ -13,7 +13,7 @@ from transformers import modeling_utils
 
 import streambp
 from streambp.errors import ConfigError, MissingLibraryError, StreamBPError, UnsupportedModelError
-from streambp.model import patching, undo
+from streambp.model import installed, patching, undo
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.manager import OffloadManager
@@ -130,7 +130,7 @@ def check(case, first, monkeypatch):
     assert all(torch.equal(gradients[name], grad) for name, grad in expected[1].items())
     # And what was there comes off as ever.
     streambp.unpatch(model)
-    assert not patching.is_patched(model)
+    assert not installed.is_patched(model)
     assert not any(
         "forward" in module.__dict__ or "_streambp" in module.__dict__ for module in model.modules()
     )

@@ -1,6 +1,6 @@
 """A patch keeps nothing alive, and a copied part of what was patched has that part alone.
 
-covers: alive.py, model/state.py, model/patching.py, instance_forward.py
+covers: alive.py, model/state.py, model/installed.py, model/patching.py, instance_forward.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 import streambp
 from streambp import alive
-from streambp.model import patching
+from streambp.model import installed
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 
@@ -100,12 +100,12 @@ def check(around, config, how):
         for o in gc.get_objects()
     )
     assert layers_alive() - before - layers == 2
-    assert patching.is_patched(made)
+    assert installed.is_patched(made)
     _, found = gradients(made, **batch)
     assert worst_error(found, expected) <= 1e-10
     assert streams(made)
     streambp.unpatch(made)
-    assert not patching.is_patched(made)
+    assert not installed.is_patched(made)
     _, found = gradients(made, **batch)
     assert worst_error(found, expected) <= 1e-10
     # Nothing but the program keeps what was given to `patch`.
@@ -121,7 +121,7 @@ def check(around, config, how):
     assert layers_alive() - before == 2
     streambp.patch(inner, CONFIGS["chunks"])
     streambp.unpatch(inner)
-    assert not patching.is_patched(inner)
+    assert not installed.is_patched(inner)
     assert not any("forward" in module.__dict__ for module in inner.modules())
 
 
@@ -147,7 +147,7 @@ def test_two_models_are_copied_together():
     assert streams(made)
     assert len(streambp.describe(made).layers) == 4
     streambp.unpatch(made)
-    assert not patching.is_patched(made)
+    assert not installed.is_patched(made)
 
 
 class Strong:

@@ -99,7 +99,7 @@ def test_a_model_whose_layers_are_wrapped_is_refused(name, which):
         match=rf"{outer} around some or all of its Qwen3DecoderLayer.*after streambp.patch",
     ):
         streambp.patch(model)
-    assert not streambp.model.patching.is_patched(model)
+    assert not streambp.model.installed.is_patched(model)
     assert "forward" not in model.model.__dict__
 
 

@@ -178,7 +178,7 @@ def auto(engine, model=None, offload="auto", **settings):
 
 
 def measured(model):
-    return model._streambp.policy.link.measured
+    return model._streambp.saves_policy.link.measured
 
 
 def test_the_first_step_measures_and_the_second_saves():

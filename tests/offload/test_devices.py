@@ -1,7 +1,7 @@
 """Models whose layers are on several devices, and how much of a device a process may have.
 
 covers: device.py, layer/call.py, offload/engines.py, offload/manager.py, offload/transfers.py,
-  planner/auto.py, planner/profile.py
+  offload/free_memory.py, planner/auto.py, planner/profile.py
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 
 from streambp import device
 from streambp.layer.call import LayerCall
-from streambp.offload import engines, manager_of, transfers
+from streambp.offload import engines, free_memory, manager_of, transfers
 from streambp.offload.costs import Figures
 from streambp.offload.engines import OUT, DeviceMemory
+from streambp.offload.free_memory import FreeMemory
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
-from streambp.planner import auto
-from streambp.planner.auto import FreeMemory, StepNeed
+from streambp.planner.auto import StepNeed
 from streambp.planner.laws import Law
 from streambp.planner.profile import Method, Phase
 from tests.offload.runs import (
@@ -185,7 +185,7 @@ def test_counting_makes_no_list_of_all_counts(card, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, refuse)
     card.allocated, card.reserved = 16 * GIB, 17 * GIB
     here = torch.device("cuda", 0)
-    assert auto.FreeMemory()(here) == pytest.approx((0.95 * 140 - 16) * GIB, abs=2)
+    assert free_memory.FreeMemory()(here) == pytest.approx((0.95 * 140 - 16) * GIB, abs=2)
     # as before CUDA is used
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: {})
     assert device.counted_bytes(here, "allocated") == 0
@@ -212,13 +212,13 @@ def test_both_budgets_keep_to_the_limit(card, monkeypatch):
     monkeypatch.setattr(torch, "Stream", lambda device: None)
     card.fraction, card.allocated, card.reserved, card.peak = 79 / 140, 16 * GIB, 17 * GIB, 20 * GIB
     here = torch.device("cuda", 0)
-    assert auto.free_memory(here) == pytest.approx((0.95 * 79 - 16) * GIB, abs=2)
+    assert free_memory.free_memory(here) == pytest.approx((0.95 * 79 - 16) * GIB, abs=2)
     memory = engines.AcceleratorEngine(here).memory()
     assert (memory.allocated, memory.peak) == (16 * GIB, 20 * GIB)
     assert memory.limit == pytest.approx(79 * GIB, abs=1)
     card.others = 100 * GIB
-    assert auto.free_memory(here) == pytest.approx((0.95 * 40 - 16) * GIB, abs=2)
-    assert auto.free_memory(torch.device("cpu")) is None
+    assert free_memory.free_memory(here) == pytest.approx((0.95 * 40 - 16) * GIB, abs=2)
+    assert free_memory.free_memory(torch.device("cpu")) is None
 
 
 def test_a_smaller_fraction_makes_smaller_chunks(card):

@@ -26,7 +26,7 @@ from streambp.device import RandomState
 from streambp.errors import BackwardError, DeviceMemoryError
 from streambp.layer.call import LayerCall
 from streambp.layer.saved import Kept
-from streambp.offload import policy
+from streambp.offload import free_memory, policy
 from streambp.offload.arena import host_limit
 from streambp.offload.costs import Cost, Figures, LayerCost, Product
 from streambp.offload.policy import SavesPolicy
@@ -416,8 +416,8 @@ def test_what_other_processes_take_of_a_machine(monkeypatch):
     """Of its free memory a step takes a half at most, and what is free is looked up again within a
     step."""
     machine = [2 * PLENTY]
-    monkeypatch.setattr(auto, "host_limit", lambda wanted: machine[0])
-    monkeypatch.setattr(auto, "FRESH", -1.0)
+    monkeypatch.setattr(free_memory, "host_limit", lambda wanted: machine[0])
+    monkeypatch.setattr(free_memory, "FRESH", -1.0)
     expected = without_saves()
     model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
     chooser = chooser_of(streambp.patch(model, streambp.StreamConfig(chunk_size=5)))
@@ -436,7 +436,7 @@ def test_what_other_processes_take_of_a_machine(monkeypatch):
 
 def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
     monkeypatch.setattr(
-        auto, "host_limit", lambda wanted: host_limit(None, Path("missing"), Path("missing"))
+        free_memory, "host_limit", lambda wanted: host_limit(None, Path("missing"), Path("missing"))
     )
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5))
     for _ in range(2):
@@ -446,9 +446,9 @@ def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
 
 def test_free_memory_is_not_looked_up_for_each_chunk(monkeypatch):
     looked = []
-    monkeypatch.setattr(auto, "host_limit", lambda wanted: looked.append(wanted) or PLENTY)
-    monkeypatch.setattr(auto, "FRESH", 1e9)
-    free = auto.FreeMemory()
+    monkeypatch.setattr(free_memory, "host_limit", lambda wanted: looked.append(wanted) or PLENTY)
+    monkeypatch.setattr(free_memory, "FRESH", 1e9)
+    free = free_memory.FreeMemory()
     assert [free(torch.device("cpu")) for _ in range(50)] == [PLENTY / 2] * 50
     assert len(looked) == 1
 
@@ -483,7 +483,7 @@ def test_copies_have_seen_nothing(patched):
 def test_the_first_step_saves_what_was_counted(monkeypatch):
     """On tensors without data, layer by layer: the same bytes as are seen in the step itself."""
     monkeypatch.setattr(auto, "_law", lambda *_: LAW)
-    monkeypatch.setattr(auto, "free_memory", lambda device: PLENTY)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: PLENTY)
     model = build("qwen3", num_hidden_layers=4, attention_dropout=0.3)
     expected = seeded(plain(model))
     model = streambp.patch(model, streambp.StreamConfig(chunk_size=5, saves="auto"))

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import streambp
 from streambp.layer import saved
 from streambp.layer.saved import Kept
-from streambp.offload import costs, policy
+from streambp.offload import costs, free_memory, policy
 from streambp.planner import auto
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, step
@@ -43,12 +43,12 @@ def card(monkeypatch):
             return self.free
 
     found = Card()
-    monkeypatch.setattr(auto, "free_memory", found)
+    monkeypatch.setattr(free_memory, "free_memory", found)
     return found
 
 
 def policy_of(model):
-    return model._streambp.policy
+    return model._streambp.saves_policy
 
 
 def tiny(**settings):
@@ -78,7 +78,7 @@ def on_the_card(model):
 
 def on_a_cpu_first(model, card, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(auto, "free_memory", lambda device: None)
+        patch.setattr(free_memory, "free_memory", lambda device: None)
         model = patched(copy.deepcopy(model))
         step(model)
         assert policy_of(model).known.need.method.name == "at most"
@@ -228,7 +228,9 @@ def test_the_driver_is_asked_twice_at_most(card, settings):
 
 
 def test_readings_for_each_layer_are_seen(card, monkeypatch):
-    monkeypatch.setattr(auto.FreeMemory, "__call__", lambda self, device: auto.free_memory(device))
+    monkeypatch.setattr(
+        free_memory.FreeMemory, "__call__", lambda self, device: free_memory.free_memory(device)
+    )
     with pytest.raises(AssertionError):
         test_the_driver_is_asked_twice_at_most(card, {"chunk_size": 5})
 
@@ -331,17 +333,17 @@ def test_an_allocator_that_does_not_tell(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", refuse)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", refuse)
     here = torch.device("cuda", 0)
-    assert auto.free_memory(here) is None
-    free = auto.FreeMemory()
+    assert free_memory.free_memory(here) is None
+    free = free_memory.FreeMemory()
     assert free(here) is None
     assert free.retries(here) == 0
 
 
 @pytest.mark.parametrize(("total", "left"), [(80, 0.05 * 80), (8, 1.0)])
 def test_what_is_left_to_others(total, left, monkeypatch):
-    monkeypatch.setattr(auto, "memory_limit", lambda device: total * GIB)
-    monkeypatch.setattr(auto, "counted_bytes", lambda device, kind: 0)
-    assert auto.free_memory(torch.device("cuda", 0)) == pytest.approx((total - left) * GIB)
+    monkeypatch.setattr(free_memory, "memory_limit", lambda device: total * GIB)
+    monkeypatch.setattr(free_memory, "counted_bytes", lambda device, kind: 0)
+    assert free_memory.free_memory(torch.device("cuda", 0)) == pytest.approx((total - left) * GIB)
 
 
 def test_float32_weights_under_autocast_are_bounded(card):

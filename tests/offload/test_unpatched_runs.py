@@ -417,7 +417,7 @@ def test_copies_have_seen_nothing():
     other = copy.deepcopy(model)
     runs = other._streambp.unpatched
     assert runs.most == math.inf
-    assert runs.policy is chooser_of(other)
+    assert runs.saves_policy is chooser_of(other)
     assert [site.layer for site in runs.steps.sites] == list(other.model.layers)
 
 

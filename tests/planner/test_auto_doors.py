@@ -15,6 +15,7 @@ from torch import nn
 
 import streambp
 from streambp.model.wrappers import LayerForward
+from streambp.offload import free_memory
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from tests.families import build
@@ -42,7 +43,7 @@ def counted_once(profiles, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def memory_that_is_known(monkeypatch):
-    monkeypatch.setattr(auto, "free_memory", lambda device: 10**12)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: 10**12)
 
 
 def model():
@@ -95,15 +96,15 @@ def by_launch(monkeypatch):
 
 def check(found: nn.Module):
     state = found._streambp
-    assert isinstance(state.policy, SavesPolicy)
+    assert isinstance(state.saves_policy, SavesPolicy)
     sites = [w.site for w in state.wrappers if isinstance(w, LayerForward)]
     assert all(
-        site.saves_policy is state.policy and site.chunk_rule == state.policy.chunk
+        site.saves_policy is state.saves_policy and site.chunk_rule == state.saves_policy.chunk
         for site in sites
     )
-    assert state.policy.known.need is None  # nothing is decided yet
-    state.policy.begins(torch.device("cpu"))
-    assert isinstance(state.policy.known.need, auto.StepNeed)
+    assert state.saves_policy.known.need is None  # nothing is decided yet
+    state.saves_policy.begins(torch.device("cpu"))
+    assert isinstance(state.saves_policy.known.need, auto.StepNeed)
 
 
 def test_patch():

@@ -26,7 +26,7 @@ from scripts.plan_time import configs
 from streambp.admission.stacks import find_stacks
 from streambp.model.wrappers import LayerForward
 from streambp.offload import costs as costs_of_steps
-from streambp.offload import policy
+from streambp.offload import free_memory, policy
 from streambp.offload.costs import GRAPH
 from streambp.planner import auto
 from streambp.planner.count import StepCount
@@ -66,7 +66,7 @@ class Card:
         return (
             None
             if device.type == "cpu"
-            else min(auto.USABLE * self.memory, self.memory - auto.LEFT) - self.taken
+            else min(free_memory.USABLE * self.memory, self.memory - free_memory.LEFT) - self.taken
         )
 
 
@@ -85,7 +85,7 @@ class SetUp:
 
     @property
     def policy(self):
-        return state_of(self.skeleton).policy
+        return state_of(self.skeleton).saves_policy
 
     def take(self, card, present):
         """The card and the gradients as a micro-batch finds them."""
@@ -128,7 +128,7 @@ def frozen(model):
 def moved(memory):
     """Patched on a CPU, through a step's first layer there, and moved."""
     found = made(memory)
-    policy_of_it = state_of(found).policy
+    policy_of_it = state_of(found).saves_policy
     policy_of_it.begins(torch.device("cpu"))
     policy_of_it.ended()
     assert policy_of_it.known.need.method.name == "at most"
@@ -137,8 +137,8 @@ def moved(memory):
 
 def adapted_afterwards(memory):
     found = made(memory)
-    state_of(found).policy.begins(HERE)
-    state_of(found).policy.ended()
+    state_of(found).saves_policy.begins(HERE)
+    state_of(found).saves_policy.ended()
     with found.active():
         found.model = _with_adapters(found.model, 16)
     return SetUp(found, states=8)
@@ -418,7 +418,7 @@ def cell(set_up, kind, memory, card, tokens, present):
 def row(name, memory, lengths=LENGTHS):
     """The ratios of a set-up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "free_memory", card := Card(memory))
+        patch.setattr(free_memory, "free_memory", card := Card(memory))
         patch.setattr(auto, "rates_here", lambda device: RATES)
         set_up = SET_UPS[name](memory)
         print(f"\n{name}, {memory} GiB")
@@ -459,7 +459,7 @@ def test_a_kept_graph_takes_what_is_predicted(name, monkeypatch):
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 64
     config.layer_types = config.layer_types[:6]
     monkeypatch.setitem(globals(), "config_of", lambda memory: config)
-    monkeypatch.setattr(auto, "free_memory", card := Card(24))
+    monkeypatch.setattr(free_memory, "free_memory", card := Card(24))
     monkeypatch.setattr(auto, "rates_here", lambda device: RATES)
     set_up = SET_UPS[name](24)
     set_up.take(card, 0.0)
@@ -505,7 +505,7 @@ def test_where_not_all_attention_fits_the_host_is_faster(monkeypatch):
     """At 131,072 tokens on 80 GB the outputs of attention fit for a part of the layers; at 16,384
     for all."""
     monkeypatch.setattr(policy, "host_limit", lambda wanted: 112 * GIB)
-    monkeypatch.setattr(auto, "free_memory", card := Card(80))
+    monkeypatch.setattr(free_memory, "free_memory", card := Card(80))
     monkeypatch.setattr(auto, "rates_here", lambda device: RATES)
     set_up = SetUp(made(80))
     set_up.take(card, 0.0)

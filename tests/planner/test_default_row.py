@@ -16,9 +16,9 @@ from scripts.plan_time import configs
 from streambp.model import unpatched
 from streambp.model.record import KEPT_GRAPH, UNPATCHED
 from streambp.model.record import STREAMED as STREAMED_WAY
-from streambp.offload import policy
+from streambp.offload import free_memory, policy
 from streambp.offload.costs import GRAPH, Chosen
-from streambp.planner import auto, default
+from streambp.planner import default
 from streambp.planner.counted import Asked, counted
 from streambp.planner.layer_costs import HERE
 from streambp.planner.measure import compare_default
@@ -69,9 +69,9 @@ def of_a_patched_model(lora):
     """The policy of a patched model of which so much is known, and its parameters."""
     model = Skeleton(small(), torch.bfloat16, lora, 16, "cuda").model
     streambp.patch(model)
-    chooser = model._streambp.policy
+    chooser = model._streambp.saves_policy
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "free_memory", lambda device: 1.0)
+        patch.setattr(free_memory, "free_memory", lambda device: 1.0)
         chooser.begins(HERE)
     for index, cost in chooser.known.costs.items():  # a skeleton's layers are nowhere
         chooser.known.costs[index] = cost._replace(device=HERE)
@@ -85,7 +85,7 @@ def test_the_row_is_what_a_patched_model_chooses(lora, present):
     chooser, parameters = of_a_patched_model(lora)
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
     for memory, tokens in ((4 * GIB, 4096), (4 * GIB, 16384), (6 * GIB, 32768), (3 * GIB, 32768)):
-        usable = min(0.95 * memory, memory - auto.LEFT)
+        usable = min(0.95 * memory, memory - free_memory.LEFT)
         free = usable - sum(p.nbytes for p in parameters) - present * gradients
         row = planned(tokens, memory, lora, accumulate=bool(present)).by_default
         chooser.free, chooser.present = lambda device, free=free: free, present
@@ -133,7 +133,7 @@ def test_rows_of_a_batch_are_tokens():
     assert sum(s.bytes for s in four.saved) == pytest.approx(
         sum(s.bytes for s in one.saved), rel=0.05
     )
-    assert four.peak <= min(0.95 * 4 * GIB, 4 * GIB - auto.LEFT)
+    assert four.peak <= min(0.95 * 4 * GIB, 4 * GIB - free_memory.LEFT)
 
 
 def test_other_rules_have_no_row():
@@ -166,8 +166,8 @@ def test_a_real_step_does_what_was_predicted(monkeypatch, room):
     """On a CPU that says what it has free, as a card does: chunk size, and what is saved, name by
     name and byte by byte."""
     model = build("qwen3", dtype=torch.bfloat16, num_hidden_layers=3)
-    monkeypatch.setattr(auto, "free_memory", lambda device: room)
-    monkeypatch.setattr(auto, "LEFT", 0)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: room)
+    monkeypatch.setattr(free_memory, "LEFT", 0)
     predicted, measured = compare_default(model, torch.randint(0, 50, (1, 2048)))
     assert (measured.way, measured.chunk_size, measured.fits) == (
         predicted.way,
@@ -188,7 +188,7 @@ def test_a_real_step_does_what_was_predicted(monkeypatch, room):
 
 
 def test_a_device_that_does_not_tell_has_nothing_to_compare(monkeypatch):
-    monkeypatch.setattr(auto, "free_memory", lambda device: None)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: None)
     assert compare_default(build("llama"), torch.randint(0, 50, (1, 16))) is None
 
 

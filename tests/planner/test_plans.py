@@ -23,6 +23,7 @@ from streambp import cli
 from streambp.fields import parse_bytes, parse_tokens
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.launch.settings import from_flags
+from streambp.offload import free_memory
 from streambp.offload.costs import Figures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
@@ -454,9 +455,9 @@ def test_the_largest_chunk_that_fits():
 def test_auto_chunks_follow_the_device(monkeypatch):
     """One size for all layers of a forward, decided by what is free when it begins."""
     free = [10**12]
-    monkeypatch.setattr(auto, "free_memory", lambda device: free[0])
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: free[0])
     model = streambp.patch(build("qwen3", torch.bfloat16), streambp.StreamConfig(rows="as_given"))
-    rule = model._streambp.policy.chunk
+    rule = model._streambp.saves_policy.chunk
     assert rule(0, 1, 200000, torch.device("cpu")) == 16384
     assert "fits into the device's free memory" in streambp.describe(model).chunk_size
     free[0] = 0
@@ -473,7 +474,7 @@ def test_auto_chunks_follow_the_device(monkeypatch):
 
 
 def test_auto_says_why_it_keeps_the_plain_rule(monkeypatch):
-    monkeypatch.setattr(auto, "free_memory", lambda device: 10**12)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: 10**12)
     monkeypatch.setattr(auto, "survey", lambda *_, **__: 1 / 0)
     model = streambp.patch(build("qwen3", torch.bfloat16))
     for _ in range(2):

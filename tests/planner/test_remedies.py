@@ -21,6 +21,7 @@ from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
 from streambp.planner.profile import Group, Method, Phase, static
 from streambp.planner.remedies import Training, remedies, too_large, with_options
+from streambp.planner.report import plan_table
 from streambp.planner.survey import STREAMED, survey
 from streambp.rates import DEVICES, USUAL, device_of
 from tests.planner.laws import made_work
@@ -143,6 +144,18 @@ def test_a_grid_of_models_and_cards(name):
     assert cells == 54
     assert failing < cells
     assert failing or name == "Qwen3-0.6B"  # all plans of which fit
+
+
+@pytest.mark.parametrize(("length", "fits"), [(1024, True), (65536, False)])
+def test_a_plan_names_levers_or_commands(length, fits):
+    """Both name the same changes: commands where the plan does not fit, else how far each change
+    reaches."""
+    profile = counted_profile("made up", Training())
+    found = plan_profile(profile, length, Memory(8_200_000, None, 0.0), Setting())
+    assert found.levers
+    assert (found.choice is not None) == fits
+    text = plan_table(found, False)
+    assert [f"{one.change}: up to" in text for one in found.levers] == [fits] * len(found.levers)
 
 
 def test_what_is_too_large_is_told_by_share():

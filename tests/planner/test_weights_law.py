@@ -15,7 +15,7 @@ from transformers import GptOssConfig, LlamaConfig, Qwen3Config
 
 from streambp import StreamConfig
 from streambp.admission.stacks import find_stacks
-from streambp.model.patching import patch
+from streambp.model.patching import install
 from streambp.offload import gradients, ranges
 from streambp.offload import weights as host_weights
 from streambp.offload.engines import Engine
@@ -70,7 +70,7 @@ def counted(config, rank, monkeypatch):
     """The weights of a model's layers, and the most bytes that a second step has on its device."""
     skeleton = Skeleton(config, torch.bfloat16, rank, 16, "cuda")
     model = skeleton.model
-    patch(model, StreamConfig(CHUNK, saves=(), weights="cpu", host_memory=2**50))
+    install(model, StreamConfig(CHUNK, saves=(), weights="cpu", host_memory=2**50))
     weights = weights_of(model)
     weights._given_engine = WithoutData(META)
     monkeypatch.setattr(ranges, "view_of", viewed)

@@ -13,7 +13,7 @@ from streambp.errors import ConfigError
 from streambp.integrations.token_batches import TokenBatchSampler
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
-from streambp.model.patching import patch_of
+from streambp.model.installed import patch_of
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from streambp.integrations.trl.settings import StreamArguments
 from streambp.known_names import SPLITS
 from streambp.launch.groups import keep_groups
 from streambp.model.fused_head import FusedHead, add_head
-from streambp.model.patching import streamed_head
+from streambp.model.installed import streamed_head
 from streambp.model.trainer_logs import StreamCallback
 from streambp.nested import replaced
 from streambp.planner.auto import patch

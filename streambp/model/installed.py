@@ -1,0 +1,85 @@
+"""Find what `patch` installed in a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from streambp.errors import StreamBPError
+from streambp.instance_forward import PATCH, InstanceForward, forwards
+from streambp.model.causal_lm import CausalLMForward
+from streambp.model.state import PatchState
+from streambp.model.wrappers import BackboneForward, LayerForward
+
+OURS = (BackboneForward, LayerForward, CausalLMForward)
+
+
+def streamed_head(model: nn.Module) -> CausalLMForward | None:
+    """Return the forward that computes a patched model's loss, whichever module around or inside
+    was passed to `patch`.
+    """
+    return next(
+        (f for f in forwards(model) if isinstance(f, CausalLMForward) and not f.retired), None
+    )
+
+
+def is_patched(model: nn.Module) -> bool:
+    """True if a model streams: `patch` was called on the model, on a part, or on a module around
+    the model.
+    """
+    ours = (
+        f for module in model.modules() for f in forwards(module) if isinstance(f, InstanceForward)
+    )
+    return any(not wrapper.retired for wrapper in ours)
+
+
+def left_of_another(model: nn.Module) -> bool:
+    """True if a model was patched as a part of another model, which is gone: taken out of a
+    wrapper, or copied.
+    """
+    found = next(
+        (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)),
+        None,
+    )
+    root = None if found is None else found.root
+    return (
+        root is not None
+        and PATCH not in root.__dict__
+        and any(module is root for module in model.modules())
+    )
+
+
+def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
+    """Return the module that was passed to `patch`, and the installed state; None if the model is
+    not patched.
+
+    The module is the model itself, a part, or a wrapper around the model (DDP, an engine). A
+    wrapper counts only if everything that streams in it belongs to the model.
+
+    Raises:
+        StreamBPError: other parts of the patched model stream as well.
+    """
+    for module in model.modules():
+        if PATCH in module.__dict__:
+            given: PatchState = module.__dict__[PATCH]
+            if not given.home.known:  # of a copy
+                given.home.name(module)
+            return module, given
+    found = next(
+        (
+            f.state
+            for module in model.modules()
+            for f in forwards(module)
+            if isinstance(f, OURS) and not f.retired
+        ),
+        None,
+    )
+    root = None if found is None else found.root
+    if found is None or root is None:
+        return None
+    inside, there = (set(map(id, around.modules())) for around in (model, root))
+    if any(id(wrapper.module) in there - inside for wrapper in found.wrappers):
+        raise StreamBPError(
+            f"This {type(model).__name__} is a part of a {type(root).__name__} that was given to "
+            "streambp.patch, and other parts of it stream as well. Pass the whole model."
+        )
+    return root, found
