@@ -17,7 +17,7 @@ from huggingface_hub.dataclasses import type_validator
 
 from streambp.errors import ConfigError
 
-MOST = 2.0**62  # above every length, number of bytes and rate
+LARGEST_NUMBER = 2.0**62  # above every length, number of bytes and rate
 SHOWN = 120  # characters of a value in a message
 
 
@@ -33,17 +33,17 @@ def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
     """
     for field, hint in _hints(cast(Any, type(found))).items():
         value = getattr(found, field)
-        given = ranges.get(field, -MOST)
-        low, high = given if isinstance(given, tuple) else (given, MOST)
+        given = ranges.get(field, -LARGEST_NUMBER)
+        low, high = given if isinstance(given, tuple) else (given, LARGEST_NUMBER)
         try:
             type_validator(field, value, float | int if hint is float else hint)
             fits = not isinstance(value, int | float) or low <= value <= high
         except Exception:  # comparing a value with choices runs the value's own code
             fits = False
         if not fits:
-            if low == -MOST:
+            if low == -LARGEST_NUMBER:
                 bound = ""
-            elif high == MOST:
+            elif high == LARGEST_NUMBER:
                 bound = f" from {low:g}"
             else:
                 bound = f" from {low:g} to {high:,}"
@@ -118,7 +118,7 @@ def parse_tokens(field: str, value: int | str) -> int:
     number = 0.0
     if match is not None:
         number = float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
-    if not 1 <= number <= MOST:
+    if not 1 <= number <= LARGEST_NUMBER:
         raise ConfigError(
             f"{field} is {shown(value)}; it must be a positive number of tokens such as 65536, 64k "
             "or 1M."
@@ -146,7 +146,11 @@ def parse_bytes(field: str, value: int | str) -> int:
         number = float(match[1]) * UPPER[unit]
     else:
         number = value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number <= MOST:
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, int | float)
+        or not 1 <= number <= LARGEST_NUMBER
+    ):
         units = ", ".join(unit for unit in UNITS if unit)
         raise ConfigError(
             f"{field} is {shown(value)}; it must be a positive number of bytes, or text of a "

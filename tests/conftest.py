@@ -106,7 +106,7 @@ def _sees_padding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def _streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps after the first stream as well, where they would run as unpatched. [Note: micro-batches
     as unpatched]"""
-    monkeypatch.setattr(unpatched, "SHARE", 0.0)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.0)
 
 
 IN_A_THREAD = os.environ.get("STREAMBP_TEST_DEVICE_THREAD", "0") == "1"
@@ -135,9 +135,9 @@ def float64_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
 def attended_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the query chunks that streamed attention saw."""
     seen: list[int] = []
-    real = prefix.ChunkMask.attend
+    real = prefix.PrefixChunkAttention.attend
     monkeypatch.setattr(
-        prefix.ChunkMask,
+        prefix.PrefixChunkAttention,
         "attend",
         lambda self, given: seen.append(given.q.shape[2]) or real(self, given),
     )

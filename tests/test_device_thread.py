@@ -104,9 +104,9 @@ def test_layers_that_run_whole(monkeypatch):
 
 def test_graphs_that_are_kept(monkeypatch):
     kept = []
-    real = saved.Kept.choose
+    real = saved.SavedForBackward.choose
     monkeypatch.setattr(
-        saved.Kept,
+        saved.SavedForBackward,
         "choose",
         lambda self, *given: (real(self, *given), kept.append(self.keeps_graph))[0],
     )
@@ -115,7 +115,7 @@ def test_graphs_that_are_kept(monkeypatch):
 
 
 def test_micro_batches_as_unpatched(monkeypatch):
-    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
     patched = compare(build("qwen3", attention_dropout=0.2), make_batch("plain"), chunk_size=LENGTH)
     assert isinstance(chooser_of(patched).latest, AsUnpatched)
     assert patched._streambp.steps.last.over  # the end of backward was seen
@@ -123,7 +123,7 @@ def test_micro_batches_as_unpatched(monkeypatch):
 
 def test_a_backward_that_raises_is_heeded(monkeypatch, backward_threads):
     """As unpatched, and in the thread: from then on half of the tokens at most."""
-    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
     model, batch = build("qwen3"), make_batch("plain")
     streambp.patch(model, streambp.StreamConfig(chunk_size=LENGTH, rows="as_given"))
     chooser_of(model).free = lambda _: PLENTY

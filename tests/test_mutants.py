@@ -1,10 +1,10 @@
 """Every operator has a mutant, and every mutant turns a named test red.
 
 covers: admission/trials.py, attention/attend.py, attention/kernels.py, attention/kv.py,
-  attention/masks.py, attention/merge.py, attention/own.py, attention/prefix.py, attention/spans.py,
+  attention/masks.py, attention/merge.py, attention/self_attending.py, attention/prefix.py, attention/spans.py,
   chunks.py, head/blocks.py, head/log_probs.py, head/one_pass.py, head/recipe.py,
   layer/arguments.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/gradients.py,
-  layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py, lazy/standin.py,
+  layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py, lazy/base.py,
   losses/masked.py, model/causal_lm.py, offload/arena.py, offload/manager.py, planner/auto.py,
   planner/delta_rules.py, planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
 """
@@ -26,7 +26,7 @@ from streambp.admission import entry, trials
 from streambp.admission.probe import Verdict
 from streambp.attention import attend, kernels, masks, merge, prefix, spans
 from streambp.attention import kv as keys
-from streambp.attention import own as cached
+from streambp.attention import self_attending as cached
 from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.errors import BackwardError
@@ -334,8 +334,8 @@ MUTANTS = {
     "ignore the window": (masks, "_from_description", plain_causal, lambda: oracle("mistral")),
     "trust wrong spans": (masks, "agrees", lambda *_: True, dense_mask),
     "saved logsumexp of another chunk": (
-        kept.Kept, "attended",
-        lambda self, real=kept.Kept.attended: [
+        kept.SavedForBackward, "attended",
+        lambda self, real=kept.SavedForBackward.attended: [
             dataclasses.replace(a, lse=a.lse + 0.1) for a in real(self) or []
         ],
         lambda: oracle(saves=("attn_out",)),
@@ -505,7 +505,7 @@ MUTANTS = {
         deferred.Place, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
     ),
     "other libraries' forwards taken for transformers'": (causal_lm, "foreign_of_class", lambda *_: None, foreign_forward),
-    "weights that changed since a hook kept what they made": (deferred.Deferred, "check", lambda *_: None, kept_too_long),
+    "weights that changed since a hook kept what they made": (deferred.LazyHidden, "check", lambda *_: None, kept_too_long),
     "writes to what shares memory with logits unseen": (
         deferred.SharedMemory, "watch", lambda self, tensor: None, written_alias,
     ),

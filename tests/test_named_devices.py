@@ -64,7 +64,7 @@ PLACES = {
         cli/environment.py:
         cli/environment.py:_device
         device.py:
-        lazy/standin.py:
+        lazy/base.py:
         model/split.py:refuse_replicas
         planner/survey.py:survey
     """,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streambp.layer.call import LayerCall
-from streambp.layer.choices import Choices
+from streambp.layer.choices import ReplayedChoices
 from streambp.nested import replaced
 
 # relative to the layer's addition to its input
@@ -43,18 +43,18 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
 
 
 @contextlib.contextmanager
-def choices_once(call: LayerCall) -> Iterator[Choices]:
+def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
     """Context manager in which later runs repeat the layer's first choices. [Note: choices]
 
     The choices are those of a router, for example. The layer's first run over the tokens chooses
     freely.
     """
-    choices = Choices()
+    choices = ReplayedChoices()
     with replaced([call.site], "choices", [choices]):
         yield choices
 
 
-def chose_alike(choices: Choices | None, dtype: torch.dtype) -> bool:
+def chose_alike(choices: ReplayedChoices | None, dtype: torch.dtype) -> bool:
     """True if the latest run's choices rest on the first run's numbers, up to rounding. [Note:
     choices]
     """

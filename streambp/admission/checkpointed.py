@@ -19,10 +19,10 @@ from streambp.admission.generators import generator_states, generators_of, set_g
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import without_caches
 from streambp.chunks import Chunk
-from streambp.distributed.engines import Together, engine_hooks_silenced, held, reductions_of
+from streambp.distributed.engines import JoinGradients, engine_hooks_silenced, held, reductions_of
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import again, described, watching
-from streambp.fingerprint.looks import changed, versions_of
+from streambp.fingerprint.snapshots import changed, versions_of
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import switched_off
 from streambp.layer.recompute import Autocast, check_mode, computed_as_written
@@ -110,7 +110,7 @@ def _as_one(
         return contextlib.nullcontext(), args, kwargs
     given = args[0] if args else kwargs["hidden_states"]
     parameters = Parameters(site.layer, given.device)
-    hidden_states, *others = Together.apply(given, *parameters.current())  # type: ignore[no-untyped-call]
+    hidden_states, *others = JoinGradients.apply(given, *parameters.current())  # type: ignore[no-untyped-call]
     args, kwargs = (
         ((hidden_states, *args[1:]), kwargs)
         if args

@@ -14,7 +14,6 @@ from torch import nn
 
 from streambp.admission.checkpointed import run_whole
 from streambp.admission.collectives import no_collectives
-from streambp.admission.insides import hooks_of_others, may_edit_gradients
 from streambp.admission.kept_values import (
     leaving_nothing,
     refusing_chunks,
@@ -25,25 +24,26 @@ from streambp.admission.kept_values import (
 )
 from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
+from streambp.admission.third_party import hooks_of_others, may_edit_gradients
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.carriers import attention_mask_of
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Forks
 from streambp.device import MEMORY_ERRORS, has_data, is_out_of_memory
 from streambp.distributed.context_parallel import replaced_attention
-from streambp.distributed.engines import Reduced, reductions_of
+from streambp.distributed.engines import EngineReduce, reductions_of
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import watching
-from streambp.fingerprint.looks import LayerSnapshot, versions_of
+from streambp.fingerprint.snapshots import LayerSnapshot, versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import DOCUMENT_ENDS, OWN_SCAN
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall, deliver
 from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_forward
-from streambp.layer.gradients import NOBODY, can_keep_graph, counts_when_alone
+from streambp.layer.gradients import NO_HOOKS, can_keep_graph, counts_when_alone
 from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
-from streambp.layer.recompute import NOTHING
+from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.nested import replaced
@@ -99,7 +99,7 @@ def stream_layer(
     )
     if strategy is IN_CHUNKS and not _runs_third_party(site, call.look):
         strategy = WITHOUT_THIRD_PARTY
-    with call.autocast.off() if call.autocast.on else NOTHING:  # [Note: autocast]
+    with call.autocast.off() if call.autocast.on else NULL_CONTEXT:  # [Note: autocast]
         return _streamed(call, strategy)
 
 
@@ -221,7 +221,7 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
         here = site.weights_here("trial", call.device)
         freely = replaced([site], "choices", [None])  # [Note: choices]
         # Layers of a split sequence exchange keys and values with other ranks themselves.
-        alone = no_collectives(call.site.layer) if type(call) is LayerCall else NOTHING
+        alone = no_collectives(call.site.layer) if type(call) is LayerCall else NULL_CONTEXT
         with here, nothing_compiled(), call.autocast.off(), freely, alone:  # [Note: autocast]
             found = call.attempt(lambda _: _looked(call))
     except MEMORY_ERRORS as error:
@@ -270,17 +270,21 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         if site.offloader is not None:
             call.kept.store = site.offloader.open(site.index, call.device)
         reductions = site.of(reductions_of)
-        hidden_states = Reduced.apply(hidden_states, reductions) if reductions else hidden_states
+        hidden_states = (
+            EngineReduce.apply(hidden_states, reductions) if reductions else hidden_states
+        )
         output, *extras = StreamedLayer.apply(
             strategy, call, parameters, hidden_states, *inputs, *weights
         )
         call.arguments.inputs = []
     else:
         versions = versions_of(call.look)
-        on_device = NOTHING if site.weights is None else site.weights_here("forward", call.device)
+        on_device = (
+            NULL_CONTEXT if site.weights is None else site.weights_here("forward", call.device)
+        )
         with (
             on_device,
-            watching(call.look.hooks) if site.tests.warm_up is not None else NOBODY as acted,
+            watching(call.look.hooks) if site.tests.warm_up is not None else NO_HOOKS as acted,
         ):
             output, *extras = strategy.forward(call, False)
         if acted:

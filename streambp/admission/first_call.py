@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streambp.admission.own_run import OtherModelError
+from streambp.admission.own_run import StreamingMismatchError
 from streambp.admission.rehearsal import CHUNK, causal_prefix, may_have_graphs, rehearsed
 from streambp.admission.snapshot import Restored
 from streambp.attention.prefix import Stage
@@ -26,7 +26,7 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     Such layers run some more times, also with other tokens, fewer and much larger.
 
     Raises:
-        OtherModelError: the layer computes something else when called again.
+        StreamingMismatchError: the layer computes something else when called again.
     """
     if not torch.is_grad_enabled():
         _once(call, x)  # `_try` has run it with a graph
@@ -40,7 +40,7 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     _once(call, x[..., :CHUNK, :] * LOUDER)
     again = _once(call, x)
     if bool(first.isfinite().all()) and not _repeats(first, again):
-        raise OtherModelError(
+        raise StreamingMismatchError(
             f"{type(call.site.layer).__name__} returns different values for the same tokens: "
             f"{', '.join(names)} changed during a test on a few random tokens (a counter or a "
             "running scale?). Chunks would change the value as well. Register the value as a "

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.insides import foreign_parts
 from streambp.admission.snapshot import Restored
-from streambp.fingerprint.looks import Generator, LayerSnapshot, ModuleSnapshot
+from streambp.admission.third_party import foreign_parts
+from streambp.fingerprint.snapshots import Generator, LayerSnapshot, ModuleSnapshot
 from streambp.layer.call import LayerCall
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.side_effects import buffers_of, in_place_of_buffers

@@ -13,7 +13,7 @@ A later call may read a stored value by its length: routes stored for a replay f
 and no chunk. A test on a few tokens does not detect this. A call is therefore a kind of its own if
 a reachable tensor is as long as the call's sequence. Such calls are tested at their own length.
 
-Reachable flags and strings, at greater depth than a snapshot's (`fingerprint/leaves.py`), also
+Reachable flags and strings, at greater depth than a snapshot's (`fingerprint/observed_values.py`), also
 distinguish kinds of calls: a recorder may be switched on between two steps.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
 from streambp.admission.generators import generators_kept, generators_of
 from streambp.admission.long_trial import why_not_at_length
-from streambp.admission.own_run import OtherModelError, OwnRun
+from streambp.admission.own_run import StreamingMismatchError, UnpatchedRun
 from streambp.admission.rehearsal import (
     CHUNK,
     as_trained,
@@ -49,8 +49,8 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import unwatched
-from streambp.fingerprint.looks import LayerSnapshot
 from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, undone
+from streambp.fingerprint.snapshots import LayerSnapshot
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
 from streambp.layer.shadows import Parameters, slots_of
@@ -269,7 +269,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
                 because = why_not_at_length(call)
     except Exception as error:
         # the unpatched forward failed, which may happen in any trial
-        other_model = isinstance(error, OtherModelError)
+        other_model = isinstance(error, StreamingMismatchError)
         if is_out_of_memory(error) or (isinstance(error, StreamBPError) and not other_model):
             raise
         failed = error
@@ -358,7 +358,7 @@ class _Trial:
         if self.call.packing.marks_documents:
             self.at_once(shadows)
         else:
-            OwnRun(self.call, self.x, self.upstream, shadows)
+            UnpatchedRun(self.call, self.x, self.upstream, shadows)
 
     def at_once(self, _: list[Tensor]) -> None:
         """Run the layer unchunked: once, with the attention of streamed layers."""

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, agree, chose_alike, coarsest
-from streambp.admission.insides import foreign_parts, watched_hooks
 from streambp.admission.registry import distinct_attentions
+from streambp.admission.third_party import foreign_parts, watched_hooks
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import without_caches
@@ -32,17 +32,19 @@ from streambp.errors import UnsupportedModelError
 from streambp.known_names import EAGER, FLAT_PARAMETER, STATE
 from streambp.layer.call import LayerCall, recording
 from streambp.layer.gradients import depends, leaf_besides
-from streambp.layer.recompute import NOTHING
+from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.site import ANY_SIZE
 
-MOST = 2**24  # total elements of parameters whose gradients are compared, smallest parameters first
+MAX_COMPARED_ELEMENTS = (
+    2**24
+)  # total elements of parameters whose gradients are compared, smallest parameters first
 
 
-class OtherModelError(UnsupportedModelError):
+class StreamingMismatchError(UnsupportedModelError):
     """The streamed layer differs from the unpatched layer, and would differ unchunked too."""
 
 
-class OwnRun:
+class UnpatchedRun:
     """One unpatched run of a layer on x [..., B, T, h], while its call is streaming. [Note: own
     run]
 
@@ -69,7 +71,7 @@ class OwnRun:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise OtherModelError(
+            raise StreamingMismatchError(
                 f"{self.named} streams a few random tokens and fails to compute them unpatched "
                 f"({type(error).__name__}: {error}), so the two results cannot be compared. "
                 f"{WHAT_TO_DO}"
@@ -117,12 +119,12 @@ class OwnRun:
         """Return why the layer's gradients require an unchunked run; None: they do not.
 
         Raises:
-            OtherModelError: FSDP1 holds its parameters.
+            StreamingMismatchError: FSDP1 holds its parameters.
         """
         if self.other_leaf is None:
             return None
         if getattr(self.other_leaf, FLAT_PARAMETER, False):
-            raise OtherModelError(
+            raise StreamingMismatchError(
                 f"{type(self.call.site.layer).__name__} {depends(self.other_leaf)}"
             )
         return f"it {depends(self.other_leaf)}, for which chunks would give no gradient"
@@ -132,7 +134,7 @@ class OwnRun:
         call, length = self.call, x.shape[-2]
         implementations = [_comparable(config) for config in call.parts.configs]
         choices = call.site.choices
-        choosing = NOTHING if choices is None else choices.at(Chunk(0, 0, length), x.shape[-3])
+        choosing = NULL_CONTEXT if choices is None else choices.at(Chunk(0, 0, length), x.shape[-3])
         with (
             unrouted(call.parts.configs, implementations),
             recording(call.form.recorded),
@@ -185,7 +187,9 @@ WHAT_TO_DO = (
 )
 
 
-def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]) -> OwnRun | None:
+def own_run(
+    call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]
+) -> UnpatchedRun | None:
     """Run the layer unpatched, and record its third-party parts in its site. [Note: own run]
 
     Return None for a layer whose sequence is split over ranks: its own attention would communicate
@@ -198,11 +202,11 @@ def own_run(call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor])
         shadows: replacements of its trainable parameters.
 
     Raises:
-        OtherModelError: the unpatched layer fails.
+        StreamingMismatchError: the unpatched layer fails.
     """
     if type(call) is not LayerCall:
         return None
-    own = OwnRun(call, x, upstream, shadows)
+    own = UnpatchedRun(call, x, upstream, shadows)
     call.site.tests.third_party_modules = own.foreign
     call.site.tests.result(call.arguments.kind).tried = {
         ANY_SIZE: 0 if own.foreign else sys.maxsize
@@ -219,8 +223,8 @@ def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
     if type(call) is not LayerCall:
         return True
     try:
-        OwnRun(call, x, upstream, [])
-    except OtherModelError:
+        UnpatchedRun(call, x, upstream, [])
+    except StreamingMismatchError:
         return False
     return True
 
@@ -239,13 +243,13 @@ def why_unlike_unpatched(
         shadows: replacements of its trainable parameters.
 
     Raises:
-        OtherModelError: the unpatched layer computes something else, or FSDP1 holds its parameters.
+        StreamingMismatchError: the unpatched layer computes something else, or FSDP1 holds its parameters.
     """
     own = own_run(call, x, upstream, shadows)
     if own is None:
         return None
     if not own.agrees(whole) and all(bool(part.isfinite().all()) for part in whole):
-        raise OtherModelError(
+        raise StreamingMismatchError(
             f"{own.named} computes other values unpatched than streamed: outputs or gradients for "
             "a few random tokens differ by more than rounding. A replaced attention function, "
             "mask function or inner forward is a common cause, because streaming does not call "
@@ -263,7 +267,7 @@ def small_ones(parameters: list[Tensor]) -> list[Tensor]:
     found, total = [], 0
     for parameter in sorted(parameters, key=Tensor.numel):
         total += parameter.numel()
-        if total > MOST:
+        if total > MAX_COMPARED_ELEMENTS:
             break
         found.append(parameter)
     return found

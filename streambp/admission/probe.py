@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from streambp.admission.agreement import agree, choices_once, chose_alike, coarsest
 from streambp.admission.first_call import SETS, set_once
 from streambp.admission.generators import generator_states, generators_of, has_drawn, on_trial
-from streambp.admission.insides import watched_hooks
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import (
-    OtherModelError,
-    OwnRun,
+    StreamingMismatchError,
+    UnpatchedRun,
     gradients_of,
     own_run,
     runs_unpatched,
@@ -49,6 +48,7 @@ from streambp.admission.rehearsal import (
     rehearsing,
 )
 from streambp.admission.snapshot import Restored
+from streambp.admission.third_party import watched_hooks
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import Chunk, ChunkPlan
@@ -56,7 +56,7 @@ from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, rais
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
-from streambp.layer.gradients import Origin, Started, is_kept, nodes_behind
+from streambp.layer.gradients import GraphMarker, MarkGraphStart, is_kept, nodes_behind
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import remember
 from streambp.nested import rebuilt
@@ -248,7 +248,7 @@ def _failed(
     Raises:
         Exception: the exception concerns the caller.
     """
-    if isinstance(error, AttentionChoiceError | OtherModelError) or is_out_of_memory(error):
+    if isinstance(error, AttentionChoiceError | StreamingMismatchError) or is_out_of_memory(error):
         raise error
     if isinstance(error, StreamBPError) and raised_among_kernels(error):
         raise error  # the requested attention cannot compute the call
@@ -307,7 +307,7 @@ def _why_unlike(
 
 def _alike(
     call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored
-) -> OwnRun | None:
+) -> UnpatchedRun | None:
     """Return the unpatched run if its chunked run agrees.
 
     Return None if the two differ, if either fails, or if the layer needs document arguments.
@@ -330,7 +330,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     """Return why chunks would differ, from one run of x [..., B, TOKENS, h]. [Note: a trial]"""
     if not may_have_graphs(call):
         return None
-    origin = Origin()
+    origin = GraphMarker()
     kept = weakref.ref(origin)
     before = buffers_of(call.site.layer)
     with in_place_of_buffers(before):
@@ -348,7 +348,7 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     return MIXES if mixes else None
 
 
-def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Origin) -> bool:
+def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: GraphMarker) -> bool:
     """True if a gradient crosses `cut` other than through attention and states."""
     before, behind = slice(cut), slice(cut, x.shape[-2])
     kind = call.site.kind
@@ -371,7 +371,9 @@ def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: Ori
     return False
 
 
-def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tuple[Tensor, Tensor]:
+def _on_trial(
+    call: LayerCall, x: Tensor, layout: Spans, origin: GraphMarker
+) -> tuple[Tensor, Tensor]:
     """Return a leaf with the values of x [..., B, TOKENS, h], and the layer's output for this leaf.
 
     The output's graph starts at `origin`.
@@ -382,7 +384,11 @@ def _on_trial(call: LayerCall, x: Tensor, layout: Spans, origin: Origin) -> tupl
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
         ((_, output),) = rehearsed(
-            call, Started.apply(leaf, origin, True), [Chunk(0, 0, length)], Stage.RECOMPUTE, prefix
+            call,
+            MarkGraphStart.apply(leaf, origin, True),
+            [Chunk(0, 0, length)],
+            Stage.RECOMPUTE,
+            prefix,
         )
     assert output is not None
     return leaf, output.hidden_states

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.attention.own import OwnMask
 from streambp.attention.prefix import Prefix, Stage
+from streambp.attention.self_attending import OwnMask
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import RandomState
 from streambp.known_names import PICKED
 from streambp.layer.call import ChunkOutput, LayerCall
-from streambp.layer.products import PLAIN
+from streambp.layer.products import TENSOR_TYPES
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.recurrent.states import States
 
@@ -168,7 +168,7 @@ def _plain_modules(layer: nn.Module) -> list[nn.Module]:
         module
         for module in layer.modules()
         if all(
-            p is None or (type(p) in PLAIN and p.is_floating_point())
+            p is None or (type(p) in TENSOR_TYPES and p.is_floating_point())
             for p in module._parameters.values()
         )
     ]
@@ -198,7 +198,7 @@ def with_random_zeros(parameter: Tensor) -> Tensor:
     subclasses do not change, since they may be quantised weights.
     """
     value = parameter.detach()
-    if type(parameter) not in PLAIN or not value.is_floating_point() or value.itemsize < 2:
+    if type(parameter) not in TENSOR_TYPES or not value.is_floating_point() or value.itemsize < 2:
         return value
     if value.dim() < 2:
         return value + torch.randn_like(value) * 0.1

@@ -11,10 +11,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from streambp.admission.insides import refuse_opacus
-from streambp.attention.carriers import NoAttention, OverCache, Picking, Replaced, ThroughInterface
+from streambp.admission.third_party import refuse_opacus
+from streambp.attention.carriers import (
+    ForeignAttention,
+    NoAttention,
+    OverCache,
+    Picking,
+    ThroughInterface,
+)
 from streambp.attention.indexers import indexers_of
-from streambp.attention.own import biases_positions
+from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import home_of, name_of, wrapped_functions
@@ -280,7 +286,7 @@ def kind_of(layer: nn.Module) -> LayerKind:
         )
         attention = Picking(top) if picks else ThroughInterface()
     else:
-        attention = NoAttention() if replaced is None else Replaced(replaced)
+        attention = NoAttention() if replaced is None else ForeignAttention(replaced)
     carrier = StateCarrier(states or "", returned=states == STATE)
     return LayerKind(attention, carrier, position_cache(layer))
 

@@ -41,11 +41,11 @@ from streambp.admission.rehearsal import (
     rehearsed,
 )
 from streambp.attention.kv import KVBuffer
-from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
+from streambp.attention.prefix import AttentionCall, Prefix, PrefixChunkAttention, Stage
 from streambp.chunks import Chunk
 from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.known_names import TOKEN_DIMS
-from streambp.layer.call import TRIED, LayerCall
+from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
 from streambp.layer.site import Overwritten
@@ -223,7 +223,7 @@ def same_gradients(
     return True
 
 
-class _Watched(ChunkMask):
+class _Watched(PrefixChunkAttention):
     """Records attention outputs together with copies of their values."""
 
     def __init__(self, prefix: Prefix, chunk: Chunk) -> None:
@@ -369,7 +369,7 @@ def _find_unread(
 ) -> UnreadProducts:
     """Trace the layer, and test the products that the trace proposes."""
     like = call.kept.store.peek("x", 0)
-    chunks = call.first_chunks(TRIED)
+    chunks = call.first_chunks(TRIAL_TOKENS)
     known = has_data(like)
     with few_tokens(call, like, chunks[-1].stop, call.site.tests.at_last_positions) as x:
         trial = Trial(call, linears, x, chunks, needs_input, RandomState.capture(call.device))

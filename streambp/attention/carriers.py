@@ -6,7 +6,7 @@ attention carrier from this module, and a state carrier (`recurrent/carriers.py`
 two carriers for a chunk's arguments, and never which kind a layer is.
 
     `NoAttention`        the layer reads no keys                                nothing is replaced
-    `ThroughInterface`   it attends through transformers' attention interface   an `AttentionPoint` for its mask
+    `ThroughInterface`   it attends through transformers' attention interface   an `ChunkAttention` for its mask
     `Picking`            the same, over keys that an indexer picks              the point, and the indexer's forward
     `OverCache`          it attends by itself over what its cache returns       a `ChunkCache`, and its mask cut
 """
@@ -25,8 +25,13 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from streambp.attention.interface import own_implementation, routed, unrouted
 from streambp.attention.masks import DenseMask, LazyMask, resolve
-from streambp.attention.own import OwnMask, biases_positions, own_mask, why_picked_blocks_stay_whole
-from streambp.attention.prefix import AttentionPoint, ChunkMask
+from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention
+from streambp.attention.self_attending import (
+    OwnMask,
+    biases_positions,
+    own_mask,
+    why_picked_blocks_stay_whole,
+)
 from streambp.attention.spans import Spans
 from streambp.cache import ChunkCache
 from streambp.chunks import Barrier, Chunk
@@ -113,7 +118,7 @@ class NoAttention:
         return Layout(spans, barriers, told)
 
     def hand(
-        self, named: dict[str, Any], point: AttentionPoint
+        self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
         """Return the chunk's arguments with mask and cache replaced, and the function that the
         cache calls on new keys and values (None: no cache)."""
@@ -139,7 +144,7 @@ class NoAttention:
 
 class ThroughInterface(NoAttention):
     """A layer that attends through transformers' attention interface. The layer receives the
-    `AttentionPoint` as its mask."""
+    `ChunkAttention` as its mask."""
 
     reads_a_mask = True
 
@@ -165,13 +170,13 @@ class ThroughInterface(NoAttention):
         return None
 
     def hand(
-        self, named: dict[str, Any], point: AttentionPoint
+        self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
         """Return the arguments with `point` in place of attention's mask, and None."""
         point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
         for name, value in named.items():
-            if type(value) in PLAIN:
+            if type(value) in VALUE_TYPES:
                 continue
             if isinstance(value, LazyMask):
                 found[name] = point
@@ -199,7 +204,7 @@ class ThroughInterface(NoAttention):
 
 
 @dataclasses.dataclass(frozen=True)
-class Replaced(NoAttention):
+class ForeignAttention(NoAttention):
     """A layer whose attention class has another forward than its source code. The layer runs
     unchunked, with the model's own masks.
 
@@ -226,7 +231,7 @@ class Replaced(NoAttention):
 
 
 # types of arguments that contain no `LazyMask`
-PLAIN = frozenset({Tensor, tuple, list, bool, type(None)})
+VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +281,7 @@ class Picking(ThroughInterface):
 @dataclasses.dataclass(frozen=True)
 class OverCache(NoAttention):
     """A layer that attends by itself over the prefix that its cache returns. See
-    `attention/own.py`.
+    `attention/self_attending.py`.
 
     Attributes:
         argument: name of the argument that takes the cache.
@@ -337,11 +342,11 @@ class OverCache(NoAttention):
         return None
 
     def hand(
-        self, named: dict[str, Any], point: AttentionPoint
+        self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
         """Return the chunk's arguments and the function that its cache calls. The cache returns the
         prefix; the mask is cut to the chunk."""
-        assert isinstance(point, ChunkMask)
+        assert isinstance(point, PrefixChunkAttention)
         chunk = point.chunk
         mask = named["attention_mask"]
 
@@ -389,7 +394,7 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
     the one that streambp's mask function made.
     """
     for value in named.values():
-        if type(value) in PLAIN:
+        if type(value) in VALUE_TYPES:
             continue
         if isinstance(value, LazyMask):
             return value

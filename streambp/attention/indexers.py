@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.attention.picked import visible
-from streambp.attention.prefix import AttentionPoint, ChunkMask, Stage
+from streambp.attention.picked_keys import visible
+from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention, Stage
 from streambp.cache import ChunkCache
 from streambp.cache_arguments import cache_parameters
 from streambp.known_names import INDEX_HEADS, INDEXER
@@ -36,10 +36,10 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def picking(indexers: Sequence[nn.Module], point: AttentionPoint) -> Iterator[None]:
+def picking(indexers: Sequence[nn.Module], point: ChunkAttention) -> Iterator[None]:
     """Context manager in which these modules pick keys for the queries of the point's chunk, or
     return their saved picks."""
-    assert isinstance(point, ChunkMask)
+    assert isinstance(point, PrefixChunkAttention)
     before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
     for number, indexer in enumerate(indexers):
         indexer.forward = functools.partial(_pick, indexer, indexer.forward, number, point)  # type: ignore[method-assign]
@@ -57,7 +57,7 @@ def _pick(
     indexer: nn.Module,
     forward: Callable[..., Tensor],
     number: int,
-    point: ChunkMask,
+    point: PrefixChunkAttention,
     /,
     *args: Any,
     **kwargs: Any,
@@ -82,7 +82,7 @@ def _few_queries_at_a_time(
     indexer: nn.Module,
     forward: Callable[..., Tensor],
     number: int,
-    point: ChunkMask,
+    point: PrefixChunkAttention,
     named: dict[str, Any],
     x: Tensor,
 ) -> Tensor:
@@ -113,7 +113,7 @@ def _part(
     named: dict[str, Any],
     caches: tuple[str, ...],
     number: int,
-    point: ChunkMask,
+    point: PrefixChunkAttention,
     row: int,
     rows: int,
     start: int,

@@ -17,7 +17,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from streambp.attention.masks import LazyMask, resolve
-from streambp.attention.prefix import AttentionCall, AttentionPoint, ChunkMask, Prefix, Stage
+from streambp.attention.prefix import (
+    AttentionCall,
+    ChunkAttention,
+    Prefix,
+    PrefixChunkAttention,
+    Stage,
+)
 from streambp.chunks import Chunk
 from streambp.device import autocast_dtype, without_autocast
 from streambp.errors import UnsupportedModelError
@@ -32,7 +38,7 @@ from streambp.known_names import (
 
 NAME = "streambp"
 NOTHING_CAST = contextlib.nullcontext()
-OURS = (AttentionPoint, LazyMask)  # types of masks in streamed models
+OURS = (ChunkAttention, LazyMask)  # types of masks in streamed models
 UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS})
 
 
@@ -52,7 +58,7 @@ def stream_attention(
     """Attend as an attention function of transformers: query [B, H, C, D], key and value [B, H_kv,
     C, D] -> [B, C, H, D_v].
 
-    In a streamed layer `attention_mask` is the `AttentionPoint` that the layer was called with. The
+    In a streamed layer `attention_mask` is the `ChunkAttention` that the layer was called with. The
     point knows the prefix and the spans, so a `sliding_window` argument is already part of the
     spans. In a layer that does not stream, `attention_mask` is the model's own: a `LazyMask`, a 4-D
     tensor, or None for causal. The sequence is then attended as one chunk. Keys from another
@@ -103,7 +109,7 @@ def stream_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-    if not isinstance(attention_mask, AttentionPoint):
+    if not isinstance(attention_mask, ChunkAttention):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     dtype = autocast_dtype(query.device.type)
     # rotary embeddings leave q and k in float32 and v in half; sdpa casts all three, so do we
@@ -162,7 +168,7 @@ def _unusual(
     given = {name for name, value in kwargs.items() if value is not None}
     foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
     picks = kwargs.get(PICKS)
-    if picks is not None and not (isinstance(mask, AttentionPoint) and mask.takes_picks):
+    if picks is not None and not (isinstance(mask, ChunkAttention) and mask.takes_picks):
         foreign.append(PICKS)
     return foreign, next((kwargs[name] for name in SINKS if name in given), None), picks
 
@@ -175,7 +181,7 @@ def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> A
     return function(config=config, **description)
 
 
-def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> ChunkMask:
+def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> PrefixChunkAttention:
     length = query.shape[2]
     if key.shape[2] != length:
         raise UnsupportedModelError(
@@ -192,7 +198,7 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Chunk
         query.device,
     )
     stage = Stage.RECOMPUTE if torch.is_grad_enabled() else Stage.FORWARD
-    return ChunkMask(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
+    return PrefixChunkAttention(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
 
 
 class Routed(str):

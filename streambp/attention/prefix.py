@@ -23,7 +23,7 @@ from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, ch
 from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory, Site
 from streambp.attention.masks import DenseMask
 from streambp.attention.merge import Attended
-from streambp.attention.picked import PickedMask
+from streambp.attention.picked_keys import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, StreamBPError
@@ -298,7 +298,7 @@ class AttentionCall(NamedTuple):
     picks: Tensor | None = None
 
 
-class AttentionPoint:
+class ChunkAttention:
     """Object that travels through the layer as `attention_mask` and computes a chunk's attention.
 
     Attributes:
@@ -316,7 +316,7 @@ class AttentionPoint:
         raise NotImplementedError
 
 
-class ChunkMask(AttentionPoint):
+class PrefixChunkAttention(ChunkAttention):
     """Attention of a chunk to its prefix, of which its own keys and values become a part.
 
     Args:
@@ -345,7 +345,7 @@ class ChunkMask(AttentionPoint):
 
     __iter__ = None  # `0.0 in mask` would never end
 
-    def __getitem__(self, index: Any) -> ChunkMask:
+    def __getitem__(self, index: Any) -> PrefixChunkAttention:
         """Return itself, for a layer that passes a part of its mask to its indexer, which does not
         read it.
 

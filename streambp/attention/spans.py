@@ -38,7 +38,7 @@ from typing import Any
 
 GRID = 8192
 # most keys of a document that began before its chunk and still joins the chunk's VARLEN call
-JOINED = 2048
+MAX_JOINED_KEYS = 2048
 
 
 class Kind(enum.Enum):
@@ -219,7 +219,7 @@ class Spans:
                     joins = (
                         opening.k0 == opening.q0
                         or self.window is not None
-                        or opening.q1 - opening.k0 <= JOINED
+                        or opening.q1 - opening.k0 <= MAX_JOINED_KEYS
                     )
                     packed = causal if joins else causal[1:]
                     padded = [run for run in clipped if run.k1 is not None]

@@ -27,7 +27,6 @@ from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
 from streambp.planner.plan import Plan, plan
 from streambp.planner.profile import Setting
-from streambp.planner.remedies import Remedy, Training, remedies, with_options
 from streambp.planner.report import (
     as_json,
     comparison_table,
@@ -36,6 +35,7 @@ from streambp.planner.report import (
     progress,
     remedies_table,
 )
+from streambp.planner.suggestions import Remedy, Training, remedies, with_options
 from streambp.rates import DEFAULT, Rates, device_of, rates_of, write_rates
 from streambp.reporting import reason
 from streambp.verify.compare import verify

@@ -196,7 +196,7 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
     return reductions
 
 
-class Reduced(torch.autograd.Function):
+class EngineReduce(torch.autograd.Function):
     """Identity whose backward reduces a layer's inner leaves. [Note: inner leaves]
 
     Autograd accumulates the gradients of parameters before it continues to the graph of an input.
@@ -216,7 +216,7 @@ class Reduced(torch.autograd.Function):
         return grad, None
 
 
-class Together(torch.autograd.Function):
+class JoinGradients(torch.autograd.Function):
     """Identity for a layer's input [..., B, T, h] and its parameters [...].
 
     One node passes on all their gradients, in this order. [Note: order of gradients]

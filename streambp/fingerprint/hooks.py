@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from streambp.device import has_data
 from streambp.distributed.engines import belongs_to_engine
-from streambp.fingerprint.leaves import leaves, name_of, version_of
+from streambp.fingerprint.observed_values import leaves, name_of, version_of
 from streambp.known_names import ALORA_OFFSETS, FOR_ONE_FORWARD, MODULE_HOOKS, UNSEEN_WRITES
 from streambp.nested import tensors_in
 

@@ -43,8 +43,8 @@ from streambp.fingerprint.holders import (
     slots_of_class,
     value_of_context,
 )
-from streambp.fingerprint.leaves import name_of
-from streambp.fingerprint.looks import THEIRS, TORCHS, Generator
+from streambp.fingerprint.observed_values import name_of
+from streambp.fingerprint.snapshots import THEIRS, TORCHS, Generator
 from streambp.foreign import home_of, wrapped_functions
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN

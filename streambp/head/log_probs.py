@@ -31,7 +31,7 @@ from streambp.head.blocks import (
     token_blocks,
 )
 from streambp.head.labels import check_labels
-from streambp.head.seen import Seen
+from streambp.head.version_check import VersionCheck
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import Parameters
@@ -296,7 +296,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
             if ctx.entropies is not None:  # cloned, because the caller may overwrite the value
                 ctx.entropies = ctx.entropies.clone()
             ctx.save_for_backward(hidden, weight, bias, lse)
-            ctx.seen = Seen(norm, [x for x in (weight, bias, *norm) if x is not None])
+            ctx.seen = VersionCheck(norm, [x for x in (weight, bias, *norm) if x is not None])
             if rows is not None:  # 0 at positions without a label
                 count = hidden.shape[0]
                 for place, value in enumerate(values):

@@ -17,7 +17,7 @@ from streambp.head.blocks import Projection
 from streambp.head.labels import check_labels
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
-from streambp.head.places import LatePadding, taken
+from streambp.head.token_positions import LatePadding, taken
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import Parameters
@@ -94,7 +94,7 @@ class Seen(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class LogitsExpression:
     """The steps from the stored hidden states to a deferred tensor's value.
 
     Attributes:
@@ -206,7 +206,7 @@ class Recipe:
 
 
 def blockwise_loss(
-    source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str
+    source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
     """Compute F.cross_entropy of the recipe's logits with labels `target` [N], without the logits.
 
@@ -247,7 +247,7 @@ def blockwise_loss(
 
 
 def _loss(
-    source: Tensor, recipe: Recipe, target: Tensor, ignore_index: int, reduction: str
+    source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
     """Compute `blockwise_loss` of all positions. A failed attempt leaves no state behind."""
     assert recipe.weight is not None
@@ -290,7 +290,7 @@ def _loss(
 
 def _loss_at_places(
     source: Tensor,
-    recipe: Recipe,
+    recipe: LogitsExpression,
     places: Tensor,
     target: Tensor,
     ignore_index: int,

@@ -85,7 +85,7 @@ def run(arguments: Any) -> int:
             try:
                 accounts, untold = collect(Path(folder))
                 for account in accounts:
-                    leave(account)  # for an outer `streambp launch`
+                    leave(account)  # an outer `streambp launch` reads it
                 say(f"end of {shlex.join(program)}")
                 say("\n".join([*untold, *([table(accounts)] if accounts or not untold else [])]))
                 if untold:

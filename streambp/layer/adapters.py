@@ -48,7 +48,7 @@ from streambp.layer.adapted import (
 )
 from streambp.layer.products import (
     ADAPTED,
-    PLAIN,
+    TENSOR_TYPES,
     UNREAD,
     Add,
     Cast,
@@ -179,14 +179,14 @@ def _why_not(
         if forward is not None and not isinstance(forward, DecodedLinear):
             return "the forward of a module inside it is another's"
     packed = is_packed(base)
-    if not packed and not (computes_plainly(base) and type(base.weight) in PLAIN):
+    if not packed and not (computes_plainly(base) and type(base.weight) in TENSOR_TYPES):
         return f"its base is a {type(base).__name__}"
     if not packed and base.weight.dtype not in DTYPES:
         return f"its weight is {_word(base.weight.dtype)}"
     for a, b, dropout in parts:
         if not (computes_plainly(a) and computes_plainly(b) and a.bias is None):
             return f"its adapter is made of a {type(a).__name__} and a {type(b).__name__}"
-        if type(a.weight) not in PLAIN or type(b.weight) not in PLAIN:
+        if type(a.weight) not in TENSOR_TYPES or type(b.weight) not in TENSOR_TYPES:
             return f"its adapter's weights are {type(a.weight).__name__}s"
         if type(dropout) not in (nn.Identity, nn.Dropout) or getattr(dropout, "p", 0.0) >= 1.0:
             return f"its dropout is a {dropout}"
@@ -293,7 +293,7 @@ class Adaptation:
         A narrower adapter rounds x in peft, and a wider adapter rounds y.
         """
         module, base = self.reading.module, self.reading.base
-        if type(x) not in PLAIN or x.dim() < 2 or not x.numel():
+        if type(x) not in TENSOR_TYPES or x.dim() < 2 or not x.numel():
             return "its input is no tensor [..., tokens, features] with entries"
         if dtype not in DTYPES:
             return f"it is computed in {_word(dtype)}"

@@ -30,21 +30,27 @@ from streambp.attention.interface import routed
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
 from streambp.attention.merge import Attended
-from streambp.attention.prefix import AttentionPoint, ChunkMask, Prefix, RefillDone, Stage
+from streambp.attention.prefix import (
+    ChunkAttention,
+    Prefix,
+    PrefixChunkAttention,
+    RefillDone,
+    Stage,
+)
 from streambp.chunks import Chunk, ChunkPlan, merged, plan_chunks
 from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, held
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.fingerprint.looks import ForwardSnapshot, LayerSnapshot
+from streambp.fingerprint.snapshots import ForwardSnapshot, LayerSnapshot
 from streambp.foreign import compiled_inside
 from streambp.known_names import CHECKPOINTING
 from streambp.layer.adapters import Factors, adapted, bytes_of
 from streambp.layer.arguments import Arguments
-from streambp.layer.carried import Carried
-from streambp.layer.oom import AT_ONCE, with_memory
+from streambp.layer.chunk_states import Carried
+from streambp.layer.oom import RUN_ONCE, with_memory
 from streambp.layer.packing import ONE_DOCUMENT, Packing
 from streambp.layer.products import See, tapped
-from streambp.layer.recompute import NOTHING, Autocast, computed_as_written
-from streambp.layer.saved import InMemory, Kept
+from streambp.layer.recompute import NULL_CONTEXT, Autocast, computed_as_written
+from streambp.layer.saved import InMemory, SavedForBackward
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witness
@@ -57,7 +63,7 @@ RETURNED = "returned"  # name of the return values behind hidden_states
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class OutputSlot:
     """Destination of an extra output: a recorded tensor, a part of a mapping's entry, or a return
     value.
 
@@ -94,7 +100,7 @@ class ChunkOutput:
     """
 
     hidden_states: Tensor
-    extras: dict[Place, Tensor]
+    extras: dict[OutputSlot, Tensor]
     states: States = dataclasses.field(default_factory=dict)
 
 
@@ -116,7 +122,9 @@ def collect(
         UnsupportedModelError: a recorded tensor is neither [B * C, ...] nor [B, C, ...].
     """
     extras = (
-        {Place(RETURNED, index): tensor for index, tensor in returned.items()} if returned else {}
+        {OutputSlot(RETURNED, index): tensor for index, tensor in returned.items()}
+        if returned
+        else {}
     )
     rows, tokens = hidden_states.shape[-3:-1]
     for name, tensors in recorded.items():
@@ -128,18 +136,20 @@ def collect(
                     f"[{rows * tokens}, ...] or [{rows}, {tokens}, ...]. Leave output_{name} out, "
                     "or run this model unpatched."
                 )
-            extras[Place(name, index, flat=flat)] = (
+            extras[OutputSlot(name, index, flat=flat)] = (
                 tensor.unflatten(0, (rows, tokens)) if flat else tensor
             )
     for name, (before, after) in mappings.items():
         for key, parts in after.items():
             if key not in before or parts is not before[key]:  # new tuples of tensors [..., C, D]
-                extras.update({Place(name, index, key): part for index, part in enumerate(parts)})
+                extras.update(
+                    {OutputSlot(name, index, key): part for index, part in enumerate(parts)}
+                )
     return ChunkOutput(hidden_states, extras)
 
 
 # hidden states [..., T, h] and the extra outputs of the whole sequence
-Whole = dict[Place | None, Tensor]
+Whole = dict[OutputSlot | None, Tensor]
 
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
@@ -165,7 +175,7 @@ def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOu
     return output
 
 
-def deliver(extras: dict[Place, Tensor], mappings: Mapping[str, Any]) -> None:
+def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> None:
     """Pass extra outputs of the full sequence to transformers' collector and to the caller's
     mappings.
 
@@ -203,9 +213,9 @@ def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
         output_capturing._active_collector.reset(token)
 
 
-TRIED = 3  # tokens of a trial
+TRIAL_TOKENS = 3  # tokens of a trial
 # Adapters' factors stay from forward to backward if the layer's input is this many times as large.
-FACTORS = 8
+MIN_INPUT_TO_FACTORS = 8
 # Reasons for a chunk beyond the requested length.
 LONG_MASK = "its attention mask has no end sooner (an image, a prefix)"
 LONG_DOCUMENTS = "documents of packed rows have no end sooner"
@@ -265,7 +275,7 @@ class ResultForm:
 
     recorded: tuple[str, ...]
     collected: Collected = dataclasses.field(default_factory=dict)
-    extras: list[Place] = dataclasses.field(default_factory=list)
+    extras: list[OutputSlot] = dataclasses.field(default_factory=list)
     is_tuple: bool = False
     width: int = 0
 
@@ -339,7 +349,7 @@ class LayerCall:
         self.carried = self._carry()
         self._move_ends(arguments, site.kind.states.least)
         self.kept = self._keep()
-        self.attempt = AT_ONCE
+        self.attempt = RUN_ONCE
         if site.saves_policy is not None and site.repeats:
             self.attempt = functools.partial(
                 with_memory,
@@ -385,8 +395,8 @@ class LayerCall:
             attention.in_tiles,
         )
 
-    def _keep(self) -> Kept:
-        return Kept(self.site, self.plan, self.carried, self.device, self.autocast)
+    def _keep(self) -> SavedForBackward:
+        return SavedForBackward(self.site, self.plan, self.carried, self.device, self.autocast)
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
         """Limit the device memory of keys, values and their gradients to the offloader's budget, if
@@ -424,7 +434,7 @@ class LayerCall:
         asked = linears, needs_input, self.arguments.kind
         known = self.backward.situation
         if known is None or any(map(operator.is_not, asked, known[0])):
-            stops = [chunk.stop for chunk in self.first_chunks(TRIED)]
+            stops = [chunk.stop for chunk in self.first_chunks(TRIAL_TOKENS)]
             known = self.backward.situation = (
                 asked,
                 (self.arguments.kind, tuple(linears), needs_input, self.autocast.states, *stops),
@@ -453,7 +463,7 @@ class LayerCall:
         linears = self.site.linears
         unread = self.site.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
         if witness is None or unread is None or not unread.recompute:
-            return NOTHING
+            return NULL_CONTEXT
         witness.left_out = unread.recompute.difference(self.kept.products.names)
         return tapped(linears, witness.left_out, see=witness.see)
 
@@ -476,10 +486,12 @@ class LayerCall:
             recorded = recording(self.form.recorded)
         with (
             routed(self.parts.configs),
-            computed_as_written(modules) if modules or parametrize._cache_enabled else NOTHING,
-            engine_hooks_silenced(hooks) if hooks else NOTHING,
+            computed_as_written(modules) if modules or parametrize._cache_enabled else NULL_CONTEXT,
+            engine_hooks_silenced(hooks) if hooks else NULL_CONTEXT,
             recorded as self.form.collected,
-            adapted(self.site.adapters, self.backward.factors) if self.site.adapters else NOTHING,
+            adapted(self.site.adapters, self.backward.factors)
+            if self.site.adapters
+            else NULL_CONTEXT,
         ):
             try:
                 yield
@@ -492,7 +504,7 @@ class LayerCall:
         """True if the adapters' factors may stay from forward to backward: nobody changes or frees
         parameters in between without a trace, and the factors are small beside the layer's input.
         """
-        most = self.hidden_states.nbytes // FACTORS
+        most = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
         managed = self.site.on_host or held(self.site.layer).weights
         return not managed and bytes_of(self.backward.factors.values()) <= most
 
@@ -528,13 +540,13 @@ class LayerCall:
         self.form.width = len(rest)
         return hidden_states, found
 
-    def wrap(self, hidden_states: Tensor, extras: dict[Place, Tensor]) -> Any:
+    def wrap(self, hidden_states: Tensor, extras: dict[OutputSlot, Tensor]) -> Any:
         """Return hidden_states [..., B, T, h] and the tensors [B, T, ...] behind them in the form
         of the layer's result.
 
         The inverse of `unwrap`.
         """
-        rest = [extras.get(Place(RETURNED, index)) for index in range(self.form.width)]
+        rest = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
         hidden_states = self.arguments.as_given(hidden_states)
         return (hidden_states, *rest) if self.form.is_tuple else hidden_states
 
@@ -573,7 +585,7 @@ class LayerCall:
             hidden_chunk = hidden_chunk.clone(memory_format=torch.contiguous_format)
         prefix = prefix or self.carried.prefix
         prefix.overwritten |= overwritten.attended
-        mask = ChunkMask(prefix, chunk, stage, saved, picks)
+        mask = PrefixChunkAttention(prefix, chunk, stage, saved, picks)
         witness = self.backward.witness
         if own and witness is not None and witness.last and stage is not Stage.REFILL:
             mask.see = witness.see if "attn_out" in self.kept.saves else None
@@ -583,7 +595,7 @@ class LayerCall:
         self,
         hidden_chunk: Tensor,
         chunk: Chunk,
-        point: AttentionPoint,
+        point: ChunkAttention,
         leaves: list[Tensor] | None = None,
         states: States | None = None,
     ) -> ChunkOutput | None:
@@ -597,15 +609,15 @@ class LayerCall:
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)
         cache = None
-        starting = NOTHING
+        starting = NULL_CONTEXT
         shared = self.arguments.mappings
         if self.packing is not ONE_DOCUMENT:
             named, cache = kind.states.hand(named, chunk, states, read)
             named, starting = self.packing.entered(named, chunk, cache)
         before = {name: dict(named[name]) for name in shared} if shared else {}
-        picked = picking(self.parts.indexers, point) if kind.attention.picks_keys else NOTHING
+        picked = picking(self.parts.indexers, point) if kind.attention.picks_keys else NULL_CONTEXT
         choosing = (
-            NOTHING
+            NULL_CONTEXT
             if self.site.choices is None
             else self.site.choices.at(chunk, hidden_chunk.shape[-3])
         )
@@ -615,7 +627,12 @@ class LayerCall:
             tensors
         ) in self.form.collected.values():  # a chunk that raised must not keep its graph alive
             tensors.clear()
-        with self.autocast.restored() if self.autocast.on else NOTHING, starting, picked, choosing:
+        with (
+            self.autocast.restored() if self.autocast.on else NULL_CONTEXT,
+            starting,
+            picked,
+            choosing,
+        ):
             try:
                 result = self.parts.forward(hidden_chunk, **named)
             except RefillDone:

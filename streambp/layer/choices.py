@@ -25,7 +25,7 @@ from streambp.chunks import Chunk
 CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "max": 1, "min": 1}
 
 
-class Choices(TorchFunctionMode):
+class ReplayedChoices(TorchFunctionMode):
     """Recorder of one layer's choices by token: recorded in a token's first run, replayed in later
     runs. [Note: choices]
 
@@ -56,13 +56,13 @@ class Choices(TorchFunctionMode):
         with self:
             yield
 
-    def rearranged(self, change: Callable[[Tensor], Tensor]) -> Choices:
+    def rearranged(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
         """Return a copy of the recorded choices for reordered tokens.
 
         Args:
             change: maps [B, T, ...] to [B', T', ...], the same tokens.
         """
-        found = Choices()
+        found = ReplayedChoices()
         for call, made in self._made.items():
             scores, chosen = (
                 change(torch.cat([of_chunk[index] for of_chunk in made], 1)) for index in (1, 2)

@@ -19,11 +19,11 @@ from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory
 from streambp.distributed.engines import zeros_for_engines
 from streambp.fingerprint.hooks import watching
-from streambp.fingerprint.looks import versions_of
+from streambp.fingerprint.snapshots import versions_of
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import ChunkOutput, LayerCall, Whole, put
 from streambp.layer.gradients import (
-    NOBODY,
+    NO_HOOKS,
     BackwardPass,
     begin_backward,
     computed_with_graph,
@@ -33,9 +33,9 @@ from streambp.layer.gradients import (
     refuse_kept,
     refuse_other_leaves,
 )
-from streambp.layer.oom import AT_ONCE, explained
+from streambp.layer.oom import RUN_ONCE, explained
 from streambp.layer.products import UnreadProducts, left_out, summed
-from streambp.layer.recompute import NOTHING
+from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import CallReport, LayerSite, remember
 from streambp.recurrent.states import States, leaves_of
@@ -78,7 +78,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         if kept.watch is not None:
             kept.watch.mark()
         call.backward.witness = site.witness(call.hidden_states, call.autocast)
-    seeing = call.inputs_seen() if keep else NOTHING
+    seeing = call.inputs_seen() if keep else NULL_CONTEXT
     with torch.no_grad(), call.streaming(keeps_factors=keep), seeing:
         for chunk in call.plan.chunks:
             # The chunk's start: random state, input, states of the chunk before.
@@ -151,7 +151,7 @@ def _forward_chunk(
         return put(
             whole, ChunkOutput(graph.output.hidden_states.detach(), extras), chunk, call.plan.length
         ), []
-    with kept.products.capture_outputs(see=see) if kept.products.names else NOTHING:
+    with kept.products.capture_outputs(see=see) if kept.products.names else NULL_CONTEXT:
         output, attended = call.compute(hidden_chunk, chunk, Stage.FORWARD, states=states)
     assert output is not None
     if witness is not None:
@@ -204,10 +204,10 @@ class StreamedLayer(torch.autograd.Function):
         versions = versions_of(call.look)
         try:
             hooks = call.look.hooks
-            weights = NOTHING
+            weights = NULL_CONTEXT
             if call.site.weights is not None:
                 weights = call.site.weights_here("forward", call.device)
-            with weights, watching(hooks) if hooks.places else NOBODY as acted:
+            with weights, watching(hooks) if hooks.places else NO_HOOKS as acted:
                 outputs = strategy.forward(call, True)
             if acted:
                 call.site.tests.refuse_untested(acted, call.site.layer)
@@ -258,7 +258,7 @@ class StreamedLayer(torch.autograd.Function):
             # Recompute and differentiate the layer with shadows in its parameters' slots.
             # `recomputing` exits after the parameters are back, because it takes a snapshot of the
             # layer.
-            here = NOTHING
+            here = NULL_CONTEXT
             if call.site.weights is not None:
                 here = call.site.weights_here("backward", call.device)
             with (
@@ -396,7 +396,7 @@ def _differentiated(
         of_states: the gradients of the chunk's end states.
         again: True in a retry; terms that the first attempt accumulated are not added again.
     """
-    if call.attempt is not AT_ONCE:
+    if call.attempt is not RUN_ONCE:
         work.sums.begin(again)
         call.carried.prefix.begin_backward(again)
     graph, call.kept.graph = call.kept.graph, None
@@ -411,8 +411,10 @@ def _differentiated(
             kept.random[chunk.index].replayed(),
             kept.products.use_outputs(kept.brought, sums=work.sums, see=see)
             if kept.products.names
-            else NOTHING,
-            counting(call, kept.watch, (x, *work.shadows)) if kept.watch is not None else NOTHING,
+            else NULL_CONTEXT,
+            counting(call, kept.watch, (x, *work.shadows))
+            if kept.watch is not None
+            else NULL_CONTEXT,
         ):
             graph = computed_with_graph(
                 call, x, chunk, (work.needs_input, work.wanted), work.shadows, states

@@ -52,18 +52,18 @@ from streambp.chunks import Chunk
 from streambp.distributed.engines import engine_hooks, held
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described, watching
-from streambp.fingerprint.looks import changed
+from streambp.fingerprint.snapshots import changed
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER, USE_COUNT
 from streambp.layer.arguments import refuse_written
-from streambp.layer.call import ChunkOutput, LayerCall, Place
-from streambp.layer.oom import AT_ONCE
+from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot
+from streambp.layer.oom import RUN_ONCE
 from streambp.layer.recompute import check_mode
 from streambp.layer.shadows import Parameters, slots_of
 from streambp.layer.side_effects import KEEPS
-from streambp.offload.costs import LayerSeen
+from streambp.offload.costs import ObservedCosts
 from streambp.recurrent.states import States
 
-NOBODY: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(
+NO_HOOKS: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(
     frozenset()
 )
 
@@ -113,7 +113,7 @@ def recomputing(call: LayerCall) -> Iterator[None]:
     assert call.backward.seen is not None
     site = call.site
     hooks = call.look.hooks
-    with watching(hooks) if hooks.places else NOBODY as acted:
+    with watching(hooks) if hooks.places else NO_HOOKS as acted:
         yield
     for key in sorted(acted ^ call.backward.seen.acted):
         now, then = (
@@ -127,7 +127,7 @@ def recomputing(call: LayerCall) -> Iterator[None]:
 LEAF_NODE = getattr(torch._C._functions, ACCUMULATE_GRAD)
 
 
-class Origin:
+class GraphMarker:
     """Marker for the start of the graph of a trial run.
 
     Code that keeps a part of that graph keeps this object alive. A gradient that arrives here after
@@ -140,11 +140,11 @@ class Origin:
     trying = True
 
 
-class Started(torch.autograd.Function):
+class MarkGraphStart(torch.autograd.Function):
     """Identity of x that records the start of a trial's graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, origin: Origin, may_be_written: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, origin: GraphMarker, may_be_written: bool) -> Tensor:
         """Return x [..., B, C, h] as a view, or as a copy if the layer may write to it."""
         ctx.origin = origin
         return x.clone() if may_be_written else x.view_as(x)
@@ -166,7 +166,7 @@ class Started(torch.autograd.Function):
         return grad, None, None
 
 
-def is_kept(origin: weakref.ref[Origin]) -> bool:
+def is_kept(origin: weakref.ref[GraphMarker]) -> bool:
     """True if other code still holds the trial's graph after the trial has dropped its own
     references.
     """
@@ -188,7 +188,7 @@ class Graph:
     """
 
     output: ChunkOutput
-    origin: Origin
+    origin: GraphMarker
     hidden_chunk: Tensor
     leaves: list[Tensor]
     shadows: list[Tensor]
@@ -229,10 +229,10 @@ def computed_with_graph(
     needs_input, arguments = wanted
     hidden_chunk = x.detach().requires_grad_(needs_input)
     leaves = call.arguments.leaves(chunk, arguments)
-    origin = Origin()
+    origin = GraphMarker()
     with torch.enable_grad():
         given = (
-            Started.apply(hidden_chunk, origin, False)
+            MarkGraphStart.apply(hidden_chunk, origin, False)
             if chunk.stop == call.plan.length
             else hidden_chunk
         )
@@ -242,7 +242,7 @@ def computed_with_graph(
 
 
 @contextlib.contextmanager
-def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iterator[None]:
+def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
     """Context manager that counts the bytes that autograd saves and reports the sum to `watch`.
     Tensors that exist anyway are not counted: `known`, frozen weights and the call's arguments,
     such as cosines and sines.
@@ -250,7 +250,7 @@ def counting(call: LayerCall, watch: LayerSeen, known: Iterable[Tensor]) -> Iter
     Args:
         known: tensors [...] that are alive without the graph.
     """
-    if call.attempt is AT_ONCE:
+    if call.attempt is RUN_ONCE:
         yield
         return
     arguments = [tensor for _, tensor, _ in call.arguments.seen if tensor.layout == torch.strided]
@@ -336,7 +336,7 @@ def depends(leaf: Tensor) -> str:
     )
 
 
-def refuse_kept(call: LayerCall, origin: weakref.ref[Origin]) -> None:
+def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
     """Raise if other code still holds part of a finished chunk's graph, for an auxiliary loss for
     example. Forward gave that loss tensors without a graph, so its gradient would be lost. [Note:
     side effects]
@@ -384,7 +384,7 @@ class BackwardPass:
         call: LayerCall,
         parameters: int,
         of_output: Tensor | None,
-        of_extras: dict[Place, Tensor | None],
+        of_extras: dict[OutputSlot, Tensor | None],
     ) -> None:
         self.of_output, self.of_extras = of_output, of_extras
         self.needs_input, self.wanted = call.backward.wanted

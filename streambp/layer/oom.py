@@ -55,7 +55,7 @@ def with_memory(
 
 
 # for calls without a retry
-AT_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)
+RUN_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)
 
 
 def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:

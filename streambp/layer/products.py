@@ -106,7 +106,7 @@ def _is_plain(module: nn.Module) -> bool:
     return (
         computes_plainly(module)
         and "forward" not in module.__dict__
-        and type(module.weight) in PLAIN
+        and type(module.weight) in TENSOR_TYPES
     )
 
 
@@ -130,7 +130,7 @@ def hooked_everywhere() -> bool:
     return any(map(vars(torch.nn.modules.module).__getitem__, GLOBAL_HOOKS))
 
 
-PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: a model that is only counted
+TENSOR_TYPES = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: a model that is only counted
 
 
 def is_factor(name: str) -> bool:
@@ -157,7 +157,7 @@ See = Callable[[str, Tensor], None]
 
 
 @dataclasses.dataclass(eq=False)
-class _Replaced:
+class SwappedForwards:
     """Context manager that replaces the forwards of modules and restores them."""
 
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]
@@ -199,7 +199,7 @@ def summed(
             forwards[module] = _adding(
                 module, UNREAD if name in unread else None, add, cast, sees, name
             )
-    return _Replaced(forwards)
+    return SwappedForwards(forwards)
 
 
 def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -251,7 +251,7 @@ def left_out(
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager in which these Linears return NaN, with a correct backward."""
     chosen = [linears[name] for name in names if name in linears]
-    return _Replaced(
+    return SwappedForwards(
         {module: functools.partial(_product, module, UNREAD, None, None) for module in chosen}
     )
 
@@ -263,7 +263,7 @@ def computed(
     Linears, so that the two can be compared.
     """
     modules = [linears[name] for name in names if name in linears]
-    return _Replaced(
+    return SwappedForwards(
         {module: functools.partial(_product, module, None, None, None) for module in modules}
     )
 
@@ -296,7 +296,7 @@ def tapped(
             forwards[module] = functools.partial(
                 _tapped, name, module, sink, see, source, add, cast
             )
-    return _Replaced(forwards)
+    return SwappedForwards(forwards)
 
 
 def _tapped(

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from streambp.errors import BackwardError
 from streambp.known_names import CHECKPOINTING
 
-NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # reusable
+NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # reusable
 
 
 class Autocast(NamedTuple):
@@ -65,7 +65,7 @@ class Autocast(NamedTuple):
         for kind, active, _ in self.states:
             if active or torch.is_autocast_enabled(kind):
                 return self._switched(enabled)
-        return NOTHING
+        return NULL_CONTEXT
 
     @contextlib.contextmanager
     def _switched(self, enabled: bool) -> Iterator[None]:

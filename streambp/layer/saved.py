@@ -37,11 +37,11 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
-from streambp.layer.carried import Carried
+from streambp.layer.chunk_states import Carried
 from streambp.layer.products import See, cast_to, is_factor, matching, tapped
 from streambp.layer.recompute import Autocast
 from streambp.layer.site import LayerSite
-from streambp.offload.costs import Cost, LayerSeen, Product
+from streambp.offload.costs import Cost, ObservedCosts, Product
 from streambp.offload.manager import Access, HostTensors
 from streambp.recurrent.states import Key, States
 
@@ -102,7 +102,7 @@ class SavedProducts:
     def capture_outputs(
         self, names: list[str] | None = None, see: See | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Context manager that collects Linear outputs for `Kept.keep`.
+        """Context manager that collects Linear outputs for `SavedForBackward.keep`.
 
         Args:
             names: the Linears; None: the Linears that `saves` names.
@@ -153,7 +153,7 @@ class SavedProducts:
         return tapped(self.linears, names, None, see, source, sums)
 
 
-class Kept:
+class SavedForBackward:
     """The tensors that one layer call saves for its backward, chunk by chunk, and the order of
     backward's reads.
 
@@ -186,7 +186,7 @@ class Kept:
         self.device = device
         self.saves = site.config.named_saves
         self.named = True
-        self.watch: LayerSeen | None = None
+        self.watch: ObservedCosts | None = None
         self.autocast = autocast  # [Note: autocast]
         self.store: InMemory | HostTensors = InMemory()
         self.random: list[RandomState] = []

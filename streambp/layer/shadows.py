@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.fingerprint.looks import VERSION, LayerSnapshot
+from streambp.fingerprint.snapshots import VERSION, LayerSnapshot
 
 ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module._parameters[name]`
 

@@ -19,13 +19,13 @@ from streambp.config import StreamConfig
 from streambp.device import has_data, products_rounded_to
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described
-from streambp.fingerprint.looks import Fingerprint, LayerSnapshot
+from streambp.fingerprint.snapshots import Fingerprint, LayerSnapshot
 from streambp.foreign import has_compiled_parts
 from streambp.instance_forward import StepOwner
 from streambp.layer.adapters import Reading, readings
-from streambp.layer.choices import Choices
+from streambp.layer.choices import ReplayedChoices
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
-from streambp.layer.recompute import NOTHING, Autocast
+from streambp.layer.recompute import NULL_CONTEXT, Autocast
 from streambp.layer.witness import (
     CHOSEN_OTHERWISE,
     EPS_OF_HALVES,
@@ -44,21 +44,23 @@ from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
 Key = TypeVar("Key")
-ANY_SIZE = 0  # key in `Findings.tried` for all chunk sizes
+ANY_SIZE = 0  # key in `TrialResult.tried` for all chunk sizes
 REACH = (
     "code of others"  # part of a kind of call: third-party code within reach. [Note: kept values]
 )
-KINDS = 32  # most kinds of calls with stored results, for each layer
-TIMES = 4  # doubts before a possibly temporary reason counts for all calls of a kind
+MAX_KINDS_OF_CALLS = 32  # most kinds of calls with stored results, for each layer
+DOUBTS_BEFORE_DECISION = (
+    4  # doubts before a possibly temporary reason counts for all calls of a kind
+)
 
 
 def remember(known: dict[Key, T], key: Key, value: T) -> T:
-    """Insert `value` as the newest entry, drop the oldest entry if there are more than `KINDS`, and
+    """Insert `value` as the newest entry, drop the oldest entry if there are more than `MAX_KINDS_OF_CALLS`, and
     return `value`.
     """
     known.pop(key, None)
     known[key] = value
-    if len(known) > KINDS:
+    if len(known) > MAX_KINDS_OF_CALLS:
         del known[next(iter(known))]
     return value
 
@@ -80,7 +82,7 @@ class Overwritten:
 
 
 @dataclasses.dataclass
-class Findings:
+class TrialResult:
     """Test results for calls of one kind.
 
     Attributes:
@@ -110,12 +112,12 @@ class Findings:
         self.judged, self.because = True, because
 
     def doubt(self, because: str) -> None:
-        """Count a possibly temporary reason for running unchunked, and decide after `TIMES` of
+        """Count a possibly temporary reason for running unchunked, and decide after `DOUBTS_BEFORE_DECISION` of
         them. An exception may not recur, and a first call may set a value that later calls only
         read.
         """
         self.doubts += 1
-        if self.doubts >= TIMES:
+        if self.doubts >= DOUBTS_BEFORE_DECISION:
             self.judge(because)
 
 
@@ -159,7 +161,7 @@ class CallReport:
 
 
 @dataclasses.dataclass
-class Warm:
+class WarmUp:
     """State that `streambp.warm_up` sets for all layers of a model. [Note: hooks after a warm-up]
 
     Attributes:
@@ -215,7 +217,7 @@ class LayerTests:
     on.
     """
 
-    results: dict[frozenset[tuple[str, Any]], Findings] = dataclasses.field(default_factory=dict)
+    results: dict[frozenset[tuple[str, Any]], TrialResult] = dataclasses.field(default_factory=dict)
     unread: dict[tuple[Any, ...], UnreadProducts] = dataclasses.field(default_factory=dict)
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(
         default_factory=dict
@@ -227,13 +229,13 @@ class LayerTests:
     kernels_take_documents: bool = True
     tested_hooks: set[HookKey] = dataclasses.field(default_factory=set)
     hooks_run_in_tests: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    warm_up: Warm | None = None
+    warm_up: WarmUp | None = None
 
-    def result(self, kind: frozenset[tuple[str, Any]]) -> Findings:
+    def result(self, kind: frozenset[tuple[str, Any]]) -> TrialResult:
         """Return the test results for this kind of call; new, empty results if there are none."""
         findings = self.results.get(kind)
         if findings is None:
-            findings = remember(self.results, kind, Findings())
+            findings = remember(self.results, kind, TrialResult())
         return findings
 
     def forget(self, because: str | None) -> None:
@@ -246,7 +248,7 @@ class LayerTests:
                 findings.judge(None)
                 findings.judged = False
 
-    def cover(self, findings: Findings, plan: ChunkPlan) -> bool:
+    def cover(self, findings: TrialResult, plan: ChunkPlan) -> bool:
         """True if no module inside the layer is third-party, or if calls of this kind were tested
         at about the call's length. [Note: foreign insides]
         """
@@ -331,7 +333,7 @@ class LayerSite:
     index: int = 0
     chunk_rule: Callable[[int, int, int, torch.device], int] | None = None
     previous: Callable[..., Any] | None = None
-    choices: Choices | None = None
+    choices: ReplayedChoices | None = None
     backward_begins: Callable[[torch.device], None] | None = None
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False, compare=False)
     witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False, compare=False)
@@ -356,7 +358,7 @@ class LayerSite:
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the layer's weights are on the device."""
         if self.weights is None:
-            return NOTHING
+            return NULL_CONTEXT
         return self.weights.here(self.index, direction, device, decodes=direction != "trial")
 
     def weights_for_once(
@@ -374,7 +376,7 @@ class LayerSite:
             UnsupportedModelError: the call would build a graph.
         """
         if not self.on_host:
-            return NOTHING
+            return NULL_CONTEXT
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(
             x.requires_grad for x in (*given, *self.layer.parameters())

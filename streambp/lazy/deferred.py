@@ -1,8 +1,8 @@
 """Deferred hidden states and logits: stand-ins in a model's own forward.
 
 A model's own forward ends with: final norm, slice, `lm_head`, perhaps a scale or a softcap, the
-loss function. While a streamed model computes a loss, its final norm returns a `Deferred` instead:
-a tensor without storage that stores the norm's input. Slicing a `Deferred` slices that input;
+loss function. While a streamed model computes a loss, its final norm returns a `LazyHidden` instead:
+a tensor without storage that stores the norm's input. Slicing a `LazyHidden` slices that input;
 `F.linear` returns deferred logits. Multiplication, division and tanh are recorded, and
 `F.cross_entropy` computes the loss block by block. Each model family's own code for the head
 therefore runs unchanged. An in-place operation writes to the real tensor, which then replaces the
@@ -11,9 +11,9 @@ deferred tensor. An in-place operation on a slice or a view raises.
 [Note: stand-ins in a graph] Operations with a rule put the stored hidden states into autograd's
 graph, and never the stand-in. Other code (an autograd.Function, a C++ extension) makes the stand-in
 itself an input. The gradient would end there: the loss would be right, and no layer below would
-train. Therefore every stand-in is an output of `Place`, so each path to a parameter leads through
+train. Therefore every stand-in is an output of `GradientSink`, so each path to a parameter leads through
 this Function. The Function read a real tensor that was built from the stored hidden states. The
-backward of `Place` builds that tensor again and differentiates it. A stand-in that was made under
+backward of `GradientSink` builds that tensor again and differentiates it. A stand-in that was made under
 no_grad has no gradient.
 """
 
@@ -28,18 +28,25 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, StreamBPError
-from streambp.head.recipe import Recipe, blockwise_loss
+from streambp.head.recipe import LogitsExpression, blockwise_loss
 from streambp.known_names import TENSOR_HOOKS
+from streambp.lazy.base import (
+    METADATA,
+    GradientSink,
+    LazyTensor,
+    MaterializeLazy,
+    SharedMemory,
+    note_use,
+)
 from streambp.lazy.row_rules import is_number
-from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, Taken, note_use
 from streambp.lazy.token_rules import TOKEN_RULES
 from streambp.nested import tensors_in
 
 
-class Deferred(StandIn):
+class LazyHidden(LazyTensor):
     """Shape, dtype and device of a tensor [..., h] or [..., V], computed from `source` by `recipe`.
 
-    `Deferred.make` creates the stand-in.
+    `LazyHidden.make` creates the stand-in.
 
     Attributes:
         source: [..., h], the input of the final norm.
@@ -53,13 +60,15 @@ class Deferred(StandIn):
     metadata = METADATA
 
     source: Tensor
-    recipe: Recipe
+    recipe: LogitsExpression
     cut: bool
     made_of: list[tuple[Tensor, int]]
     link: Any
 
     @staticmethod
-    def __new__(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
+    def __new__(
+        cls, source: Tensor, recipe: LogitsExpression, dtype: torch.dtype | None = None
+    ) -> LazyHidden:
         width = source.shape[-1]
         if recipe.weight is not None:
             width = recipe.weight.shape[0]
@@ -67,7 +76,7 @@ class Deferred(StandIn):
         if recipe.places is not None:
             tokens = recipe.places.shape
         shape = (*tokens, width)
-        self: Deferred = Tensor._make_wrapper_subclass(
+        self: LazyHidden = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype or source.dtype, device=source.device, requires_grad=False
         )  # type: ignore[attr-defined]
         self.source = source
@@ -85,14 +94,16 @@ class Deferred(StandIn):
         return self
 
     @classmethod
-    def make(cls, source: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Deferred:
+    def make(
+        cls, source: Tensor, recipe: LogitsExpression, dtype: torch.dtype | None = None
+    ) -> LazyHidden:
         """Return a stand-in for source [..., h]; it requires a gradient if the real tensor would.
 
         Args:
             dtype: dtype of the stand-in; None: the dtype of `source`.
         """
         inputs = (source, *recipe.inputs())
-        result: Deferred = Place.apply(cls, (source, recipe, dtype), *inputs)
+        result: LazyHidden = GradientSink.apply(cls, (source, recipe, dtype), *inputs)
         result.cut = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         node: Any = result.grad_fn
         result.link = node
@@ -136,7 +147,7 @@ class Deferred(StandIn):
         with torch.set_grad_enabled(self.requires_grad):
             if self.known() or not self.requires_grad:
                 return self.values()
-            taken: Tensor = Taken.apply(self.values, self)
+            taken: Tensor = MaterializeLazy.apply(self.values, self)
             return taken
 
     def values(self) -> Tensor:
@@ -154,13 +165,15 @@ class Deferred(StandIn):
         """
         return self.grad_fn is self.link
 
-    def changed(self, recipe: Recipe | None = None, dtype: torch.dtype | None = None) -> Deferred:
+    def changed(
+        self, recipe: LogitsExpression | None = None, dtype: torch.dtype | None = None
+    ) -> LazyHidden:
         """Return a copy in memory of its own, with another recipe or dtype."""
-        return Deferred.make(self.source, recipe or self.recipe, dtype or self.dtype)
+        return LazyHidden.make(self.source, recipe or self.recipe, dtype or self.dtype)
 
     def moved(
         self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
-    ) -> Deferred:
+    ) -> LazyHidden:
         """Return the stand-in of other tokens, by changing the hidden states or their places
         [*tokens].
 
@@ -177,7 +190,7 @@ class Deferred(StandIn):
             source = change(source)
         else:
             recipe = dataclasses.replace(recipe, places=change(recipe.places[..., None])[..., 0])
-        made = Deferred.make(source, recipe, self.dtype)
+        made = LazyHidden.make(source, recipe, self.dtype)
         if view:
             made.derived = True
             made.memory = self.memory
@@ -228,7 +241,7 @@ class Deferred(StandIn):
             self.written = self.build()
             self.memory.watch(self.written)
         result = self.on_real(func, name, args, kwargs)
-        note_use(tensors_in((args, kwargs), Deferred), result)
+        note_use(tensors_in((args, kwargs), LazyHidden), result)
         return result
 
     def pass_by(self, why: str) -> None:
@@ -263,7 +276,7 @@ class Deferred(StandIn):
         )
 
 
-def _scale(x: Deferred, other: Any, *, over: bool = False) -> Any:
+def _scale(x: LazyHidden, other: Any, *, over: bool = False) -> Any:
     """Multiply by a number, or divide by the number if `over`."""
     if not is_number(other):
         return NotImplemented
@@ -278,7 +291,7 @@ def _scale(x: Deferred, other: Any, *, over: bool = False) -> Any:
     )
 
 
-def _tanh(x: Deferred) -> Any:
+def _tanh(x: LazyHidden) -> Any:
     projection = x.recipe.projection
     if x.recipe.weight is None or projection.softcap is not None:
         return NotImplemented
@@ -286,15 +299,15 @@ def _tanh(x: Deferred) -> Any:
     return x.changed(dataclasses.replace(x.recipe, projection=projection))
 
 
-def _linear(x: Deferred, weight: Any, bias: Any = None) -> Any:
+def _linear(x: LazyHidden, weight: Any, bias: Any = None) -> Any:
     if x.recipe.weight is not None or (x.recipe.projection.logit_scale != 1.0 and bias is not None):
         return NotImplemented
     # A scale of the hidden states is one of the logits: (c * hidden) @ W^T = c * (hidden @ W^T).
-    return Deferred.make(x.source, dataclasses.replace(x.recipe, weight=weight, bias=bias))
+    return LazyHidden.make(x.source, dataclasses.replace(x.recipe, weight=weight, bias=bias))
 
 
 def _cross_entropy(
-    x: Deferred,
+    x: LazyHidden,
     target: Any,
     weight: Any = None,
     size_average: Any = None,
@@ -321,7 +334,7 @@ def _cross_entropy(
 
 
 # [Note: torch's own functions]
-Deferred.rules = TOKEN_RULES | {
+LazyHidden.rules = TOKEN_RULES | {
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _scale),
     **dict.fromkeys(("div", "__truediv__"), functools.partial(_scale, over=True)),
     "tanh": _tanh,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from streambp.head.recipe import HeadRequest
-from streambp.lazy.deferred import Deferred
-from streambp.lazy.head import Hub
+from streambp.lazy.deferred import LazyHidden
+from streambp.lazy.head import LazyHead
 from streambp.lazy.loss_rules import kl_div, of_labels
 from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
 from streambp.lazy.tensor import LazyLogits
@@ -25,14 +25,14 @@ from streambp.lazy.token_rules import TOKEN_RULES, to
 from streambp.torchs_own import torch_own
 
 
-def lazy_logits(deferred: Deferred, request: HeadRequest) -> LazyLogits:
+def lazy_logits(deferred: LazyHidden, request: HeadRequest) -> LazyLogits:
     """Return lazy logits for the model's caller, from the model's deferred logits.
 
     Args:
         request: record of the model call, in which `describe` reads how the logits were used.
     """
     source = deferred.source.reshape(-1, deferred.source.shape[-1])
-    hub = Hub(source, dataclasses.replace(deferred.recipe, request=request))
+    hub = LazyHead(source, dataclasses.replace(deferred.recipe, request=request))
     reading = hub.read(source, deferred.shape[:-1], deferred.recipe.places)
     made = LazyLogits.make(reading, hub.vocabulary, deferred.dtype, torch.is_grad_enabled())
     made.followed = deferred.recipe.request is not request  # the model's own loss used the logits

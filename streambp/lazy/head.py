@@ -1,9 +1,9 @@
 """Hub of one forward's logits: computes results of the logits and collects their gradients.
 
-[Note: one pass in backward] A result of the logits is an output of `Result`, an autograd Function.
-`Result` has the hub's handle as input, an empty tensor that represents the logits in the graph.
-Hidden states and weights are inputs of `Handle` alone. During backward each `Result` leaves its
-gradients with the hub and returns no gradient. autograd runs `Handle` after all results. `Handle`
+[Note: one pass in backward] A result of the logits is an output of `LazyResult`, an autograd Function.
+`LazyResult` has the hub's handle as input, an empty tensor that represents the logits in the graph.
+Hidden states and weights are inputs of `HeadHandle` alone. During backward each `LazyResult` leaves its
+gradients with the hub and returns no gradient. autograd runs `HeadHandle` after all results. `HeadHandle`
 computes the gradients of hidden states and weights from all left gradients in one pass (`sweep`).
 Left gradients belong to one backward call. Otherwise gradients that never reach the handle
 (`autograd.grad` with respect to other tensors) would remain for the next call.
@@ -24,8 +24,8 @@ from streambp.device import has_data
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Products, Projection, fold_vocabulary, token_blocks
 from streambp.head.log_probs import HeadInputs, make_inputs, refuse_second_derivatives
-from streambp.head.recipe import Recipe
-from streambp.head.seen import Seen
+from streambp.head.recipe import LogitsExpression
+from streambp.head.version_check import VersionCheck
 from streambp.lazy.backward import (
     NodeTerm,
     StatisticsGradient,
@@ -38,7 +38,7 @@ from streambp.lazy.backward import (
 from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, readings, rebuilt
 
 
-class Handle(torch.autograd.Function):
+class HeadHandle(torch.autograd.Function):
     """Autograd Function from the head's inputs to a handle [1]. [Note: one pass in backward]
 
     Inputs are source [M, h], weight [V, h], bias [V] or None, and the norm's parameters.
@@ -46,7 +46,7 @@ class Handle(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hub: Hub, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
+        ctx: Any, hub: LazyHead, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
     ) -> Tensor:
         """Save source [M, h] and the weights for backward, and return a zero [1] in source's
         dtype.
@@ -107,7 +107,7 @@ class RunInBackward(torch.autograd.Function):
         return None, None
 
 
-class Result(torch.autograd.Function):
+class LazyResult(torch.autograd.Function):
     """Autograd Function of a calculation's results. [Note: one pass in backward]"""
 
     @staticmethod
@@ -115,7 +115,7 @@ class Result(torch.autograd.Function):
         """Return the results of `calculation.run`.
 
         Args:
-            anchors: the handles [1] through which autograd finds the hubs' `Handle` nodes.
+            anchors: the handles [1] through which autograd finds the hubs' `HeadHandle` nodes.
         """
         values: tuple[Tensor, ...] = calculation.run()
         ctx.calculation = calculation
@@ -137,7 +137,7 @@ class Result(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-class Hub:
+class LazyHead:
     """The head of one forward. Do not write to its inputs while the logits are used.
 
     Args:
@@ -145,7 +145,7 @@ class Hub:
         recipe: the operations from the hidden states to the logits.
     """
 
-    def __init__(self, source: Tensor, recipe: Recipe) -> None:
+    def __init__(self, source: Tensor, recipe: LogitsExpression) -> None:
         assert recipe.weight is not None
         self.recipe = recipe
         self.hidden = source.detach()
@@ -154,12 +154,12 @@ class Hub:
         self.inputs: HeadInputs = make_inputs(
             source, source.new_empty(0, dtype=torch.long), Projection(), recipe.norm, -100
         )
-        self._seen = Seen((self.hidden, *recipe.inputs()), recipe.inputs())
+        self._seen = VersionCheck((self.hidden, *recipe.inputs()), recipe.inputs())
         self._left: dict[int, list[Any]] = {}
         # [M] each: logsumexp, mean, and a mask of the positions with computed values.
         self._known: dict[Projection, tuple[Tensor, ...]] = {}
         # Hubs that include padding, and their handles. Key: True for a hub with gradients.
-        self._whole: dict[bool, tuple[Hub, Tensor]] = {}
+        self._whole: dict[bool, tuple[LazyHead, Tensor]] = {}
 
     def read(self, source: Tensor, tokens: torch.Size, places: Tensor | None = None) -> Reading:
         """Return the logits of all positions or at `places`, differentiable as source and weights
@@ -174,7 +174,7 @@ class Hub:
             places: [*tokens], positions to read; None: all.
         """
         recipe = self.recipe
-        handle = Handle.apply(
+        handle = HeadHandle.apply(
             self, source, recipe.weight, recipe.bias, *self.inputs.norm_parameters.current()
         )
         if places is not None:
@@ -194,7 +194,7 @@ class Hub:
         if graded not in self._whole:
             self.check()
             source = late.completed()
-            hub = Hub(source, dataclasses.replace(self.recipe, late=None, places=None))
+            hub = LazyHead(source, dataclasses.replace(self.recipe, late=None, places=None))
             self._whole[graded] = hub, hub.read(source, source.shape[:1]).handle
         hub, handle = self._whole[graded]
         for hook in reading.hooks:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch._C import TensorBase
 
+from streambp.lazy.base import LazyTensor
 from streambp.lazy.expression import Call
 from streambp.lazy.row_rules import gather
-from streambp.lazy.standin import StandIn
 from streambp.lazy.tensor import LazyLogits
 from streambp.torchs_own import torch_own
 
 
-def index(x: StandIn, at: Any) -> Any:
+def index(x: LazyTensor, at: Any) -> Any:
     """Return x[at] for an index of tokens; lazy rows also support an index of entries, or of both.
 
     Returns NotImplemented for any other index, such as a NumPy array.
@@ -24,7 +24,7 @@ def index(x: StandIn, at: Any) -> Any:
     for part in at if isinstance(at, tuple) else (at,):
         if isinstance(part, list):
             part = torch.tensor(part, device=x.device, dtype=None if part else torch.long)
-        if isinstance(part, bool | StandIn):
+        if isinstance(part, bool | LazyTensor):
             return NotImplemented
         if part is not ... and not isinstance(part, int | slice | Tensor):
             return NotImplemented

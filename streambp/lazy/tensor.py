@@ -2,9 +2,9 @@
 
 [Note: lazy rows in a graph] Operations with a rule read the hub's hidden states, and never the
 stand-in. Other code (an autograd.Function, a kernel) takes the stand-in as an input, and sends the
-gradient of all values to the node of that input. `Place` leaves that gradient with the hub. A
+gradient of all values to the node of that input. `GradientSink` leaves that gradient with the hub. A
 stand-in that an autograd.Function returned is different: the Function's backward is unknown, so the
-values are computed and their gradient goes through `Taken`. Nodes that an engine inserts at a
+values are computed and their gradient goes through `MaterializeLazy`. Nodes that an engine inserts at a
 model's outputs, and scaling hooks, change no values. Such nodes and hooks are recognized by name.
 
 A stand-in that is written to becomes another function of rows (`div_`), or real. Stand-ins that
@@ -27,9 +27,16 @@ from torch._C import TensorBase
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.recipe import HeadRequest
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
+from streambp.lazy.base import (
+    METADATA,
+    GradientSink,
+    LazyTensor,
+    MaterializeLazy,
+    SharedMemory,
+    scales,
+)
 from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, rebuilt
-from streambp.lazy.head import Function, Result, RunInBackward, Statistic
-from streambp.lazy.standin import METADATA, Place, SharedMemory, StandIn, Taken, scales
+from streambp.lazy.head import Function, LazyResult, RunInBackward, Statistic
 from streambp.nested import changed_arguments, tensors_in
 from streambp.torchs_own import method
 
@@ -70,7 +77,7 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
     return over_tokens(node, lambda x: x[here]), gradient[here]
 
 
-class LazyLogits(StandIn):
+class LazyLogits(LazyTensor):
     """Rows of logits, or a row-wise function of logits: shape, dtype and device of [*tokens, W]
     values.
 
@@ -140,7 +147,7 @@ class LazyLogits(StandIn):
         """
         if not graded:
             return cls(node, width, dtype, classes)
-        made: LazyLogits = Place.apply(cls, (node, width, dtype, classes), *inputs_of(node))
+        made: LazyLogits = GradientSink.apply(cls, (node, width, dtype, classes), *inputs_of(node))
         made.link = made.grad_fn
         return made
 
@@ -338,7 +345,7 @@ class LazyLogits(StandIn):
             calculation = calculation.reached()
             if not graded:
                 return calculation.run()
-            values: tuple[Tensor, ...] = Result.apply(calculation, *calculation.inputs())
+            values: tuple[Tensor, ...] = LazyResult.apply(calculation, *calculation.inputs())
             return values
 
     def values(self) -> Tensor:
@@ -358,7 +365,7 @@ class LazyLogits(StandIn):
         with torch.set_grad_enabled(self.requires_grad):
             if self.known() or not self.requires_grad:
                 return self.values()
-            taken: Tensor = Taken.apply(self.values, self)
+            taken: Tensor = MaterializeLazy.apply(self.values, self)
             return taken
 
     def become(self, other: LazyLogits | Tensor) -> None:

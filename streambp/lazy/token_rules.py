@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from streambp.device import is_elsewhere
+from streambp.lazy.base import LazyTensor
 from streambp.lazy.index_rules import index
-from streambp.lazy.standin import StandIn
 from streambp.torchs_own import method, torch_own
 
 # Operation along one dimension -> index of the dimension argument.
@@ -24,13 +24,13 @@ ALONG = {"unbind": 0, "split": 1, "chunk": 1, "select": 0, "narrow": 0, "index_s
 SEVERAL = ("unbind", "split", "chunk")  # return a tuple of parts
 
 
-def is_of_tokens(x: StandIn, dim: Any) -> bool:
+def is_of_tokens(x: LazyTensor, dim: Any) -> bool:
     """True if `dim` is a dimension of the tokens, and not the dimension of size W."""
     return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.dim() != x.dim() - 1
 
 
 def along(
-    own: Callable[..., Any], at: int, name: str, x: StandIn, *args: Any, **kwargs: Any
+    own: Callable[..., Any], at: int, name: str, x: LazyTensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Apply a torch method along a dimension of tokens to the positions.
 
@@ -56,7 +56,7 @@ def along(
     return x.moved(lambda t: own(t, *given, **kwargs), unique=not copies, view=not copies)
 
 
-def view(x: StandIn, *shape: Any) -> Any:
+def view(x: LazyTensor, *shape: Any) -> Any:
     """Reshape the tokens, [*tokens, W] -> [*sizes, W].
 
     Returns NotImplemented if W entries would be separated.
@@ -74,14 +74,14 @@ def view(x: StandIn, *shape: Any) -> Any:
     return x.moved(lambda t: t.reshape(*sizes[:-1], t.shape[-1]))
 
 
-def flatten(x: StandIn, start_dim: int = 0, end_dim: int = -1) -> Any:
+def flatten(x: LazyTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Merge dimensions of tokens; NotImplemented if they include W."""
     if not is_of_tokens(x, start_dim) or not is_of_tokens(x, end_dim):
         return NotImplemented
     return x.moved(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
 
 
-def take_along_dim(x: StandIn, indices: Any, dim: Any = None) -> Any:
+def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
     """Select positions [..., n, 1] of each row; the result is a copy and may repeat tokens.
 
     Returns NotImplemented for entries of W.
@@ -98,7 +98,7 @@ def take_along_dim(x: StandIn, indices: Any, dim: Any = None) -> Any:
     )
 
 
-def squeeze(x: StandIn, dim: Any = None) -> Any:
+def squeeze(x: LazyTensor, dim: Any = None) -> Any:
     """Remove one token dimension or all token dimensions of size 1; NotImplemented for W."""
     if dim is None and x.shape[-1] != 1:
         return x.moved(
@@ -109,7 +109,7 @@ def squeeze(x: StandIn, dim: Any = None) -> Any:
     return x.moved(lambda t: t.squeeze(dim % x.dim()))
 
 
-def unsqueeze(x: StandIn, dim: int) -> Any:
+def unsqueeze(x: LazyTensor, dim: int) -> Any:
     """Insert a token dimension of size 1; NotImplemented behind W."""
     at = dim + x.dim() + 1 if dim < 0 else dim
     if at == x.dim():
@@ -117,7 +117,7 @@ def unsqueeze(x: StandIn, dim: int) -> Any:
     return x.moved(lambda t: t.unsqueeze(at))
 
 
-def transpose(x: StandIn, dim0: int, dim1: int) -> Any:
+def transpose(x: LazyTensor, dim0: int, dim1: int) -> Any:
     """Exchange two dimensions, with the restrictions of `permute`."""
     order = list(range(x.dim()))
     a = dim0 % x.dim()
@@ -126,7 +126,7 @@ def transpose(x: StandIn, dim0: int, dim1: int) -> Any:
     return permute(x, order)
 
 
-def permute(x: StandIn, *dims: Any) -> Any:
+def permute(x: LazyTensor, *dims: Any) -> Any:
     """Permute token dimensions, or move the entries to the second dimension and back.
 
     torch's losses expect entries in the second dimension.
@@ -146,7 +146,7 @@ def permute(x: StandIn, *dims: Any) -> Any:
     return NotImplemented
 
 
-def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
+def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     """Cast to a wider dtype; on the same device only. Values are computed in float32 or wider
     anyway.
     """
@@ -163,21 +163,21 @@ def to(x: StandIn, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _iterated(x: StandIn) -> Any:
+def _iterated(x: LazyTensor) -> Any:
     """Return an iterator over the first token dimension; NotImplemented for a single row."""
     if x.dim() > 1:
         return iter(x.unbind(0))
     return NotImplemented
 
 
-def _contiguous(x: StandIn, *_: Any, **__: Any) -> Any:
+def _contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
     """Copy a view whose tokens are not contiguous in the full tensor."""
     if not x.derived or (x.classes is None and x.origin.is_contiguous()):
         return x
     return x.changed()
 
 
-def _in_float32(x: StandIn, *_: Any, **__: Any) -> Any:
+def _in_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
     """Cast to float32, but keep float64; integers and bools are rejected."""
     if x.casts_to(torch.float32):
         return to(x, torch.float32)

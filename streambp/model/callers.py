@@ -18,7 +18,7 @@ from streambp.known_names import CPT_FORWARD, PREDICTION, TRAINERS_LOSS
 
 # their own trainers read the loss alone, or request logits
 LIBRARIES = ("transformers", "trl", "streambp")
-NEAR = 24  # maximal number of frames between a model's forward and its caller
+MAX_FRAMES = 24  # maximal number of frames between a model's forward and its caller
 
 
 def computes_its_own_loss() -> bool:
@@ -27,7 +27,7 @@ def computes_its_own_loss() -> bool:
 
 
 def _near() -> Iterator[FrameType]:
-    return itertools.islice(_running(), NEAR)
+    return itertools.islice(_running(), MAX_FRAMES)
 
 
 def _is_cpts(frame: FrameType) -> bool:

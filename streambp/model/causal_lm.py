@@ -14,7 +14,7 @@ from torch.distributed import is_initialized
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.attention.interface import own_implementation
-from streambp.attention.own import biases_positions
+from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import has_cache
 from streambp.distributed.engines import held
 from streambp.errors import StreamBPError
@@ -24,7 +24,7 @@ from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.oom import explaining
-from streambp.lazy.deferred import Deferred
+from streambp.lazy.deferred import LazyHidden
 from streambp.lazy.dispatch import lazy_logits
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.deferring import DeferredForward, HeldHead
@@ -426,7 +426,7 @@ class CausalLMForward(InstanceForward):
         logits_wanted |= evaluates and computes_its_own_loss()
 
         def real(value: Any) -> Any:
-            if not isinstance(value, Deferred) or (
+            if not isinstance(value, LazyHidden) or (
                 value.recipe.weight is not None and not logits_wanted
             ):
                 return value
@@ -435,16 +435,16 @@ class CausalLMForward(InstanceForward):
             return value.build()
 
         if isinstance(output, tuple):
-            return tuple(part for part in map(real, output) if not isinstance(part, Deferred))
+            return tuple(part for part in map(real, output) if not isinstance(part, LazyHidden))
         fields = {name: real(value) for name, value in output.items()}
         if self._trains:
             self.left_out = frozenset(
-                name for name, value in fields.items() if isinstance(value, Deferred)
+                name for name, value in fields.items() if isinstance(value, LazyHidden)
             )
         kind: Any = type(output)
-        if isinstance(fields.get(LOGITS), Deferred):
+        if isinstance(fields.get(LOGITS), LazyHidden):
             kind = left_out(kind)
-        return kind(**{k: v for k, v in fields.items() if not isinstance(v, Deferred)})
+        return kind(**{k: v for k, v in fields.items() if not isinstance(v, LazyHidden)})
 
 
 @functools.cache
@@ -484,7 +484,7 @@ def _hand_out(output: Any, request: HeadRequest) -> Any:
     """
 
     def real_or_lazy(value: Any) -> Any:
-        if not isinstance(value, Deferred):
+        if not isinstance(value, LazyHidden):
             return value
         real = value.written is not None or not value.known() or value.recipe.weight is None
         if real or value.dim() < 2 or value.shape[-2] == 1:

@@ -37,11 +37,11 @@ from streambp.foreign import home_of, is_compiled
 from streambp.known_names import ACCELERATE_HOOK, LIGER, ROTARY
 from streambp.model.compiled_regions import compile_regions
 from streambp.model.fused_layers import (
+    AttributeChange,
     Attributes,
-    Fused,
+    InstalledKernels,
     NoKernelsError,
     OnDevice,
-    Replaced,
     WithRotation,
     fused_modules,
     globals_that_turn,
@@ -52,7 +52,7 @@ from streambp.source import with_globals
 HALF = 4  # half of a head's features in the comparison of rotations
 
 
-def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
+def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
     """Set the kernels that `config.kernels` names. [Note: chosen kernels]
 
     Args:
@@ -67,25 +67,27 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
         return compile_regions(model)
     device = None if config.kernels == "own" else accelerator()
     if device is None:
-        return Fused()
+        return InstalledKernels()
     causal = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     if fused_modules(causal):
-        return Fused()
+        return InstalledKernels()
     rotations: dict[nn.Module, Callable[..., Any]] = {}
     try:
         fused = put_on(model, functools.partial(by_device, device.type, rotations))
     except NoKernelsError as error:
-        return Fused(why_own=f"{error.found}.")
+        return InstalledKernels(why_own=f"{error.found}.")
     except MissingLibraryError as error:
-        return Fused(why_own=str(error))
+        return InstalledKernels(why_own=str(error))
     except Exception as error:  # Triton's import raises various errors without a driver
-        return Fused(why_own=f"Liger cannot be imported ({type(error).__name__}: {error}).")
+        return InstalledKernels(
+            why_own=f"Liger cannot be imported ({type(error).__name__}: {error})."
+        )
     if (found := without_driver(device.type)) is not None:
         fused.take_off()
-        return Fused(why_own=found)
+        return InstalledKernels(why_own=found)
     if config.products:
         return fused
-    bound: list[Replaced] = []
+    bound: list[AttributeChange] = []
     alike: dict[Callable[..., Any], bool] = {}
     for module, rotation in rotations.items():
         # All names are restored here, so the comparison uses the model's own rotation.
@@ -99,7 +101,7 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> Fused:
             around = WithRotation(space, rotation, device.type)
             forward = types.MethodType(with_globals(around, type(module).forward), module)
             module.__dict__["forward"] = forward
-            bound.append(Replaced(module, "forward", None, forward, False))
+            bound.append(AttributeChange(module, "forward", None, forward, False))
     return dataclasses.replace(fused, replaced=(*fused.replaced, *bound))
 
 

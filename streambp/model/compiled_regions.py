@@ -47,9 +47,9 @@ from streambp.known_names import (
     ROTATED,
 )
 from streambp.model.fused_layers import (
-    TRIED,
-    Fused,
-    Replaced,
+    TEST_SIZE,
+    AttributeChange,
+    InstalledKernels,
     WithRotation,
     compilers_marks,
     globals_that_turn,
@@ -61,7 +61,7 @@ COMPILERS = ("cc", "gcc", "clang", "g++", "clang++", "cl")  # inductor's code ne
 GRAPHS = 64  # limit for a region before torch runs it eagerly; torch's default is 8
 NORMS = "Norm"  # part of the class names of norms
 NUMBER = re.compile(r"\.\d+")  # index of an expert: all experts share one role
-PLAIN = (Tensor, nn.Parameter)
+TENSOR_TYPES = (Tensor, nn.Parameter)
 PARAMETERS, _, MODULES = MODULE_TABLES
 
 
@@ -194,7 +194,7 @@ def runs(x: Any) -> bool:
     """True if compiled code can compute x [...]: a plain tensor with data, outside of a surrounding
     torch.compile.
     """
-    return type(x) in PLAIN and has_data(x) and not torch.compiler.is_compiling()
+    return type(x) in TENSOR_TYPES and has_data(x) and not torch.compiler.is_compiling()
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _any_length(x: Tensor, *dims: int) -> Tensor:
     return x
 
 
-def compile_regions(model: nn.Module) -> Fused:
+def compile_regions(model: nn.Module) -> InstalledKernels:
     """Set compiled regions on the modules of a model's layers. [Note: compiled regions]
 
     Args:
@@ -221,9 +221,9 @@ def compile_regions(model: nn.Module) -> Fused:
     """
     device = next((p.device.type for p in model.parameters() if p.device.type != "cpu"), "cpu")
     if (why := no_compiler(device)) is not None:
-        return Fused(why_own=why)
+        return InstalledKernels(why_own=why)
     compiler = Compiler()
-    replaced: list[Replaced] = []
+    replaced: list[AttributeChange] = []
     left: set[str] = set()
     alike: dict[Any, bool] = {}
     for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
@@ -254,10 +254,10 @@ def compile_regions(model: nn.Module) -> Fused:
                 setattr(region, REGION, around.fused)
             forward = types.MethodType(region, module)
             module.__dict__["forward"] = forward
-            replaced.append(Replaced(module, "forward", None, forward, False))
+            replaced.append(AttributeChange(module, "forward", None, forward, False))
     why = None if replaced else "no module of its layers is known to treat tokens alike"
     marks = tuple((change.module, compilers_marks(change.module)) for change in replaced)
-    return Fused(tuple(replaced), tuple(sorted(left)), why, compiler, marks)
+    return InstalledKernels(tuple(replaced), tuple(sorted(left)), why, compiler, marks)
 
 
 def no_compiler(device: str) -> str | None:
@@ -307,8 +307,8 @@ def treats_tokens_alike(module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             if names:
-                x = some(2, 3, TRIED)  # [B, T, h]
-                parts = [some(2, 3, TRIED) for _ in names[:-2]]  # [B, T, m], of one product 2 m
+                x = some(2, 3, TEST_SIZE)  # [B, T, h]
+                parts = [some(2, 3, TEST_SIZE) for _ in names[:-2]]  # [B, T, m], of one product 2 m
                 entries = {name: nn.Identity() for name in names[:-2]}  # replace the Linears
                 known.update(zip(entries.values(), parts, strict=True))
                 for entry in known:
@@ -324,12 +324,12 @@ def treats_tokens_alike(module: nn.Module) -> bool:
                     found, gated(act, *parts)
                 )
             parameters = {
-                name: None if p is None else some(TRIED)
+                name: None if p is None else some(TEST_SIZE)
                 for name, p in module.__dict__[PARAMETERS].items()
             }
             twin.__dict__[PARAMETERS] = parameters
             tensors = [
-                some(2, 3, TRIED) for _ in inspect.signature(type(module).forward).parameters
+                some(2, 3, TEST_SIZE) for _ in inspect.signature(type(module).forward).parameters
             ][1:]
             whole = type(module).forward(twin, *tensors)
             one = type(module).forward(twin, *(x[:, 1] for x in tensors))

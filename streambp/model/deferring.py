@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.insides import foreign_parts
+from streambp.admission.third_party import foreign_parts
 from streambp.foreign import package_of
-from streambp.head.recipe import HeadRequest, Recipe
+from streambp.head.recipe import HeadRequest, LogitsExpression
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ENGINES, FORWARD_HOOKS
-from streambp.lazy.deferred import Deferred
+from streambp.lazy.deferred import LazyHidden
 
 # allowed classes of torch; peft's wrappers contain the last
 TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)
@@ -53,8 +53,8 @@ def can_be_deferred(norm: nn.Module) -> bool:
 class DeferredForward(InstanceForward):
     """A replacement, for one forward, of the final norm or of the output projection.
 
-    As the norm it returns a `Deferred` that references the norm and its input. As the output
-    projection it makes its input `Deferred` if the norm was not deferred.
+    As the norm it returns a `LazyHidden` that references the norm and its input. As the output
+    projection it makes its input `LazyHidden` if the norm was not deferred.
     """
 
     def __init__(self, module: nn.Module, request: HeadRequest, is_norm: bool = False) -> None:
@@ -67,12 +67,12 @@ class DeferredForward(InstanceForward):
         [..., V].
         """
         if self.is_norm:
-            self.remove()  # `Deferred` calls the module itself, block by block
-            return Deferred.make(hidden_states, Recipe(self.request, norm=self.module))
-        if isinstance(hidden_states, Deferred) and hidden_states.written is not None:
+            self.remove()  # `LazyHidden` calls the module itself, block by block
+            return LazyHidden.make(hidden_states, LogitsExpression(self.request, norm=self.module))
+        if isinstance(hidden_states, LazyHidden) and hidden_states.written is not None:
             hidden_states = hidden_states.written
-        if not isinstance(hidden_states, Deferred):
-            hidden_states = Deferred.make(hidden_states, Recipe(self.request))
+        if not isinstance(hidden_states, LazyHidden):
+            hidden_states = LazyHidden.make(hidden_states, LogitsExpression(self.request))
         self.request.projecting = True
         try:
             result: Tensor = (
@@ -82,7 +82,7 @@ class DeferredForward(InstanceForward):
             )
         finally:
             self.request.projecting = False
-        if isinstance(result, Deferred) and result.written is None and result.known():
+        if isinstance(result, LazyHidden) and result.written is None and result.known():
             result = result.changed(dataclasses.replace(result.recipe, logits=True))
         return result
 
@@ -97,11 +97,11 @@ class DeferredForward(InstanceForward):
         plain = type(self.module).forward is nn.Linear.forward and self.previous is None
         return plain and package_of(nn.functional.linear) in ENGINES
 
-    def _projected(self, hidden_states: Deferred) -> Tensor:
+    def _projected(self, hidden_states: LazyHidden) -> Tensor:
         """Return deferred logits [..., V] of hidden_states [..., h], from the module's weights."""
         result: Any = NotImplemented
         if hidden_states.follows_rules():
-            result = Deferred.rules["linear"](hidden_states, self.module.weight, self.module.bias)
+            result = LazyHidden.rules["linear"](hidden_states, self.module.weight, self.module.bias)
         return self.original(hidden_states) if result is NotImplemented else result
 
 
@@ -154,9 +154,9 @@ class HeldHead(nn.Module):
             if before is not None:
                 head.forward = before
         hidden_states, weight, *bias = Borrowed.apply(lent, given)  # type: ignore[no-untyped-call]
-        return Deferred.make(
+        return LazyHidden.make(
             hidden_states,
-            Recipe(self.request, weight=weight, bias=next(iter(bias), None), logits=True),
+            LogitsExpression(self.request, weight=weight, bias=next(iter(bias), None), logits=True),
         )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from streambp.admission.insides import hooks_of_others
 from streambp.admission.stacks import find_stacks
+from streambp.admission.third_party import hooks_of_others
 from streambp.attention.kernels import MATH
 from streambp.attention.spans import Kind
 from streambp.chunks import AUTO_RULE

@@ -49,10 +49,10 @@ from streambp.known_names import (
 from streambp.libraries import required
 from streambp.source import written, written_forward
 
-ABSENT = object()
+MISSING = object()
 COMPILERS_MARKS = "_dynamo_"  # prefix of attribute names
 LEAVE_OUT = "Leave kernels out"
-TRIED = 64  # rows, and features in each row, of a norm's test input
+TEST_SIZE = 64  # rows, and features in each row, of a norm's test input
 BY_CHANCE = 0.02  # fraction of bfloat16 results that may differ because sums have another order
 # Keyed by the last part of the module name of Liger's forward.
 ACTIVATION_OF: dict[str, Callable[..., Any]] = {
@@ -74,7 +74,7 @@ class NoKernelsError(ConfigError):
 
 
 @dataclasses.dataclass
-class Replaced:
+class AttributeChange:
     """An attribute of one module's `__dict__`, before and after a change.
 
     Attributes:
@@ -89,7 +89,7 @@ class Replaced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused:
+class InstalledKernels:
     """The changes that `put_on` made.
 
     Args:
@@ -102,7 +102,7 @@ class Fused:
             parameter name.
     """
 
-    replaced: tuple[Replaced, ...] = ()
+    replaced: tuple[AttributeChange, ...] = ()
     left: tuple[str, ...] = ()
     why_own: str | None = None
     compiler: Any = None
@@ -112,7 +112,7 @@ class Fused:
         """Restore the changed attributes, except attributes that other code has replaced since."""
         for change in reversed(self.replaced):
             own = change.module.__dict__
-            if own.get(change.name, ABSENT) is not change.after:
+            if own.get(change.name, MISSING) is not change.after:
                 continue
             if change.was_there:
                 own[change.name] = change.before
@@ -136,7 +136,7 @@ Attributes = dict[nn.Module, dict[str, Any]]  # the `__dict__` of each module
 Adjust = Callable[[Attributes], AbstractSet[nn.Module]]
 
 
-def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
+def put_on(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
     """Apply Liger's kernels to the model's norms and MLPs. [Note: fused layers]
 
     Args:
@@ -173,17 +173,17 @@ def put_on(model: nn.Module, adjust: Adjust | None = None) -> Fused:
         except Exception as error:
             problem = error
     changes = [
-        Replaced(module, name, before[module].get(name), value, name in before[module])
+        AttributeChange(module, name, before[module].get(name), value, name in before[module])
         for module in before
         for name, value in module.__dict__.items()
-        if before[module].get(name, ABSENT) is not value
+        if before[module].get(name, MISSING) is not value
     ]
     undone = differing | kept
-    fused = Fused(
+    fused = InstalledKernels(
         tuple(change for change in changes if change.module not in undone),
         tuple(sorted({type(module).__name__ for module in differing - kept})),
     )
-    Fused(tuple(change for change in changes if change.module in undone)).take_off()
+    InstalledKernels(tuple(change for change in changes if change.module in undone)).take_off()
     if problem is not None or not any(change.name == "forward" for change in fused.replaced):
         fused.take_off()
         found = (
@@ -227,13 +227,14 @@ def _differs(module: nn.Module, own: dict[str, Any]) -> bool:
             return False
         if activation is None:  # a block of experts under a dense model's type; a gated MLP has one
             return True
-        x = torch.linspace(-4.0, 4.0, TRIED, device="cpu")
+        x = torch.linspace(-4.0, 4.0, TEST_SIZE, device="cpu")
         return not torch.allclose(activation(x), expected(x), rtol=1e-5, atol=1e-6)
     # Rounding at another point changes a fourth of the bfloat16 values.
     eps, offset, rounding = (getattr(module, name) for name in LIGERS_NORM)
     generator = torch.Generator().manual_seed(0)
     x, weights = (
-        torch.randn(TRIED, TRIED, generator=generator, device="cpu").bfloat16() for _ in range(2)
+        torch.randn(TEST_SIZE, TEST_SIZE, generator=generator, device="cpu").bfloat16()
+        for _ in range(2)
     )
     twin = object.__new__(type(module))
     parameters = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from streambp.admission.insides import named_hooks
+from streambp.admission.third_party import named_hooks
 from streambp.device import has_data
 from streambp.known_names import DOCUMENT_ENDS, FLASH
 from streambp.layer.site import LayerSite

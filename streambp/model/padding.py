@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streambp.admission.insides import others_read_rows
+from streambp.admission.third_party import others_read_rows
 from streambp.distributed.agreement import must_agree
 from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
 from streambp.model.callers import computes_its_own_loss, wants_predictions

@@ -24,7 +24,7 @@ from streambp.instance_forward import InstanceForward, StepOwner
 from streambp.known_names import CHECKPOINTING, FILLED_IN
 from streambp.layer.witness import Witnesses
 from streambp.model.deferring import DeferredForward
-from streambp.model.fused_layers import Fused
+from streambp.model.fused_layers import InstalledKernels
 from streambp.model.packing import finds_other_documents
 from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
@@ -136,7 +136,7 @@ class PatchState:
     witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False)
     home: Home = dataclasses.field(default_factory=Home, repr=False)
     left_alone: tuple[str, ...] = ()
-    fused: Fused = dataclasses.field(default_factory=Fused, repr=False)
+    fused: InstalledKernels = dataclasses.field(default_factory=InstalledKernels, repr=False)
     running: ForwardContext = dataclasses.field(default_factory=ForwardContext, repr=False)
     pending: Pending = dataclasses.field(default_factory=Pending)
     offloader: OffloadManager | None = None

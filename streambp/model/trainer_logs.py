@@ -23,10 +23,10 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     The added keys are `stream_tokens`, `stream_chunks`, `stream_chunk_size`, `stream_kept_gib`,
     `stream_free_gib`, `stream_peak_gib`, `stream_host_gib`, `stream_shared_tokens` and
     `stream_whole_layers`. A key is absent if its value is unknown. Three more keys cover the steps
-    since the previous log: `stream_unpatched` (fraction of micro-batches that ran unpatched),
-    `stream_let_go` (number of micro-batches that freed saved tensors), and `stream_stall_s`
-    (seconds that compute waited for copies). Other log entries stay the same, and no exception is
-    raised. Models that are not patched add nothing.
+    since the previous log. `stream_unpatched` is the fraction of micro-batches that ran unpatched.
+    `stream_let_go` is the number of micro-batches that freed saved tensors. `stream_stall_s` is the
+    time in seconds that compute waited for copies. Other log entries stay the same, and no
+    exception is raised. Models that are not patched add nothing.
 
     Each Trainer that is made after `streambp.patch` has one, and a model that is patched later
     needs `StreamCallback.add_to(trainer)`. Passing an instance in `callbacks` changes nothing more.
@@ -98,8 +98,8 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 class DefaultStreamCallback(StreamCallback):
     """The `StreamCallback` that each Trainer makes for itself.
 
-    Its class differs from that of a callback that a user passes, because a Trainer warns of two
-    callbacks of one class.
+    A Trainer warns of two callbacks of one class, so this class is not the class of a callback from
+    the user.
     """
 
 

@@ -56,9 +56,9 @@ from streambp.layer.site import LayerSite
 from streambp.model.split import find_split
 from streambp.model.steps import Steps
 from streambp.offload.costs import AsUnpatched
-from streambp.offload.policy import SLACK, SavesPolicy
+from streambp.offload.policy import IGNORED_SHARE_OF_FREE_MEMORY, SavesPolicy
 
-SHARE = 0.25  # fraction of the memory that a step without saves leaves free
+MAX_SHARE_OF_FREE_MEMORY = 0.25  # fraction of the memory that a step without saves leaves free
 SCORES, MASK = 16, 4  # bytes for each query and key: scores of one head with softmax; a mask
 LOGITS = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
 # Used with map over all layers, because each step of a generator is a call.
@@ -131,7 +131,7 @@ class UnpatchedRuns:
             return None
         tokens = given.shape[0] * given.shape[1]
         found = self.predicted(tokens, given.shape[1], given.device, config)
-        if found is None or found.bytes > SHARE * found.room or packs():
+        if found is None or found.bytes > MAX_SHARE_OF_FREE_MEMORY * found.room or packs():
             return None
         random = RandomState.capture(given.device)
         before = self.saves_policy.free(given.device)
@@ -157,9 +157,9 @@ class UnpatchedRuns:
             else None
         )
         took = 0.0 if before is None or after is None else before - after
-        if before is not None and took > found.bytes + SLACK * before:
+        if before is not None and took > found.bytes + IGNORED_SHARE_OF_FREE_MEMORY * before:
             self.factor *= took / found.bytes
-        if result is None or took > 2 * SHARE * found.room:
+        if result is None or took > 2 * MAX_SHARE_OF_FREE_MEMORY * found.room:
             result = None
             self.most = tokens // 2
             make_room(given.device, allocators)

@@ -24,7 +24,7 @@ from streambp.distributed.engines import engine_of
 from streambp.errors import StreamBPError
 from streambp.instance_forward import forwards
 from streambp.layer.recompute import Autocast
-from streambp.layer.site import Warm
+from streambp.layer.site import WarmUp
 from streambp.lazy.tensor import LazyLogits
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.wrappers import BackboneForward, LayerForward
@@ -108,13 +108,13 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
         tests.forget(None)  # attributes that modules set in their first call were reset
 
 
-def _warm_up_of(layers: list[LayerForward]) -> Warm:
+def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
     """Return the state of an earlier warm-up of the layers that is still on, or a new state."""
     for wrapper in layers:
         warm = wrapper.site.tests.warm_up
         if warm is not None and warm.on:
             return warm
-    return Warm()
+    return WarmUp()
 
 
 def _loss_of(output: Any) -> Tensor | None:

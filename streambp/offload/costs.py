@@ -150,7 +150,7 @@ class LayerCost(NamedTuple):
 
 
 @dataclasses.dataclass
-class LayerSeen:
+class ObservedCosts:
     """The tensors that a layer's forward would have saved, chunk by chunk.
 
     Args:
@@ -205,7 +205,7 @@ class LayerSeen:
         )
 
 
-def attention_rate(layers: Iterable[LayerSeen]) -> float:
+def attention_rate(layers: Iterable[ObservedCosts]) -> float:
     """Return the FLOP/s of attention, estimated by the slope of the chunks' times.
 
     Chunks differ only in the number of keys that they attend to.

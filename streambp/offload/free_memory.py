@@ -13,7 +13,9 @@ from streambp.offload.arena import NO_LIMIT, host_limit
 
 # fraction of a machine's free memory for a step; a machine without free memory raises no error
 HOST_SHARE = 0.5
-FRESH = 0.2  # seconds between reads of the host's memory; a read takes a third of a millisecond
+HOST_MEMORY_CACHE_SECONDS = (
+    0.2  # seconds between reads of the host's memory; a read takes a third of a millisecond
+)
 USABLE = 0.95  # fraction of the device; the rest is for fragmentation
 LEFT = 2**30  # bytes that stay free for other libraries
 
@@ -38,7 +40,7 @@ class FreeMemory:
     """Bytes that a step can allocate on a device; None if no limit is known.
 
     The driver is queried once. Afterwards torch's own statistics follow the changes, until
-    `forget`. The value for a CPU is half of the machine's free memory, read from files every `FRESH`
+    `forget`. The value for a CPU is half of the machine's free memory, read from files every `HOST_MEMORY_CACHE_SECONDS`
     seconds.
     """
 
@@ -64,7 +66,7 @@ class FreeMemory:
             self._host = None
             if found != NO_LIMIT:
                 self._host = HOST_SHARE * found
-            self._until = now + FRESH
+            self._until = now + HOST_MEMORY_CACHE_SECONDS
         return self._host
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from streambp.offload.costs import LayerSeen, Measured, attention_rate
+from streambp.offload.costs import Measured, ObservedCosts, attention_rate
 from streambp.offload.engines import OUT, DeviceMemory, Engine
 from streambp.offload.manager import OffloadManager
 
@@ -46,7 +46,7 @@ class LinkBudget:
         self._memory = {}
         return self.measured.get(length.bit_length())
 
-    def watch(self, seen: LayerSeen) -> LayerSeen:
+    def watch(self, seen: ObservedCosts) -> ObservedCosts:
         """Add an engine to the record of a layer's forward, so that its chunks are timed."""
         _, seen.engine = self.manager.start(seen.device)
         memory = None if seen.engine in self._memory else seen.engine.memory()
@@ -58,7 +58,7 @@ class LinkBudget:
                 self.manager.prefix_memory = half if known is None else min(known, half)
         return seen
 
-    def measure(self, seen: list[LayerSeen]) -> None:
+    def measure(self, seen: list[ObservedCosts]) -> None:
         """Store measurements of the previous forward over these layers, if each layer's backward
         has run.
         """

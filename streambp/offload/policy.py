@@ -58,14 +58,16 @@ from streambp.offload.costs import (
     Chosen,
     Figures,
     LayerCost,
-    LayerSeen,
+    ObservedCosts,
     Shortage,
 )
 from streambp.offload.link import LinkBudget
 
-SLACK = 0.01  # fraction of the initial free memory; smaller deviations are ignored
+IGNORED_SHARE_OF_FREE_MEMORY = (
+    0.01  # fraction of the initial free memory; smaller deviations are ignored
+)
 CHUNK_TOKENS = (16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
-CLOSE = 0.002  # seconds with a smaller relative difference count as equal
+EQUAL_SECONDS = 0.002  # seconds with a smaller relative difference count as equal
 FORWARD = 0.25  # forward's fraction of a step's seconds; backward computes three times as much
 REMEMBERED = 32  # maximal number of margins
 
@@ -109,7 +111,7 @@ class SavesPolicy:
         self.present = 0.0
         self._begun = False
         self._chunks: dict[tuple[int, int], int] = {}
-        self._seen: dict[int, LayerSeen] = {}
+        self._seen: dict[int, ObservedCosts] = {}
         self._by_name: set[int] = set()  # layers whose graphs cannot be kept
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # instances of `layer.saved.Kept`
         self._batch = BatchSaves()
@@ -176,7 +178,7 @@ class SavesPolicy:
             if math.isinf(best):
                 size = positions  # if no size fits, the last one remains
             fits, _, seconds = self.predicted(free, tokens, batch_size * positions, device, length)
-            if fits and seconds < best * (1 - CLOSE):
+            if fits and seconds < best * (1 - EQUAL_SECONDS):
                 size = positions
                 best = seconds
         return size
@@ -209,7 +211,7 @@ class SavesPolicy:
 
     def saves(
         self, kept: Any, rows: int, can_keep_graph: Callable[[], bool]
-    ) -> tuple[tuple[str, ...] | None, bool, LayerSeen | None]:
+    ) -> tuple[tuple[str, ...] | None, bool, ObservedCosts | None]:
         """Return the saves of a layer whose forward begins.
 
         Args:
@@ -237,7 +239,7 @@ class SavesPolicy:
         chosen = batch.plan.get(index, [])
         if self.link is not None:
             if self.latest is None:
-                watch = LayerSeen(kept.device, tokens, length, len(kept.plan), unread)
+                watch = ObservedCosts(kept.device, tokens, length, len(kept.plan), unread)
                 self._seen[index] = self.link.watch(watch)
             return (
                 tuple(candidate.name for candidate in chosen) if self.keeps else None,
@@ -245,7 +247,7 @@ class SavesPolicy:
                 watch,
             )
         if cost is None or cost.situations != len(unread) or cost.device != kept.device:
-            watch = self._seen[index] = LayerSeen(
+            watch = self._seen[index] = ObservedCosts(
                 kept.device, tokens, length, len(kept.plan), unread
             )
         if kept.device != batch.device:
@@ -316,7 +318,7 @@ class SavesPolicy:
             return
         room = max(room for _, room in self._rooms(free, tokens, chunk))
         batch.device = kept.device
-        batch.slack = SLACK * free
+        batch.slack = IGNORED_SHARE_OF_FREE_MEMORY * free
         batch.retries = getattr(self.free, "retries", lambda _: 0)(kept.device)
         _, batch.plan, _ = self.predicted(free, tokens, chunk, kept.device, length)
         self.latest = chosen = Chosen(tokens, length, chunk, room, batch.plan)

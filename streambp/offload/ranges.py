@@ -42,7 +42,7 @@ class OneLayer:
 
 
 @dataclasses.dataclass
-class Piece:
+class WeightSlice:
     """A tensor within its layer's range.
 
     Attributes:
@@ -79,7 +79,7 @@ class LayerRange:
     """
 
     memory: Tensor
-    pieces: list[Piece]
+    pieces: list[WeightSlice]
     tensors: list[Tensor]
     wanting: bytes
     trains: bool
@@ -283,7 +283,8 @@ class HostRanges:
         if memory is None:
             memory = self.more(size, engine, f"The weights of layer {index}", before)
         pieces = [
-            Piece(tensor, offset, view_of(memory, offset, tensor)) for tensor, offset in places
+            WeightSlice(tensor, offset, view_of(memory, offset, tensor))
+            for tensor, offset in places
         ]
         for piece in pieces:
             if piece.home.data_ptr() != piece.tensor.data_ptr():

@@ -43,9 +43,13 @@ Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")
 # bytes of recomputing and differentiating a chunk, as a multiple of the inputs and outputs of a
 # layer's weights
-WORK = 8
-WIDE = 2.0  # float32 weights under autocast: a tensor takes at most twice its half-precision bytes
-BESIDE = 4096  # tokens of a chunk beside the layers on the device; smaller chunks would be slow
+WORKSPACE_FACTOR = 8
+AUTOCAST_FACTOR = (
+    2.0  # float32 weights under autocast: a tensor takes at most twice its half-precision bytes
+)
+MIN_CHUNK_TOKENS = (
+    4096  # tokens of a chunk beside the layers on the device; smaller chunks would be slow
+)
 OPTIMIZER = 12  # bytes for each trained parameter, for an optimizer without state yet
 REMEMBERED = 64  # maximal number of cached model states, and of cached lengths
 HALF = (torch.float16, torch.bfloat16)
@@ -140,7 +144,7 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = [[p for p in layer.parameters() if p.dim() > 1] for layer in layers]
     inputs = sum(max((p.shape[-1] * p.itemsize for p in found), default=0) for found in weights)
-    work = WORK * max(
+    work = WORKSPACE_FACTOR * max(
         (sum((p.shape[-1] + p.shape[-2]) * p.itemsize for p in found) for found in weights),
         default=0,
     )
@@ -299,7 +303,7 @@ class ModelStates:
                 states += 0 if present else OPTIMIZER * p.numel()
             elif p.device == device and id(p) in layers:
                 there += p.nbytes
-        chunk = BESIDE if config.chunk_size == "auto" else rows * int(config.chunk_size)
+        chunk = MIN_CHUNK_TOKENS if config.chunk_size == "auto" else rows * int(config.chunk_size)
         chunk = min(rows * length, chunk)
         return free + there - coming - states - known.need(rows * length, chunk, present)
 
@@ -381,7 +385,7 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
         sum(p.numel() for p in layer.parameters()) for stack in found for layer in stack.layers
     )
     head = max(p.numel() for p in model.parameters())
-    return StepNeed(method, WIDE, cast.itemsize * (largest + head))
+    return StepNeed(method, AUTOCAST_FACTOR, cast.itemsize * (largest + head))
 
 
 def _costs(

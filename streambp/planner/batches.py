@@ -31,7 +31,7 @@ from streambp.rates import DEFAULT, DEVICES, Rates
 
 COMPLETIONS = (1024, 4096, 16384)  # default numbers of completion tokens
 HEAD = "head"  # prefix of the head's phase names
-NEAR = 1.005  # steps whose seconds differ by less count as equally fast
+EQUAL_SECONDS = 1.005  # steps whose seconds differ by less count as equally fast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ def both_ways(
                 )
         fitting = [way for way in found if way.fits]
         fastest = min((way.seconds for way in fitting), default=0.0)
-        near = [way for way in fitting if way.seconds <= NEAR * fastest]
+        near = [way for way in fitting if way.seconds <= EQUAL_SECONDS * fastest]
         best = min(near, key=lambda way: (way.peak.host, -way.chunk_size), default=None)
         ways.append(best or min(found, key=lambda way: way.peak.total))
     return ways[0], ways[1]

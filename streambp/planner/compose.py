@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from streambp.planner.laws import Point, fit_bytes
 from streambp.planner.profile import Phase
-from streambp.planner.skeleton import Reduced
+from streambp.planner.skeleton import ShrunkModel
 from streambp.planner.step import Span
 from streambp.planner.work import Work
 
@@ -40,7 +40,7 @@ class Counted:
 
 
 def unroll(
-    spans: Sequence[Span], reduced: Reduced
+    spans: Sequence[Span], reduced: ShrunkModel
 ) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
     """Return the phases of a step of all layers, from a step of the counted layers.
 
@@ -96,7 +96,7 @@ def unroll(
 
 
 def fit(
-    points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: Reduced
+    points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: ShrunkModel
 ) -> tuple[Phase, ...]:
     """Fit lines through phases counted at several points; for each kind of layer, the first and
     last.

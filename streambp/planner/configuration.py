@@ -22,7 +22,7 @@ from streambp.fields import shown
 from streambp.reporting import reason
 
 T = TypeVar("T")
-MOST = 2**40  # maximum of any number in a configuration
+LARGEST_NUMBER = 2**40  # maximum of any number in a configuration
 # maximum of "num_experts" and similar fields: some models create a module for each
 MOST_PARTS = 2**20
 MOST_LAYERS = 2**11  # maximal number of layers, each of which is built
@@ -120,7 +120,7 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
         elif COUNTS.match(last):
             most = MOST_PARTS
         else:
-            most = MOST
+            most = LARGEST_NUMBER
         if abs(value) > most:
             raise StreamBPError(
                 f"{field} of {name} is {shown(value)}; the planner takes numbers up to {most:,} "

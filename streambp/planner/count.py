@@ -134,7 +134,7 @@ class Known:
 
 
 VIEW = Known(None, False, Work(dispatches=1))
-PLAIN = frozenset((Tensor, torch.nn.Parameter))
+TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))
 SIMPLE = frozenset((int, bool, type(None), torch.dtype))
 META = torch.device("meta")
 
@@ -167,7 +167,7 @@ class Shapes:
         try:
             for value in args:
                 kind = type(value)
-                if self._meta and kind in PLAIN and value.is_meta:
+                if self._meta and kind in TENSOR_TYPES and value.is_meta:
                     key += value.shape, value.stride(), value.dtype
                 else:
                     key.append((kind, value) if kind in SIMPLE else self._part(value))
@@ -197,7 +197,7 @@ class Shapes:
     def _known_kind(self, tensor: Any) -> bool:
         """True if a tensor is of the kind that this cache supports."""
         if self.mode is None:
-            return tensor.is_meta and type(tensor) in PLAIN
+            return tensor.is_meta and type(tensor) in TENSOR_TYPES
         return isinstance(tensor, FakeTensor) and tensor.constant is None
 
     def _part(self, value: Any) -> Any:

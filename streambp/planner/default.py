@@ -12,11 +12,11 @@ from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, Saved
 from streambp.offload.costs import GRAPH, Chosen, Figures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.auto import StepNeed, seconds_of, waiting
-from streambp.planner.layer_costs import HERE, costs_from_json
+from streambp.planner.layer_costs import PLAN_DEVICE, costs_from_json
 from streambp.planner.profile import Profile, Setting, peak, static
 from streambp.planner.seconds import seconds
-from streambp.planner.survey import PLAIN
 from streambp.planner.survey import STREAMED as METHODS
+from streambp.planner.survey import UNPATCHED_RECIPE
 from streambp.rates import Rates
 
 
@@ -74,24 +74,26 @@ def by_default(
         rates.link,
     )
     policy = SavesPolicy(profile.layers, lambda _: free, lambda _: (known, present), True, True)
-    policy.begins(HERE)
+    policy.begins(PLAN_DEVICE)
     tokens = rows * seq_len
-    size = policy.size(rows, seq_len, HERE)
+    size = policy.size(rows, seq_len, PLAN_DEVICE)
     if size >= seq_len and profile.saves["plain"]:  # [Note: micro-batches as unpatched]
         heads = [0] * profile.layers  # fused attention kernels save no scores
         kept_plain = unpatched.kept_unpatched(
-            policy, tokens, seq_len, HERE, heads, profile.saves["vocabulary"]
+            policy, tokens, seq_len, PLAN_DEVICE, heads, profile.saves["vocabulary"]
         )
-        plain = next((method for method in profile.methods if method.name == PLAIN.name), None)
+        plain = next(
+            (method for method in profile.methods if method.name == UNPATCHED_RECIPE.name), None
+        )
         if (
             kept_plain is not None
-            and kept_plain.bytes <= unpatched.SHARE * kept_plain.room
+            and kept_plain.bytes <= unpatched.MAX_SHARE_OF_FREE_MEMORY * kept_plain.room
             and plain is not None
         ):
             took = seconds(plain, seq_len, seq_len, rates)
             most = peak(profile, plain, seq_len, seq_len, setting)
             return ByDefault(UNPATCHED, size, True, (), most.total, took.total)
-    fits, plan, spent = policy.predicted(free, tokens, rows * size, HERE, seq_len)
+    fits, plan, spent = policy.predicted(free, tokens, rows * size, PLAN_DEVICE, seq_len)
     chosen = Chosen(tokens, seq_len, size, free, plan)
     saved = tuple(Saved(name, chosen.layers[name], count) for name, count in chosen.bytes.items())
     if chosen.layers.get(GRAPH) == profile.layers:

@@ -24,7 +24,7 @@ from streambp.planner.count import Replayed, add_flops
 BLOCK = 64
 SOLVED_BLOCK = 16  # KDA solves triangular systems in blocks of this size, in float32
 INTRA_CHANNELS = 32  # maximal number of channels at a time in KDA's backward within a block
-WIDE = torch.float32
+ACCUMULATION_DTYPE = torch.float32
 
 
 def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,8 +43,8 @@ def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if bias is None:
         d_bias = None
     else:
-        d_bias = torch.empty_like(bias, dtype=WIDE)
-    return torch.empty_like(x), torch.empty_like(weight, dtype=WIDE), d_bias
+        d_bias = torch.empty_like(bias, dtype=ACCUMULATION_DTYPE)
+    return torch.empty_like(x), torch.empty_like(weight, dtype=ACCUMULATION_DTYPE), d_bias
 
 
 # x [B, D, T], weight [D, k], bias [D] or None -> [B, D, T] in x's layout.
@@ -87,7 +87,9 @@ class Blocks:
 
     def state(self) -> Tensor:
         """Return an empty tensor [B, H_v, K, V] in float32."""
-        return self._k.new_empty(self.rows, self.value_heads, self.keys, self.values, dtype=WIDE)
+        return self._k.new_empty(
+            self.rows, self.value_heads, self.keys, self.values, dtype=ACCUMULATION_DTYPE
+        )
 
     def over_heads(self, x: Tensor) -> Tensor:
         """Return a sum of [B, T, H_v, K] to [B, T, H, K], for value heads that share keys."""
@@ -129,12 +131,12 @@ def _chunk_delta_rule(
     k_length = None
     if normalises:
         (q, q_length), (k, k_length) = (  # one number for each row is saved for backward
-            (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=WIDE))
+            (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=ACCUMULATION_DTYPE))
             for x in (q_in, k_in)
         )
     sizes = Blocks(k, v)
     by_channel = g.dim() == 4
-    decay = torch.empty_like(g, dtype=WIDE)
+    decay = torch.empty_like(g, dtype=ACCUMULATION_DTYPE)
     if by_channel:
         scores = sizes.per_token(BLOCK)
     else:
@@ -142,7 +144,7 @@ def _chunk_delta_rule(
     solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
     # [B, T, H_v, SOLVED_BLOCK]
     if by_channel:
-        diagonal = sizes.per_token(SOLVED_BLOCK, WIDE)
+        diagonal = sizes.per_token(SOLVED_BLOCK, ACCUMULATION_DTYPE)
     else:
         diagonal = None
     work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values)]
@@ -178,7 +180,7 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
     if g is None:
         d_scores = None
     else:
-        d_scores = sizes.per_token(BLOCK, WIDE)
+        d_scores = sizes.per_token(BLOCK, ACCUMULATION_DTYPE)
     dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
     d_states = sizes.states()
     if start is None:
@@ -202,12 +204,12 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
         d_decay = torch.empty_like(decay)
         del dv_new, dw, dk_within, d_decay_within
     else:
-        dq = sizes.per_token(keys, WIDE)
-        dk = sizes.per_token(keys, WIDE)
+        dq = sizes.per_token(keys, ACCUMULATION_DTYPE)
+        dk = sizes.per_token(keys, ACCUMULATION_DTYPE)
         dv = torch.empty_like(v)
         d_decay = torch.empty_like(decay)
-        d_beta = torch.empty_like(beta, dtype=WIDE)
-        d_solved = sizes.per_token(BLOCK, WIDE)
+        d_beta = torch.empty_like(beta, dtype=ACCUMULATION_DTYPE)
+        d_solved = sizes.per_token(BLOCK, ACCUMULATION_DTYPE)
         del dv_new
         dq_sum = torch.empty_like(dq)
         dk_sum = torch.empty_like(dk)

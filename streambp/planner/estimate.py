@@ -10,17 +10,23 @@ import torch
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
-from streambp.fields import MOST, shown
+from streambp.fields import LARGEST_NUMBER, shown
 from streambp.planner.counted import Asked
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.mixers import Mixers
 from streambp.planner.profile import Peak, Profile, Setting, available, flops, named, peak
 from streambp.planner.seconds import Seconds, seconds
 from streambp.planner.skeleton import Device, Source
-from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, PLAIN, streamed, survey
+from streambp.planner.survey import (
+    CHECKPOINTING,
+    CHECKPOINTING_HEAD,
+    UNPATCHED_RECIPE,
+    streamed,
+    survey,
+)
 from streambp.rates import DEFAULT, Rates, rates_of
 
-UNPATCHED = (PLAIN, CHECKPOINTING, CHECKPOINTING_HEAD)
+UNPATCHED = (UNPATCHED_RECIPE, CHECKPOINTING, CHECKPOINTING_HEAD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,5 +147,5 @@ def estimate(
 
 def check_length(field: str, value: int) -> None:
     """Raise ConfigError unless the value is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_NUMBER:
         raise ConfigError(f"{field} is {shown(value)}; it must be a positive whole number.")

@@ -19,7 +19,7 @@ from streambp.planner.count import StepCount
 from streambp.planner.skeleton import Skeleton
 
 SEEN = 1024  # tokens of a chunk in the observed step
-HERE = torch.device("cuda", 0)  # the device of all layers in a plan
+PLAN_DEVICE = torch.device("cuda", 0)  # the device of all layers in a plan
 
 
 def seen_costs(
@@ -75,7 +75,7 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
     for index in range(layers):
         seen = costs[index]
         cost = dataclasses.asdict(seen.cost) | {"overwritten": sorted(seen.cost.overwritten)}
-        kind = seen._asdict() | {"device": str(HERE), "cost": cost}
+        kind = seen._asdict() | {"device": str(PLAN_DEVICE), "cost": cost}
         if kind not in kinds:
             kinds.append(kind)
         numbers.append(kinds.index(kind))
@@ -91,5 +91,5 @@ def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:
             products[name] = Product(**product)
         overwritten = frozenset(kind["cost"]["overwritten"])
         cost = Cost(**{**kind["cost"], "products": products, "overwritten": overwritten})
-        kinds.append(LayerCost(**{**kind, "device": HERE, "cost": cost}))
+        kinds.append(LayerCost(**{**kind, "device": PLAN_DEVICE, "cost": cost}))
     return {index: kinds[number] for index, number in enumerate(saves["layers"])}

@@ -28,7 +28,7 @@ from streambp.planner.host import UncountedHost
 from streambp.planner.profile import Setting, static
 from streambp.planner.skeleton import Device, Skeleton
 from streambp.planner.step import run_step
-from streambp.planner.survey import PLAIN, STREAMED, Counter, SurveyRecipe
+from streambp.planner.survey import STREAMED, UNPATCHED_RECIPE, Counter, SurveyRecipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
     if free is None:
         return None
     asked = Asked(model, device="cuda", mixers="installed", batch_size=ids.shape[0])
-    profile = counted(asked, (PLAIN, STREAMED[0]))
+    profile = counted(asked, (UNPATCHED_RECIPE, STREAMED[0]))
     rates = auto.rates_here(device)
     weights = static(profile, setting).weights
     predicted = by_default(profile, ids.shape[1], free + weights, setting, rates)

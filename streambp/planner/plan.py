@@ -25,7 +25,6 @@ from streambp.planner.exchanges import link_bytes
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.host_weights import OnHost, fewest, first
 from streambp.planner.mixers import Mixers
-from streambp.planner.points import CHUNKS
 from streambp.planner.profile import (
     FIELDS,
     Method,
@@ -37,11 +36,12 @@ from streambp.planner.profile import (
     peak,
     static,
 )
+from streambp.planner.sample_points import CHUNKS
 from streambp.planner.seconds import Seconds, hides_from, seconds, throughput
 from streambp.planner.skeleton import Device, Source
 from streambp.planner.survey import SPLIT, STREAMED
 from streambp.rates import DEFAULT, DEVICES, Rates, rates_of
-from streambp.sharded.gathered import SHARE
+from streambp.sharded.gathered import MAX_SHARE_OF_FREE_MEMORY
 
 # tokens of a chunk over all rows of the batch, largest first
 CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))
@@ -486,7 +486,7 @@ def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
         - kept.optimizer
         - (kept.gradients if setting.accumulate else 0.0)
     )
-    return dataclasses.replace(setting, room=max(0.0, free) / SHARE)
+    return dataclasses.replace(setting, room=max(0.0, free) / MAX_SHARE_OF_FREE_MEMORY)
 
 
 def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:

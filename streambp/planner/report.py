@@ -13,18 +13,18 @@ from typing import Any, TextIO
 from streambp.model.record import UNPATCHED
 from streambp.offload.costs import GRAPH
 from streambp.planner.default import ByDefault
-from streambp.planner.doors import doors, python
 from streambp.planner.host_weights import SLOTS
+from streambp.planner.launch_commands import doors, python
 from streambp.planner.measure import Compared
 from streambp.planner.plan import Choice, Plan
 from streambp.planner.profile import Node, Profile, Setting
-from streambp.planner.remedies import Remedy, too_large
 from streambp.planner.seconds import throughput
+from streambp.planner.suggestions import Remedy, too_large
 
 GIB = 2**30
 BAR = 40
 BY_DEFAULT = 'streambp.patch(model) alone (saves="auto")'
-AT_ONCE = ("attn_out", "kv", GRAPH)  # saved tensors other than outputs of Linears
+NAMED_SAVES = ("attn_out", "kv", GRAPH)  # saved tensors other than outputs of Linears
 CODE = "StreamConfig("
 LONG = 120  # columns of a paragraph without a terminal
 NARROW = 60  # minimal number of columns; narrower terminals get lines of this width
@@ -156,11 +156,11 @@ def _choice(plan: Plan) -> list[str]:
         if found.fits:
             kept = []
             for one in found.saved:
-                if one.name in AT_ONCE:
+                if one.name in NAMED_SAVES:
                     kept.append(f"{one.name} of {one.layers} layers")
             linears = []
             for one in found.saved:
-                if one.name not in AT_ONCE:
+                if one.name not in NAMED_SAVES:
                     linears.append(one.layers)
             kept += [f"{len(linears)} Linears of up to {max(linears)} layers"] if linears else []
             how += (

@@ -90,7 +90,7 @@ class Skeleton:
         self.own_adapters = (
             False  # streamed layers leave adapters to peft, whatever a recipe's config says
         )
-        self._reduced: Reduced | None = None
+        self._reduced: ShrunkModel | None = None
         with self.active():
             if isinstance(source, nn.Module):
                 self.model = self._copy(source, fewer)
@@ -192,7 +192,7 @@ class Skeleton:
             return {}
         return {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
-    def reduce(self) -> Reduced:
+    def reduce(self) -> ShrunkModel:
         """Remove layers that are equal to others, unless already removed."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
@@ -364,7 +364,7 @@ def _quantise(model: nn.Module, bits: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduced:
+class ShrunkModel:
     """The representative layers of the longest stack, and the kind of every layer.
 
     Attributes:
@@ -425,7 +425,7 @@ class Reduced:
         config.num_hidden_layers = len(self.kept)
 
 
-def reduced_layers(model: nn.Module) -> Reduced:
+def reduced_layers(model: nn.Module) -> ShrunkModel:
     """Select representative layers: the first, the last, and one between them.
 
     For several kinds of layers, or layers with states, the first INNER layers of each kind are
@@ -462,7 +462,7 @@ def reduced_layers(model: nn.Module) -> Reduced:
         kept = (0,)
     if getattr(stack.backbone.config, "num_kv_shared_layers", 0) or not lists:
         kept = tuple(range(depth))
-    return Reduced(kept, kinds, path, lists[0] if lists else "")
+    return ShrunkModel(kept, kinds, path, lists[0] if lists else "")
 
 
 def values_by_layer(

@@ -28,7 +28,7 @@ SCAN_BLOCK = 2048  # tokens for each saved state of Mamba 1's scan
 PROCESSORS = 132
 ROWS = 32  # rows of a block with separate sums in Mamba 2's backward
 STATE_TILE = 64  # elements of a state with separate sums in Mamba 2's backward
-WIDE = torch.float32
+ACCUMULATION_DTYPE = torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -54,7 +54,9 @@ def _selective_scan(
         gated = torch.empty_like(z)
     out = torch.empty_like(dt)
     # [B, D, blocks, 2 N]
-    states = u.new_empty(*u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=WIDE)
+    states = u.new_empty(
+        *u.shape[:2], -(-u.shape[2] // SCAN_BLOCK), 2 * a.shape[-1], dtype=ACCUMULATION_DTYPE
+    )
     ctx.save_for_backward(u, dt, a, b, c, d, z, bias, states, None if z is None else out)
     return out if gated is None else gated, states[:, :, -1, 1::2]
 
@@ -70,8 +72,8 @@ def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor 
     du = torch.empty_like(u)
     d_dt = torch.empty_like(dt)
     da = torch.empty_like(a)
-    db = torch.empty_like(b, dtype=WIDE)
-    dc = torch.empty_like(c, dtype=WIDE)
+    db = torch.empty_like(b, dtype=ACCUMULATION_DTYPE)
+    dc = torch.empty_like(c, dtype=ACCUMULATION_DTYPE)
     return du, d_dt, da, db, dc, _like(d), dz, _like(bias)
 
 
@@ -104,7 +106,9 @@ def _fused_mamba(
     b, c = (small.new_empty(xz.shape[0], 1, size, xz.shape[2]) for _ in range(2))
     gated, out = torch.empty_like(x), torch.empty_like(x)  # [B, D, T]
     # [B, D, blocks, 2 N]
-    states = x.new_empty(*x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=WIDE)
+    states = x.new_empty(
+        *x.shape[:2], -(-x.shape[2] // SCAN_BLOCK), 2 * size, dtype=ACCUMULATION_DTYPE
+    )
     del dt, convolved
     ctx.has_norm = norm is not None
     weights = (conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias)
@@ -139,8 +143,8 @@ def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     d_convolved = torch.empty_like(x)
     d_dt = torch.empty_like(dt)
     d_a = torch.empty_like(a)
-    d_b = torch.empty_like(b, dtype=WIDE)
-    d_c = torch.empty_like(c, dtype=WIDE)
+    d_b = torch.empty_like(b, dtype=ACCUMULATION_DTYPE)
+    d_c = torch.empty_like(c, dtype=ACCUMULATION_DTYPE)
     d_out = flat @ gated.mT.flatten(0, 1)  # [h, D]
     d_small = torch.empty_like(small)
     d_dt_proj = d_dt @ small[:, : dt_proj.shape[1]]  # [D, R]
@@ -148,7 +152,7 @@ def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     d_x_proj = d_small.mT @ convolved.mT.flatten(0, 1)  # [R + 2 N, D]
     x_proj.mT @ d_small.mT
     del d_y, d_b, d_c, d_convolved, gated
-    d_conv = torch.empty_like(conv, dtype=WIDE)
+    d_conv = torch.empty_like(conv, dtype=ACCUMULATION_DTYPE)
     biases = (_like(conv_bias), _like(out_bias), _like(dt_bias))
     return (
         d_xz,
@@ -209,19 +213,25 @@ class Sizes:
     def steps(self, parts: int = 1) -> Tensor:
         """Return an empty tensor [B, H, NB, parts, Q] in float32."""
         return self.like.new_empty(
-            self.rows, self.heads, self.blocks, parts, self.block, dtype=WIDE
+            self.rows, self.heads, self.blocks, parts, self.block, dtype=ACCUMULATION_DTYPE
         )
 
     def scores(self, splits: int = 1) -> Tensor:
         """Return an empty tensor [B, NB, splits, G, Q, Q] in float32."""
         return self.like.new_empty(
-            self.rows, self.blocks, splits, self.groups, self.block, self.block, dtype=WIDE
+            self.rows,
+            self.blocks,
+            splits,
+            self.groups,
+            self.block,
+            self.block,
+            dtype=ACCUMULATION_DTYPE,
         )
 
     def inputs(self, splits: int = 1) -> Tensor:
         """Return an empty tensor [B, T, splits, G, N] in float32, of the size of B or C."""
         return self.like.new_empty(
-            self.rows, self.tokens, splits, self.groups, self.size, dtype=WIDE
+            self.rows, self.tokens, splits, self.groups, self.size, dtype=ACCUMULATION_DTYPE
         )
 
     def flops(self, times: int) -> None:
@@ -239,9 +249,11 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     decay = sizes.steps()
     steps = sizes.steps()
-    own = sizes.states(WIDE)
+    own = sizes.states(ACCUMULATION_DTYPE)
     starts = sizes.states(x.dtype)
-    end = x.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size, dtype=WIDE)  # [B, H, P, N]
+    end = x.new_empty(
+        sizes.rows, sizes.heads, sizes.width, sizes.size, dtype=ACCUMULATION_DTYPE
+    )  # [B, H, P, N]
     del own
     scores = sizes.scores()
     out = x.new_empty(sizes.rows, sizes.tokens, sizes.heads, sizes.width)  # [B, T, H, P]
@@ -275,20 +287,20 @@ def _scan_backward(
         d_dt = torch.empty_like(dt)
     # another dt, decay, steps, scores
     alive = [torch.empty_like(dt), sizes.steps(), sizes.steps(), sizes.scores()]
-    own = sizes.states(WIDE)
-    starts = sizes.states(WIDE)
+    own = sizes.states(ACCUMULATION_DTYPE)
+    starts = sizes.states(ACCUMULATION_DTYPE)
     del own
-    d_starts = sizes.states(WIDE)
+    d_starts = sizes.states(ACCUMULATION_DTYPE)
     halves = [sizes.states(like.dtype), sizes.states(like.dtype)]
     if has_start:
         d_start = like.new_empty(sizes.rows, sizes.heads, sizes.width, sizes.size)
     else:
         d_start = None
     tiles = -(-sizes.width * sizes.size // STATE_TILE)
-    decays = like.new_empty(sizes.rows, sizes.heads, sizes.blocks, tiles, dtype=WIDE)
+    decays = like.new_empty(sizes.rows, sizes.heads, sizes.blocks, tiles, dtype=ACCUMULATION_DTYPE)
     del starts, d_starts, decays
     d_skip = like.new_empty(
-        -(-sizes.block // ROWS), sizes.rows, sizes.blocks, sizes.heads, dtype=WIDE
+        -(-sizes.block // ROWS), sizes.rows, sizes.blocks, sizes.heads, dtype=ACCUMULATION_DTYPE
     )
     if given:
         dx = None
@@ -360,7 +372,9 @@ def _fused_mamba2(
     lengths = normed = None
     if norm is not None:
         normed = torch.empty_like(out)
-        lengths = out.new_empty(groups * sizes.rows * sizes.tokens, dtype=WIDE)  # [G B T]
+        lengths = out.new_empty(
+            groups * sizes.rows * sizes.tokens, dtype=ACCUMULATION_DTYPE
+        )  # [G B T]
     projected = F.linear((out if normed is None else normed).flatten(2), proj, proj_bias)
     del convolved, end, decay
     ctx.save_for_backward(
@@ -401,7 +415,7 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     del d_normed, d_out, again, convolved, d_convolved
     gradients = [
         d_zxbcdt,
-        torch.empty_like(conv, dtype=WIDE),
+        torch.empty_like(conv, dtype=ACCUMULATION_DTYPE),
         _like(conv_bias),
         _like(dt_bias),
         _like(a),

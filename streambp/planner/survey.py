@@ -27,7 +27,6 @@ from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import launched_kernels
 from streambp.planner.laws import Point, fit_bytes, fit_work
 from streambp.planner.mixers import assumed
-from streambp.planner.points import CHUNKS, TILED_CHUNKS, points_for
 from streambp.planner.profile import (
     CONTEXT_PARALLEL,
     ULYSSES,
@@ -37,7 +36,8 @@ from streambp.planner.profile import (
     Node,
     Profile,
 )
-from streambp.planner.skeleton import Reduced, Skeleton, parameters_of
+from streambp.planner.sample_points import CHUNKS, TILED_CHUNKS, points_for
+from streambp.planner.skeleton import ShrunkModel, Skeleton, parameters_of
 from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
 from streambp.planner.step import Span, counted_head, fused_attention, run_step
 from streambp.planner.tree import module_tree
@@ -84,10 +84,10 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = ""
     return SurveyRecipe(f"streambp {', '.join(parts)}".strip(), config, split=split)
 
 
-PLAIN = SurveyRecipe("plain")
+UNPATCHED_RECIPE = SurveyRecipe("plain")
 CHECKPOINTING = SurveyRecipe("checkpointing", checkpointing=True)
 CHECKPOINTING_HEAD = SurveyRecipe("checkpointing, fused head", checkpointing=True, fused_head=True)
-LEAST = 1  # a gpu_memory that leaves only the current tiles of a prefix on the device
+SMALLEST_GPU_MEMORY = 1  # a gpu_memory that leaves only the current tiles of a prefix on the device
 STREAMED = (
     *(
         streamed(saves, offload)
@@ -96,7 +96,7 @@ STREAMED = (
     ),
     SurveyRecipe(
         "streambp offload, keys on the host",
-        StreamConfig(saves=(), offload="cpu", gpu_memory=LEAST),
+        StreamConfig(saves=(), offload="cpu", gpu_memory=SMALLEST_GPU_MEMORY),
     ),
 )
 
@@ -261,7 +261,7 @@ class Counter:
     """
 
     skeleton: Skeleton
-    reduced: Reduced
+    reduced: ShrunkModel
     batch_size: int
     kernels: str | None
 

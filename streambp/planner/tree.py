@@ -12,14 +12,14 @@ from torch import nn
 from streambp.admission.stacks import find_stacks
 from streambp.planner.count import StepCount
 from streambp.planner.profile import Node
-from streambp.planner.skeleton import Reduced, Skeleton, parameters_of
+from streambp.planner.skeleton import ShrunkModel, Skeleton, parameters_of
 from streambp.planner.step import fused_attention
 
 LENGTH = 4096
 Activations = dict[nn.Module, float]
 
 
-def module_tree(skeleton: Skeleton, reduced: Reduced, batch_size: int) -> Node:
+def module_tree(skeleton: Skeleton, reduced: ShrunkModel, batch_size: int) -> Node:
     """Return the tree of the unpatched model without checkpointing.
 
     Layers of one kind are one node; other equal siblings share a node as well.

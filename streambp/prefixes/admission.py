@@ -41,7 +41,7 @@ from streambp.known_names import (
     Z_LOSS,
 )
 from streambp.layer.call import recording
-from streambp.layer.choices import Choices
+from streambp.layer.choices import ReplayedChoices
 from streambp.layer.site import LayerSite
 from streambp.nested import replaced
 from streambp.prefixes.arguments import (
@@ -218,7 +218,7 @@ class Trials:
         ):
             failed: list[Exception] = []
             try:
-                made = [Choices() for _ in sites]
+                made = [ReplayedChoices() for _ in sites]
                 with replaced(sites, "choices", made):  # [Note: choices]
                     rows = over(kwargs, None, failed)
                 restored.end_run()

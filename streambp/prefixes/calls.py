@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.insides import why_rows
+from streambp.admission.third_party import why_rows
 from streambp.device import is_out_of_memory
 from streambp.distributed.agreement import everyones_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
@@ -28,7 +28,7 @@ from streambp.prefixes.admission import Over, Trials, draws_noise, why_not
 from streambp.prefixes.arguments import known_by, mask_and_positions, packed
 from streambp.prefixes.late import Again, LateRows
 from streambp.prefixes.spread import spread_all
-from streambp.prefixes.tree import A_CHUNK, NOTHING, Tree, find_tree
+from streambp.prefixes.tree import A_CHUNK, NOTHING_SHARED, Tree, find_tree
 
 IGNORED = -100  # label of tokens without a label
 # returns True if no code reads values of padding; None: the caller does
@@ -49,7 +49,7 @@ NOISE_IS_SEEN = (
     "rows='packed' it does, and they are computed once"
 )
 # reasons that need no report with the default setting
-UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING)
+UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING_SHARED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from streambp.accumulate import HALF
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.layer.recompute import Autocast
-from streambp.lazy.deferred import Deferred
+from streambp.lazy.deferred import LazyHidden
 from streambp.prefixes.admission import BAR, BAR_IN_HALF, draws_noise
 from streambp.prefixes.tree import Tree
 
 # types of module attributes that may change its results
-PLAIN = (bool, int, float, str, type(None))
+VALUE_TYPES = (bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
     for part in module.modules():
         flags: dict[str, Any] = {}
         for name, value in vars(part).items():
-            if isinstance(value, PLAIN):
+            if isinstance(value, VALUE_TYPES):
                 flags[name] = value
             elif isinstance(value, list) and all(isinstance(entry, str) for entry in value):
                 flags[name] = list(value)
@@ -125,7 +125,7 @@ class LateRows:
             UnsharedError: the hidden states are real, and other code may read padding.
         """
         hidden = output[0]
-        if not isinstance(hidden, Deferred) or hidden.written is not None:
+        if not isinstance(hidden, LazyHidden) or hidden.written is not None:
             if self.again.handed_out:
                 raise UnsharedError(
                     "its final norm is not left to the head, which may read padding"
@@ -147,7 +147,7 @@ class LateRows:
         assert self.autocast is not None
         with self._as_then(graded), self.autocast.restored():
             hidden = self.again.run()[0]
-        assert isinstance(hidden, Deferred)
+        assert isinstance(hidden, LazyHidden)
         assert hidden.written is None
         rows = hidden.source.reshape(-1, hidden.source.shape[-1])
         self._compare(rows.detach())

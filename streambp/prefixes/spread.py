@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, UnsharedError
-from streambp.head.places import LatePadding
-from streambp.lazy.deferred import Deferred
+from streambp.head.token_positions import LatePadding
+from streambp.lazy.deferred import LazyHidden
 from streambp.prefixes.tree import Tree
 
 
@@ -76,7 +76,7 @@ class Behind(torch.autograd.Function):
         return grad[:-1]
 
 
-def _at_places(x: Deferred, tree: Tree) -> Deferred:
+def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
     """Return the packed row's deferred tensor as the batch's deferred tensor, with the same hidden
     states [N, h].
 
@@ -89,12 +89,12 @@ def _at_places(x: Deferred, tree: Tree) -> Deferred:
         )
     if any(True for _ in tree.padding()):
         source = Behind.apply(source)
-    return Deferred.make(
+    return LazyHidden.make(
         source, dataclasses.replace(x.recipe, places=tree.places(source.device)), x.dtype
     )
 
 
-def with_late_padding(x: Deferred, tree: Tree, compute: Callable[[bool], Tensor]) -> Deferred:
+def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tensor]) -> LazyHidden:
     """Return the packed row's deferred tensor [N, h] as the batch's deferred tensor [B, T, h].
 
     [Note: padding that is read]
@@ -114,7 +114,7 @@ def with_late_padding(x: Deferred, tree: Tree, compute: Callable[[bool], Tensor]
     columns = torch.arange(places.numel(), device=places.device).view_as(places)
     places = torch.where(places < tree.length, places, tree.length + columns)
     late = LatePadding(source, compute)
-    return Deferred.make(source, dataclasses.replace(x.recipe, places=places, late=late), x.dtype)
+    return LazyHidden.make(source, dataclasses.replace(x.recipe, places=places, late=late), x.dtype)
 
 
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
@@ -159,7 +159,7 @@ def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) 
     Raises:
         UnsharedError: x has another shape.
     """
-    if isinstance(x, Deferred):
+    if isinstance(x, LazyHidden):
         if x.written is not None:
             return spread(x.written, tree)
         if late is None:

@@ -24,10 +24,12 @@ from torch import Tensor
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import Forks
 
-LEAST = 64  # minimum of shared tokens; with fewer, small attention blocks cost more than they save
+MIN_SHARED_TOKENS = (
+    64  # minimum of shared tokens; with fewer, small attention blocks cost more than they save
+)
 SAVES = 0.1  # minimum savings, fraction of B * T tokens; ignores prefixes that are equal by chance
 A_CHUNK = 64  # overhead of a chunk in layers with states, in tokens; 38 and more on a CPU
-NOTHING = (
+NOTHING_SHARED = (
     "a packed row saves too little: the last call's rows have no padding, and no beginning in "
     "common"
 )
@@ -35,7 +37,7 @@ WIDER = 4  # growth of the compared range while rows match
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class PackedSpan:
     """Tokens [start, stop) of the packed row that are consecutive tokens of a batch row.
 
     Attributes:
@@ -59,7 +61,7 @@ class Row:
     """
 
     column: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PackedSpan, ...]
 
     @property
     def length(self) -> int:
@@ -78,8 +80,8 @@ class Segment:
     """
 
     row: int
-    own: Piece
-    before: tuple[Piece, ...]
+    own: PackedSpan
+    before: tuple[PackedSpan, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +244,7 @@ def find_tree(
     mask: Tensor | None = None,
     positions: Tensor | None = None,
     labelled: Tensor | None = None,
-    least: int = LEAST,
+    least: int = MIN_SHARED_TOKENS,
     saves: float = SAVES,
     apart: int = 1,
     a_chunk: float = 0,
@@ -272,7 +274,7 @@ def find_tree(
     if not tree.tokens:
         return "the last call's batch is padding alone"
     if tree.tokens == ids.numel():
-        return NOTHING
+        return NOTHING_SHARED
     more = a_chunk * (tree.pieces - 1)
     if ids.numel() - tree.tokens - more < max(saves * ids.numel(), 1):
         cut = f", in {tree.pieces} chunks at least" if more else ""
@@ -353,23 +355,26 @@ def _write_down(
             group = (known_row.position, start)
         alike.setdefault(group, []).append(index)
     # Groups of rows without pieces yet, and the pieces that each group shares.
-    waiting: list[tuple[list[int], tuple[Piece, ...]]] = []
+    waiting: list[tuple[list[int], tuple[PackedSpan, ...]]] = []
     for rows in reversed(alike.values()):
         waiting.append((rows, ()))
     segments: list[Segment] = []
-    pieces: dict[int, tuple[Piece, ...]] = {}
+    pieces: dict[int, tuple[PackedSpan, ...]] = {}
     end = 0
     while waiting:
         (pivot, *others), before = waiting.pop()
         depth = sum(piece.stop - piece.start for piece in before)
         pieces[pivot] = before
         if known[pivot].length > depth:
-            own = Piece(depth, end, end + known[pivot].length - depth)
+            own = PackedSpan(depth, end, end + known[pivot].length - depth)
             segments.append(Segment(pivot, own, before))
             pieces[pivot] = (*before, own)
             end = own.stop
             if before and before[-1].stop == own.start:  # adjacent in the packed row
-                pieces[pivot] = (*before[:-1], Piece(before[-1].at, before[-1].start, own.stop))
+                pieces[pivot] = (
+                    *before[:-1],
+                    PackedSpan(before[-1].at, before[-1].start, own.stop),
+                )
         common = _common(ids, pivot, others, depth, [row.length for row in known], least)
         for row, at in common.items():
             # a row that ends at the branch has no own segment
@@ -381,11 +386,11 @@ def _write_down(
             waiting.append((beside, before))
         # the stack pops the longest first
         for at in sorted({at for at in common.values() if at - depth >= least}):
-            path: list[Piece] = []
+            path: list[PackedSpan] = []
             for piece in pieces[pivot]:
                 if piece.at < at:
                     stop = min(piece.stop, piece.start + at - piece.at)
-                    path.append(Piece(piece.at, piece.start, stop))
+                    path.append(PackedSpan(piece.at, piece.start, stop))
             waiting.append(([row for row in others if common[row] == at], tuple(path)))
     return tuple(segments), tuple(Row(row.column, pieces[index]) for index, row in enumerate(known))
 

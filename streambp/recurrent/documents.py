@@ -44,7 +44,7 @@ from streambp.source import written_forward
 
 # Document ends in the probe: inside a chunk and at a chunk's end; one document is a single token,
 # and one is longer than a chunk.
-TRIED = (3, 5, 6)
+TRIAL_LENGTHS = (3, 5, 6)
 
 
 class Documents:
@@ -209,7 +209,7 @@ def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     Every second row has other boundaries. Shapes: seq_idx [B, T], cu_seq_lens_q [documents + 1].
     """
     changed = {}
-    inside = [end for end in TRIED if end < length]
+    inside = [end for end in TRIAL_LENGTHS if end < length]
     if named.get(DOCUMENT_IDS) is not None:
         ids = named[DOCUMENT_IDS]  # [B, T]
         rows = torch.arange(ids.shape[0], device=ids.device)[:, None] % 2
@@ -225,7 +225,7 @@ def tried_rows(rows: int, length: int) -> PackedRows:
     """Return the probe's document boundaries for rows of `length` tokens, as in `in_several`."""
     ends: list[tuple[int, ...]] = []
     for row in range(rows):
-        inside = [end - row % 2 for end in TRIED if end < length]
+        inside = [end - row % 2 for end in TRIAL_LENGTHS if end < length]
         ends.append((0, *inside, length))
     return PackedRows(tuple(ends))
 

@@ -89,7 +89,7 @@ def in_torch(function: Any) -> bool:
     return called is not None and called is getattr(function, "__wrapped__", None)
 
 
-class Replaced:
+class SwappedScans:
     """Context manager in which modules have these attributes on the instance.
 
     The attributes are forwards, or functions that forwards call. A generator or an `ExitStack`
@@ -119,7 +119,7 @@ Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
 
 def starting_from(
     mixers: list[tuple[nn.Module, str]], cache: StateCache | None, reading: Reading | None = None
-) -> Replaced:
+) -> SwappedScans:
     """Context manager in which the mixers start from the cache's states.
 
     Args:
@@ -129,7 +129,7 @@ def starting_from(
             the chunk; None: no such function.
     """
     if cache is None:
-        return Replaced([])
+        return SwappedScans([])
     found: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     stand_ins: dict[nn.Module, dict[str, Any]] = {}  # replacements of globals, by name
     for module, name in mixers:
@@ -154,7 +154,7 @@ def starting_from(
         space = {**written_forward(module).__globals__, **names}
         own = with_globals(space, type(module).forward)
         found.append((module, "forward", types.MethodType(own, module)))
-    return Replaced(found)
+    return SwappedScans(found)
 
 
 def _scan(

@@ -35,7 +35,7 @@ from streambp.known_names import (
 )
 from streambp.nested import rebuilt
 from streambp.recurrent.documents import Segment, kind_of
-from streambp.recurrent.scans import Replaced, in_torch, scans_of, starting_from
+from streambp.recurrent.scans import SwappedScans, in_torch, scans_of, starting_from
 from streambp.recurrent.states import StateCache, States
 from streambp.source import written, written_forward
 
@@ -111,7 +111,7 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
 
 def in_segments(
     mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None
-) -> Replaced:
+) -> SwappedScans:
     """Context manager in which the mixers are called once for each segment.
 
     Args:
@@ -120,14 +120,14 @@ def in_segments(
         cache: the chunk's cache; None: the layer gets no cache.
     """
     if not segments:
-        return Replaced([])
+        return SwappedScans([])
     by_segment: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     for module in mixers:
         forward = functools.partial(
             _by_segment, module, module.forward, scans_of(module), segments, cache
         )
         by_segment.append((module, "forward", forward))
-    return Replaced(by_segment)
+    return SwappedScans(by_segment)
 
 
 def _by_segment(

@@ -22,17 +22,17 @@ from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import TRIED, LayerCall
-from streambp.layer.carried import Carried
+from streambp.layer.call import TRIAL_TOKENS, LayerCall
+from streambp.layer.chunk_states import Carried
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
-from streambp.layer.saved import Kept, linear_of
+from streambp.layer.saved import SavedForBackward, linear_of
 from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite, remember
 from streambp.offload.manager import Access
-from streambp.sharded.halves import Cut
+from streambp.sharded.halves import SplitAtAttention
 from streambp.sharded.masks import resolve_whole
-from streambp.sharded.shards import Keys, Piece, Shards
+from streambp.sharded.shards import HeadGroup, Keys, Shards
 
 
 def keeps(config: StreamConfig, name: str) -> bool:
@@ -46,7 +46,7 @@ def keeps(config: StreamConfig, name: str) -> bool:
     return certain and name in config.named_saves
 
 
-class ShardedKept(Kept):
+class ShardedKept(SavedForBackward):
     """Saved tensors of both halves of a shard's chunks, and of attention over full sequences.
 
     Attributes:
@@ -56,7 +56,7 @@ class ShardedKept(Kept):
         products_after: the saved Linears that run after attention.
     """
 
-    pieces: list[Piece]
+    pieces: list[HeadGroup]
     gathers: bool
     products_before: list[str]
     products_after: list[str]
@@ -101,7 +101,7 @@ class ShardedKept(Kept):
                 reads.append((name, index))
         return reads
 
-    def key_reads(self, piece: Piece) -> list[Access]:
+    def key_reads(self, piece: HeadGroup) -> list[Access]:
         """Return the reads of K and V for a piece of the full sequence."""
         return [(f"{part}.0", piece.here.index) for part in "kv"]
 
@@ -183,7 +183,7 @@ class ShardedCall(LayerCall):
             )
         linears = self.site.linears
         autocast = tuple(enabled for _, enabled, _ in self.autocast.states)
-        key = (self.arguments.kind, tuple(linears), autocast, min(TRIED, self.plan.length))
+        key = (self.arguments.kind, tuple(linears), autocast, min(TRIAL_TOKENS, self.plan.length))
         if linears and key not in self.site.tests.unread_in_halves:
             parameters = Parameters(self.site.layer, self.device)
             with (
@@ -191,7 +191,7 @@ class ShardedCall(LayerCall):
                 RandomState.capture(self.device).replayed(),
                 parameters.shadowed(),
             ):
-                chunk = Chunk(0, 0, min(TRIED, self.plan.length))
+                chunk = Chunk(0, 0, min(TRIAL_TOKENS, self.plan.length))
                 with few_tokens(
                     self, self.hidden_states.detach(), chunk.stop, self.site.tests.at_last_positions
                 ) as x:
@@ -214,7 +214,7 @@ def _unread_in_halves(
 
     def before() -> list[Tensor]:
         """Run the half before attention and return q, k and v."""
-        point = Cut()
+        point = SplitAtAttention()
         with random.replayed():
             call.run(x, chunk, point)
         made = point.projected
@@ -228,7 +228,7 @@ def _unread_in_halves(
     def after() -> list[Tensor]:
         """Run the half after attention and return hidden_states and the extra outputs."""
         with random.replayed():
-            output = call.run(x, chunk, Cut(o))
+            output = call.run(x, chunk, SplitAtAttention(o))
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 

@@ -20,10 +20,10 @@ from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import counted_bytes, memory_limit, tells_memory
 from streambp.errors import StreamBPError
 from streambp.known_names import GATHER, REDUCE_SCATTER
-from streambp.sharded.shards import KeyGroup, Keys, Piece, Shards
+from streambp.sharded.shards import HeadGroup, KeyGroup, Keys, Shards
 
 # an eighth of the memory that is free at the start of forward: for K, V and their gradients
-SHARE = 8
+MAX_SHARE_OF_FREE_MEMORY = 8
 ROOM = 2**30  # bytes for K, V and their gradients on a device without a known limit
 
 
@@ -33,7 +33,9 @@ def room_for_keys(device: torch.device) -> int:
     """
     if not tells_memory(device):
         return ROOM
-    return int(memory_limit(device) - counted_bytes(device, "allocated")) // SHARE
+    return (
+        int(memory_limit(device) - counted_bytes(device, "allocated")) // MAX_SHARE_OF_FREE_MEMORY
+    )
 
 
 def collective(names: tuple[str, ...]) -> Callable[..., Any]:
@@ -68,18 +70,18 @@ class GatheredShards(Shards):
             return [self.rank * self.length]
         return [part * self.length // 2 for part in (self.rank, 2 * self.size - 1 - self.rank)]
 
-    def pieces(self, batch_size: int, size: int) -> list[Piece]:
+    def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
         """Return this rank's parts in sequence order, cut into pieces of at most `size`
         positions.
         """
-        found: list[Piece] = []
+        found: list[HeadGroup] = []
         length = self.length // len(self._starts)
         for number, start in enumerate(self._starts):
             for chunk in ChunkPlan(length, min(size, length)):
                 here = number * length
                 whole = len(found)
                 found.append(
-                    Piece(
+                    HeadGroup(
                         Chunk(whole, here + chunk.start, here + chunk.stop),
                         Chunk(whole, start + chunk.start, start + chunk.stop),
                     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streambp.attention.prefix import AttentionCall, AttentionPoint, RefillDone
+from streambp.attention.prefix import AttentionCall, ChunkAttention, RefillDone
 from streambp.errors import UnsupportedModelError
 
 
-class Cut(AttentionPoint):
+class SplitAtAttention(ChunkAttention):
     """Attention replacement that ends the half before attention, or starts the half after it.
 
     Args:

@@ -54,11 +54,11 @@ from streambp.layer.call import LayerCall, Whole, put
 from streambp.layer.function import Strategy, outputs_of, run_forward
 from streambp.layer.gradients import BackwardPass, refuse_other_leaves
 from streambp.layer.products import Labels, See, left_out, summed, tapped
-from streambp.layer.recompute import NOTHING
+from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.saved import linear_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.sharded.call import ShardedCall, keeps
-from streambp.sharded.halves import Cut
+from streambp.sharded.halves import SplitAtAttention
 from streambp.sharded.shards import Keys, Shards
 
 
@@ -130,7 +130,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 names.append(name)
         call.kept.products_after = names
         linears = call.site.linears
-        seen = NOTHING
+        seen = NULL_CONTEXT
         # records the inputs of Linears that this half skips in backward
         if call.backward.witness is not None:
             call.backward.witness.left_out = call.unread.to_differentiate_after.difference(
@@ -143,8 +143,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
                 if keep:
                     call.kept.random.append(RandomState.capture(call.device))
                 see = call.seeing(chunk, again=False, half="after")
-                with call.kept.products.capture_outputs(names, see) if keep else NOTHING:
-                    output = call.run(hidden_chunk, chunk, Cut(o[_part(chunk)]))
+                with call.kept.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
+                    output = call.run(hidden_chunk, chunk, SplitAtAttention(o[_part(chunk)]))
                 assert output is not None
                 if call.backward.witness is not None:
                     call.backward.witness.see_output(hidden_chunk, output.hidden_states)
@@ -163,7 +163,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     for chunk in call.plan:
         hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
         see = call.seeing(chunk, again=False, half="before")
-        with call.kept.products.capture_outputs(see=see) if keep else NOTHING:
+        with call.kept.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
             found = _collect(call, hidden_chunk, chunk, projected, 3)
         _see_projected(see, found)
         if keep:
@@ -187,7 +187,7 @@ def _collect(
 
     The first chunk allocates `projected`, tensors of the full shard.
     """
-    point = Cut()
+    point = SplitAtAttention()
     call.run(hidden_chunk, chunk, point)
     found = point.projected
     assert found is not None
@@ -344,7 +344,7 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> No
                     kept.brought, kept.products_after, sums=work.sums, see=see
                 ),
             ):
-                output = call.run(hidden_chunk, chunk, Cut(o_chunk), leaves)
+                output = call.run(hidden_chunk, chunk, SplitAtAttention(o_chunk), leaves)
             assert output is not None
             if call.backward.witness is not None:
                 call.backward.witness.see_output(hidden_chunk, output.hidden_states)
@@ -437,7 +437,7 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
             kept.bring(chunk, kept.half_reads(chunk.index, kept.products_before))
             hidden_chunk = kept.brought["x"].detach().requires_grad_(work.needs_input)
             leaves = call.arguments.leaves(chunk, work.wanted)
-            point = Cut()
+            point = SplitAtAttention()
             see = call.seeing(chunk, again=True, half="before")
             with (
                 torch.enable_grad(),

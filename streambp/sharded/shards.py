@@ -32,7 +32,7 @@ from streambp.distributed.agreement import all_gather
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 
 
-class Piece(NamedTuple):
+class HeadGroup(NamedTuple):
     """A chunk of queries for one attention call.
 
     Attributes:
@@ -109,11 +109,13 @@ class Shards:
         """Return T, the number of tokens in a full sequence."""
         return self.size * self.length
 
-    def pieces(self, batch_size: int, size: int) -> list[Piece]:
+    def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
         """Return pieces that cover the full sequence, in order, each of at most `size`
         positions.
         """
-        return [Piece(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)]
+        return [
+            HeadGroup(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)
+        ]
 
     def queries(self, x: Tensor) -> Tensor:
         """Exchange [B, H, T / P, D] for [B, H / P, T, D], with tokens before heads in memory.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class Choices(TorchFunctionMode):
+class CountedChoices(TorchFunctionMode):
     """Context manager that counts the choices of `torch.topk`, row by row.
 
     The counts do not depend on chunks or on the order of rows.
@@ -32,7 +32,7 @@ class Choices(TorchFunctionMode):
             self.counts[args[0].shape[-1]].update(map(tuple, rows))
         return result
 
-    def differing(self, other: Choices) -> int:
+    def differing(self, other: CountedChoices) -> int:
         """Return how many rows made a choice that no row of `other` made.
 
         In sparse attention the number of candidates is the number of keys so far. Chunks then

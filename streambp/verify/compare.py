@@ -40,7 +40,7 @@ from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.describe import describe
 from streambp.model.fused_layers import fused_modules
 from streambp.model.patching import install, unpatch
-from streambp.verify.choices import Choices
+from streambp.verify.choices import CountedChoices
 from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
 from streambp.verify.verdict import NOTABLE, Distances, Verification, find_problems, rate
 
@@ -309,12 +309,12 @@ class VerifyRun:
     loss: float
     gradients: dict[str, Tensor]
     streamed_layers: int
-    choices: Choices
+    choices: CountedChoices
 
 
 def _run(model: nn.Module, batch: Batch, scale: float) -> VerifyRun:
     """Run one step and move its gradients to the host."""
-    choices = Choices()
+    choices = CountedChoices()
     loss, streamed_layers = _backward(model, batch, scale, choices)
     gradients: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

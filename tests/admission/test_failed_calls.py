@@ -14,7 +14,7 @@ import torch
 import streambp
 from streambp.admission import probe
 from streambp.admission.kept_values import KEEPS_VALUES
-from streambp.layer.site import TIMES, Findings, LayerTests
+from streambp.layer.site import DOUBTS_BEFORE_DECISION, LayerTests, TrialResult
 from tests.families import build, make_batch
 from tests.oracle import EXACT, gradients, worst_error
 from tests.tiers import thinned
@@ -108,7 +108,7 @@ def test_an_empty_batch(family, trains, float64_oracle):
     model = streambp.patch(build(family, torch.float64), CONFIG).train(trains)
     batch = {name: value[:0] for name, value in make_batch("plain").items()}
     with torch.set_grad_enabled(trains):
-        for _ in range(TIMES + 1):
+        for _ in range(DOUBTS_BEFORE_DECISION + 1):
             with contextlib.suppress(RuntimeError):
                 model(**batch, use_cache=False)
     model.train()
@@ -122,7 +122,7 @@ def test_embeddings_of_another_dtype(float64_oracle):
     model = streambp.patch(build(family, torch.float64), CONFIG)
     batch = make_batch("plain")
     wrong = torch.randn(2, batch["input_ids"].shape[1], 32, dtype=torch.float16)
-    for _ in range(TIMES + 1):
+    for _ in range(DOUBTS_BEFORE_DECISION + 1):
         with pytest.raises(Exception, match="dtype"):
             model(inputs_embeds=wrong, labels=batch["labels"], use_cache=False)
     expected = gradients(build(family, torch.float64), **batch)[1]
@@ -150,9 +150,9 @@ def test_what_never_runs_in_chunks_is_known_after_some_calls(float64_oracle, mon
     monkeypatch.setattr(
         probe, "_why_not", lambda call, x: trials.append(call.site.index) or why_not(call, x)
     )
-    for _ in range(TIMES + 2):
+    for _ in range(DOUBTS_BEFORE_DECISION + 2):
         gradients(model, **make_batch("plain"))
-    assert trials.count(0) == TIMES
+    assert trials.count(0) == DOUBTS_BEFORE_DECISION
     first, second = streambp.describe(model).layers
     assert (first.path, second.path) == ("checkpoints", "streams")
     assert "does not work on chunks (ValueError" in first.reason
@@ -161,7 +161,7 @@ def test_what_never_runs_in_chunks_is_known_after_some_calls(float64_oracle, mon
 @pytest.mark.parametrize("mutant", ["at once", "never forgotten", "empty batches are tried"])
 def test_mutants_turn_these_red(mutant, monkeypatch, float64_oracle):
     if mutant == "at once":
-        monkeypatch.setattr(Findings, "doubt", Findings.judge)
+        monkeypatch.setattr(TrialResult, "doubt", TrialResult.judge)
         tests = [lambda: test_a_module_that_raises_once(fails_at, 2, True, None)]
         tests += [lambda: test_a_module_that_raises_once(fails_at, 5, True, None)]
     elif mutant == "never forgotten":
@@ -170,7 +170,7 @@ def test_mutants_turn_these_red(mutant, monkeypatch, float64_oracle):
         tests = [lambda: test_embeddings_of_another_dtype(None)]
     else:
         monkeypatch.setattr(torch.Tensor, "numel", lambda x: max(1, x.nelement()))
-        monkeypatch.setattr(Findings, "doubt", Findings.judge)
+        monkeypatch.setattr(TrialResult, "doubt", TrialResult.judge)
         monkeypatch.setattr(LayerTests, "forget", lambda *_: None)
         monkeypatch.setattr(probe, "runs_unpatched", lambda *_: True)
         tests = [lambda: test_an_empty_batch("llama", True, None)]

@@ -257,7 +257,7 @@ def test_mutant_torchs_attention_is_not_asked_for_again(monkeypatch):
 
 def test_mutant_the_layer_is_compared_with_itself(monkeypatch):
     """Without the comparison another model is trained, silently."""
-    monkeypatch.setattr(own_run.OwnRun, "agrees", lambda self, whole: True)
+    monkeypatch.setattr(own_run.UnpatchedRun, "agrees", lambda self, whole: True)
     model = build("llama", torch.float64)
     eager_replaced(model, in_disguise(eager))
     expected = gradients(model, **make_batch("plain"))[1]

@@ -1,7 +1,7 @@
 """What others put inside a layer may look at absolute positions: then the layer runs whole. [Note:
 foreign insides]
 
-covers: admission/insides.py, admission/long_trial.py, admission/probe.py, admission/rehearsal.py
+covers: admission/third_party.py, admission/long_trial.py, admission/probe.py, admission/rehearsal.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import streambp
-from streambp.admission import insides, long_trial, probe, rehearsal
+from streambp.admission import long_trial, probe, rehearsal, third_party
 from tests import zoo
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
@@ -283,7 +283,7 @@ def test_memory_that_does_not_suffice(monkeypatch):
 )
 def test_what_a_hooks_source_tells(hook, may):
     """Those without a branch do on few tokens what they do on many, and are watched."""
-    assert insides._may_change(hook) is may
+    assert third_party._may_change(hook) is may
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_a_hooks_source_tells(hook, may):
 )
 def test_nothing_of_transformers_is_foreign(family):
     model = build(family) if family in ("qwen3", "gemma3") else zoo.build(family)
-    assert insides.foreign_parts(model, None) == []
+    assert third_party.foreign_parts(model, None) == []
 
 
 def edits(module, grad_input, grad_output):

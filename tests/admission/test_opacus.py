@@ -1,6 +1,6 @@
 """Opacus' hooks are refused by name, whoever comes first.
 
-covers: admission/insides.py, admission/stacks.py
+covers: admission/third_party.py, admission/stacks.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import streambp
-from streambp.admission import insides
+from streambp.admission import third_party
 from streambp.errors import UnsupportedModelError
 from tests.families import build, make_batch
 from tests.oracle import gradients
@@ -63,6 +63,6 @@ def test_its_hooks_inside_of_a_layer(first, grad_sample_module):
 
 
 def test_mutant_its_hooks_are_like_others(monkeypatch, grad_sample_module):
-    monkeypatch.setattr(insides, "OPACUS", "another")
+    monkeypatch.setattr(third_party, "OPACUS", "another")
     with pytest.raises(pytest.fail.Exception):
         test_its_hooks_inside_of_a_layer("patch", grad_sample_module)

@@ -14,7 +14,7 @@ import torch
 
 import streambp
 from streambp.admission import trials
-from streambp.admission.own_run import OtherModelError
+from streambp.admission.own_run import StreamingMismatchError
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.site import Overwritten
 from streambp.offload import manager_of
@@ -339,7 +339,7 @@ def test_mutants_turn_gradients_wrong(name, float64, monkeypatch):
         for _ in range(steps):
             found = gradients(ours, **batch)[1]
     except (
-        OtherModelError,
+        StreamingMismatchError,
         BackwardError,
     ):  # the comparison with the unpatched layer comes first, or the witness
         return

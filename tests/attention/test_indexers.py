@@ -1,7 +1,7 @@
 """Sparse attention with an indexer: scored a few queries at a time, picked once, masked one block
 at a time.
 
-covers: attention/indexers.py, attention/picked.py, attention/interface.py, layer/saved.py,
+covers: attention/indexers.py, attention/picked_keys.py, attention/interface.py, layer/saved.py,
 planner/survey.py
 """
 
@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
 from streambp.admission import entry
-from streambp.admission.own_run import OtherModelError
+from streambp.admission.own_run import StreamingMismatchError
 from streambp.admission.probe import Verdict
 from streambp.admission.stacks import kind_of
-from streambp.attention import indexers, interface, picked
+from streambp.attention import indexers, interface, picked_keys
 from streambp.attention.carriers import Picking, ThroughInterface
-from streambp.attention.prefix import ChunkMask, Prefix, Stage
+from streambp.attention.prefix import Prefix, PrefixChunkAttention, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.layer.saved import Kept
+from streambp.layer.saved import SavedForBackward
 from streambp.layer.site import LayerSite
 from streambp.planner.laws import features
 from streambp.planner.skeleton import Skeleton
@@ -168,7 +168,7 @@ def test_backward_reads_what_forward_picked(settings, monkeypatch):
 
 
 def test_the_mutant_that_picks_again(monkeypatch):
-    monkeypatch.setattr(Kept, "picks", lambda self: None)
+    monkeypatch.setattr(SavedForBackward, "picks", lambda self: None)
     with pytest.raises(BackwardError, match="not in backward what it was in forward"):
         loss_then_other_picks(monkeypatch)
     monkeypatch.setattr(LayerSite, "witness", lambda self, x, autocast: None)
@@ -180,9 +180,11 @@ def test_the_mutant_that_picks_again(monkeypatch):
 def test_picks_are_kept_until_their_chunk_is_differentiated(monkeypatch):
     """8 KB a token at 2,048 picks: 4 bytes each."""
     kept = []
-    real = Kept.keep
+    real = SavedForBackward.keep
     monkeypatch.setattr(
-        Kept, "keep", lambda self, chunk, *given: (real(self, chunk, *given), kept.append(self))[0]
+        SavedForBackward,
+        "keep",
+        lambda self, chunk, *given: (real(self, chunk, *given), kept.append(self))[0],
     )
     ours = patched(build(), chunk_size=CHUNK, saves=())
     loss = ours(**make_batch("plain"), use_cache=False).loss
@@ -229,13 +231,13 @@ def test_a_layer_that_runs_whole(implementation, monkeypatch):
 def test_the_mutant_whose_unpatched_run_reads_all_keys(monkeypatch):
     """Routed, the layer leaves it to the attention function to mask what was not picked."""
     monkeypatch.setattr(interface, "_only_picked", lambda mask, *_: mask)
-    with pytest.raises(OtherModelError, match="computes other values unpatched"):
+    with pytest.raises(StreamingMismatchError, match="computes other values unpatched"):
         check(build(), make_batch("plain"))
 
 
 def test_the_mutant_that_masks_nothing(monkeypatch):
     monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
-    monkeypatch.setattr(picked.PickedMask, "of", lambda below, *_: below)
+    monkeypatch.setattr(picked_keys.PickedMask, "of", lambda below, *_: below)
     with pytest.raises(AssertionError):
         check(build(), make_batch("plain"))
 
@@ -269,8 +271,8 @@ def test_a_mask_of_picks():
     """Padding below, rows of one chunk, and picks outside of a block."""
     layout = Spans.causal(2, 9, window=4)
     picks = torch.tensor([[[0, 3], [4, 2], [7, 7]], [[1, 5], [3, 0], [5, 6]]])  # [B, C, k]
-    mask = picked.PickedMask.of(layout, 9, Chunk(0, 5, 8), picks)
-    below = picked.visible(layout, 5, 8, 1, 7, torch.device("cpu"))
+    mask = picked_keys.PickedMask.of(layout, 9, Chunk(0, 5, 8), picks)
+    below = picked_keys.visible(layout, 5, 8, 1, 7, torch.device("cpu"))
     tile = mask.tile(5, 8, 1, 7, torch.device("cpu"))
     assert tile.shape == (2, 1, 3, 6)
     for row, query, key in torch.cartesian_prod(
@@ -282,7 +284,9 @@ def test_a_mask_of_picks():
 
 
 def test_a_layer_without_an_indexer_cannot_read_its_mask():
-    point = ChunkMask(Prefix(Spans.causal(1, 4), 4, "auto"), Chunk(0, 0, 4), Stage.FORWARD)
+    point = PrefixChunkAttention(
+        Prefix(Spans.causal(1, 4), 4, "auto"), Chunk(0, 0, 4), Stage.FORWARD
+    )
     for read in (lambda: point[:, 0], lambda: 0.0 in point, lambda: list(point)):
         with pytest.raises(TypeError):
             read()

@@ -35,7 +35,7 @@ from streambp.admission import checkpointed
 from streambp.distributed.engines import Hold
 from streambp.head.log_probs import HeadInputs
 from streambp.layer import gradients
-from streambp.lazy.head import Hub
+from streambp.lazy.head import LazyHead
 from streambp.model import deferring, state, unpatched, wrappers
 from streambp.prefixes import calls
 from tests.distributed import engines as adapters
@@ -310,14 +310,14 @@ def reads_the_weight():
 
 def gathers_where_used():
     """A3: each result of the logits asks the engine for the weights."""
-    heads, forward, products = [], deferring.HeldHead.forward, Hub.products
+    heads, forward, products = [], deferring.HeldHead.forward, LazyHead.products
     return [
         (
             deferring.HeldHead,
             "forward",
             lambda head, x: (heads.append(head._head[0]), forward(head, x))[1],
         ),
-        (Hub, "products", lambda hub: (heads[-1](hub.hidden), products(hub))[1]),
+        (LazyHead, "products", lambda hub: (heads[-1](hub.hidden), products(hub))[1]),
     ]
 
 

@@ -72,8 +72,8 @@ def with_accelerate(model, config, output):
 
 def main():
     loop, config, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    chunks, real = [], prefix.ChunkMask.attend
-    prefix.ChunkMask.attend = lambda self, given: (
+    chunks, real = [], prefix.PrefixChunkAttention.attend
+    prefix.PrefixChunkAttention.attend = lambda self, given: (
         chunks.append(given.q.shape[2]) or real(self, given)
     )
     model = build("qwen3")

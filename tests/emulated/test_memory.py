@@ -127,7 +127,7 @@ def made(device):
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     if request.param == "unpatched":  # the tests' conftest.py has every step streamed
-        monkeypatch.setattr(unpatched, "SHARE", 0.25)
+        monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
     return request.param
 
 

@@ -1,8 +1,8 @@
 """What a program changes in a layer: between a forward and its backward it raises, between two
 steps it is tried anew.
 
-covers: admission/generators.py, fingerprint/hooks.py, fingerprint/leaves.py, fingerprint/looks.py,
-  fingerprint/reads.py, layer/gradients.py
+covers: admission/generators.py, fingerprint/hooks.py, fingerprint/observed_values.py, fingerprint/snapshots.py,
+  fingerprint/attribute_reads.py, layer/gradients.py
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from streambp.admission import checkpointed as whole
 from streambp.admission import entry, kept_values, probe
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.fingerprint import hooks as watched
-from streambp.fingerprint import leaves
-from streambp.fingerprint import looks as fingerprint
+from streambp.fingerprint import observed_values
+from streambp.fingerprint import snapshots as fingerprint
 from streambp.layer import function, site
 from streambp.layer import gradients as layer_gradients
 from tests.admission.test_side_effects import CONFIG, Wrapped, around_mlp, pair, paths, reasons
@@ -829,7 +829,7 @@ def test_adapters_by_row():
 
 @pytest.mark.full
 def test_kinds_are_forgotten_in_the_end(monkeypatch):
-    monkeypatch.setattr(site, "KINDS", 3)
+    monkeypatch.setattr(site, "MAX_KINDS_OF_CALLS", 3)
     trials = counted(monkeypatch)
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
@@ -906,7 +906,10 @@ def hooks_by_identity(monkeypatch):
 
 def numbers_by_value(monkeypatch):
     def by_value(*args):
-        return [dataclasses.replace(leaf, kind=repr(leaf.exact)) for leaf in leaves.leaves(*args)]
+        return [
+            dataclasses.replace(leaf, kind=repr(leaf.exact))
+            for leaf in observed_values.leaves(*args)
+        ]
 
     monkeypatch.setattr(fingerprint, "leaves", by_value)
     monkeypatch.setattr(fingerprint, "plain_leaf", lambda *_: None)

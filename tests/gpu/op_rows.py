@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from paper_repro.rows import Deadline, Result, each
 from streambp.accumulate import add_product
 from streambp.attention.attend import Layout
-from streambp.attention.prefix import AttentionCall, ChunkMask, Prefix, Stage
+from streambp.attention.prefix import AttentionCall, Prefix, PrefixChunkAttention, Stage
 from streambp.attention.spans import Block, Kind, Run, Spans
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
@@ -205,7 +205,7 @@ def in_chunks(given: Tensors, layout: Layout, plan: ChunkPlan, attention: str) -
     scale = q.shape[-1] ** -0.5
     parts, grads = [], []
     for chunk in plan:
-        mask = ChunkMask(prefix, chunk, Stage.FORWARD)
+        mask = PrefixChunkAttention(prefix, chunk, Stage.FORWARD)
         here = slice(chunk.start, chunk.stop)
         parts.append(
             mask.attend(
@@ -216,7 +216,7 @@ def in_chunks(given: Tensors, layout: Layout, plan: ChunkPlan, attention: str) -
     for chunk in reversed(plan.chunks):
         here = slice(chunk.start, chunk.stop)
         own = [x[:, :, here].detach().requires_grad_() for x in (q, k, v)]
-        o = ChunkMask(prefix, chunk, Stage.RECOMPUTE).attend(AttentionCall(*own, scale))
+        o = PrefixChunkAttention(prefix, chunk, Stage.RECOMPUTE).attend(AttentionCall(*own, scale))
         grads.append(torch.autograd.grad(o, own, given["do"][:, :, here].transpose(1, 2)))
     found = {
         name: torch.cat(list(reversed(of)), 2)

@@ -32,7 +32,7 @@ NAMES = [
 
 @pytest.fixture(autouse=True)
 def _as_unpatched(monkeypatch):
-    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
 
 
 @pytest.mark.sees_padding("a packed row never runs as unpatched")

@@ -383,7 +383,7 @@ def stacks_of_a_step(monkeypatch, held=False, share=1e-9, ends=None, **settings)
     gradients(ours, **make_batch("left-padded"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapters, "factor_of", factor_of)
-        patch.setattr(call, "FACTORS", share)
+        patch.setattr(call, "MIN_INPUT_TO_FACTORS", share)
         if held:
             patch.setattr(call, "held", lambda layer: Hold(True, True))
         if ends == "no backward":

@@ -28,9 +28,9 @@ from streambp.attention import kernels
 from streambp.attention.spans import Kind
 from streambp.config import StreamConfig
 from streambp.head.one_pass import Pending
-from streambp.head.recipe import HeadRequest, Recipe
+from streambp.head.recipe import HeadRequest, LogitsExpression
 from streambp.layer.site import LayerSite
-from streambp.lazy.deferred import Deferred
+from streambp.lazy.deferred import LazyHidden
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.oracle import gradients
@@ -137,7 +137,7 @@ def test_linear_flops_of_a_qwen3_8b_step():
         F.cross_entropy(head(hidden).float(), labels).backward()
     with LinearFlops() as our_head:
         F.cross_entropy(
-            head(Deferred.make(hidden, Recipe(HeadRequest(Pending())))).float(), labels
+            head(LazyHidden.make(hidden, LogitsExpression(HeadRequest(Pending())))).float(), labels
         ).backward()
     ours = 36 * layer_flops(layer, sizes, 512) + our_head.total
     stock = 36 * layer_flops(layer, sizes) + stock_head.total

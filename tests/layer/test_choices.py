@@ -14,10 +14,10 @@ import torch
 import streambp
 from scripts import mixture_table
 from streambp.admission import own_run, probe
-from streambp.admission.own_run import OtherModelError
+from streambp.admission.own_run import StreamingMismatchError
 from streambp.attention.interface import COMPARED, HERE
 from streambp.chunks import Chunk
-from streambp.layer.choices import Choices
+from streambp.layer.choices import ReplayedChoices
 from tests import zoo
 from tests.families import make_batch
 from tests.seeds import seeded
@@ -87,9 +87,9 @@ def paths(model):
 def test_a_tie_in_the_router_refuses_nothing(family, precision, monkeypatch):
     model = mixture(family, precision)
     tied(monkeypatch)
-    differing, note = [], Choices._note
+    differing, note = [], ReplayedChoices._note
     monkeypatch.setattr(
-        Choices,
+        ReplayedChoices,
         "_note",
         lambda self, *given: (note(self, *given), differing.append(self.differing)),
     )
@@ -102,11 +102,11 @@ def test_a_tie_in_the_router_refuses_nothing(family, precision, monkeypatch):
 def test_mutant_a_tie_decides(family, monkeypatch):
     """Without choices that are handed out the same models are refused."""
     monkeypatch.setattr(
-        Choices,
+        ReplayedChoices,
         "__torch_function__",
         lambda self, func, types, args=(), kwargs=None: func(*args, **(kwargs or {})),
     )
-    with pytest.raises(OtherModelError):
+    with pytest.raises(StreamingMismatchError):
         test_a_tie_in_the_router_refuses_nothing(family, "weights", monkeypatch)
 
 
@@ -198,7 +198,7 @@ def test_what_computes_something_else_is_refused(other, family, precision, monke
     model = streambp.patch(mixture(family, precision), CHUNKS)
     tied(monkeypatch)
     other(monkeypatch, model)
-    with pytest.raises(OtherModelError):
+    with pytest.raises(StreamingMismatchError):
         step(model, precision)
 
 
@@ -217,7 +217,7 @@ def chosen_elsewhere(monkeypatch, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_other_choices_alone_are_refused(precision, monkeypatch):
-    with pytest.raises(OtherModelError):
+    with pytest.raises(StreamingMismatchError):
         chosen_elsewhere(monkeypatch, precision)
 
 
@@ -243,7 +243,7 @@ CHOOSE = {
 def test_later_runs_are_handed_the_choices_of_the_first(name, flat):
     rows, length = 2, 7
     logits, others = torch.randn(2, rows, length, 6, generator=seeded())
-    choices, choose = Choices(), CHOOSE[name]
+    choices, choose = ReplayedChoices(), CHOOSE[name]
 
     def of(x, start, stop):
         with choices.at(Chunk(0, start, stop), rows):
@@ -270,7 +270,7 @@ def test_values_are_those_of_the_choice():
     first, second = torch.randn(2, 1, 5, 6, generator=seeded())
     first[..., 2] = second[..., 2] = -torch.inf
     second.requires_grad_()
-    choices, all_of_them = Choices(), Chunk(0, 0, 5)
+    choices, all_of_them = ReplayedChoices(), Chunk(0, 0, 5)
     with choices.at(all_of_them, 1):
         indices = first.topk(3).indices
     with choices.at(all_of_them, 1):
@@ -283,7 +283,7 @@ def test_values_are_those_of_the_choice():
 
 def test_choices_among_tokens_are_left_alone():
     """An expert that picks its tokens mixes them, which no chunk could."""
-    choices, x = Choices(), torch.randn(2, 5, 6, generator=seeded())
+    choices, x = ReplayedChoices(), torch.randn(2, 5, 6, generator=seeded())
     for part in x:
         with choices.at(Chunk(0, 0, 5), 1):
             assert torch.equal(part.topk(2, dim=0).indices, torch.topk(part, 2, 0)[1])

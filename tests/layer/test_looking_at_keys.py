@@ -1,7 +1,7 @@
 """Attention that works out from all keys itself which are read, or how much: indexers, passed
 picks, position biases.
 
-covers: attention/carriers.py, attention/own.py, cache.py, recurrent/carriers.py
+covers: attention/carriers.py, attention/self_attending.py, cache.py, recurrent/carriers.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.attention import carriers as attention_carriers
-from streambp.attention.own import OwnMask
+from streambp.attention.self_attending import OwnMask
 from streambp.cache import ChunkCache, LayerKeys
 from streambp.known_names import DISTANCES
 from streambp.recurrent import carriers as state_carriers

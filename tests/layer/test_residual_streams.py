@@ -1,7 +1,7 @@
 """Hidden states [B, T, M, h], M residual streams behind the tokens (hyper-connections), and keys
 that an indexer pools.
 
-covers: admission/own_run.py, attention/own.py, cache.py, layer/arguments.py
+covers: admission/own_run.py, attention/self_attending.py, cache.py, layer/arguments.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import streambp
 from streambp import cache
 from streambp.admission import own_run
-from streambp.attention import own as cached
+from streambp.attention import self_attending as cached
 from streambp.errors import UnsupportedModelError
 from streambp.layer import arguments
 from tests import zoo
@@ -204,6 +204,6 @@ def test_mutant_turns_a_test_red(mutant, monkeypatch):
     owner, attribute, wrong = MUTANTS[mutant]
     monkeypatch.setattr(owner, attribute, wrong)
     # it would see some of them first
-    monkeypatch.setattr(own_run.OwnRun, "agrees", lambda self, whole: True)
+    monkeypatch.setattr(own_run.UnpatchedRun, "agrees", lambda self, whole: True)
     with pytest.raises(AssertionError):
         check(stock, batch, 5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer.saved import Kept
+from streambp.layer.saved import SavedForBackward
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.seeds import seed_torch
@@ -106,14 +106,14 @@ def test_everything_saved_leaves_only_the_gradients_products():
 def kept_after(model, saves):
     """What each layer keeps in the second step."""
     kept = {}
-    real = Kept.find_products
+    real = SavedForBackward.find_products
 
     def find_products(self):
         real(self)
         kept[self.site.index] = {*self.products.names, *({"kv", "attn_out"} & set(self.saves))}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "find_products", find_products)
+        patch.setattr(SavedForBackward, "find_products", find_products)
         step(model, saves)
     return kept
 
@@ -148,9 +148,9 @@ def test_what_backward_does_not_read_is_not_kept():
 
 
 def test_a_product_kept_for_nothing_is_seen(monkeypatch):
-    real = Kept.find_products
+    real = SavedForBackward.find_products
     monkeypatch.setattr(
-        Kept,
+        SavedForBackward,
         "find_products",
         lambda self: (real(self), setattr(self.products, "names", list(self.products.linears))),
     )

@@ -409,13 +409,13 @@ def no_inputs_of_saved_products(patch):
 
 
 def nothing_of_attention(patch):
-    real = prefix.ChunkMask.attend
+    real = prefix.PrefixChunkAttention.attend
 
     def attend(self, given):
         self.see = None
         return real(self, given)
 
-    patch.setattr(prefix.ChunkMask, "attend", attend)
+    patch.setattr(prefix.PrefixChunkAttention, "attend", attend)
 
 
 def no_rows(patch):

@@ -1,7 +1,7 @@
 """Every rule of lazy logits has a mutant, and every mutant turns a named test red.
 
-covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/standin.py,
-  lazy/loss_rules.py, lazy/row_rules.py, head/seen.py, lazy/tensor.py, model/causal_lm.py
+covers: lazy/backward.py, lazy/dispatch.py, lazy/expression.py, lazy/head.py, lazy/base.py,
+  lazy/loss_rules.py, lazy/row_rules.py, head/version_check.py, lazy/tensor.py, model/causal_lm.py
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from streambp.errors import StreamBPError
-from streambp.head import seen
+from streambp.head import version_check
 from streambp.lazy import backward as sweep
+from streambp.lazy import base, loss_rules, row_rules
 from streambp.lazy import dispatch as lazy
 from streambp.lazy import expression as rows
 from streambp.lazy import head as hub
-from streambp.lazy import loss_rules, row_rules, standin
 from streambp.lazy import tensor as lazy_rows
 from streambp.model import causal_lm
 from tests.head.losses_on_logits import FRAMEWORKS
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("float64_oracle")
 def without(field):
     """Gradients that are left, less one."""
 
-    def leave(self, gradient, real=hub.Hub.leave):
+    def leave(self, gradient, real=hub.LazyHead.leave):
         given = isinstance(gradient, sweep.StatisticsGradient)
         real(self, dataclasses.replace(gradient, **{field: None}) if given else gradient)
 
@@ -127,13 +127,13 @@ def is_refused_before_backward():
 
 
 def left_in_one_place(monkeypatch):
-    monkeypatch.setattr(hub.Hub, "take", lambda self: self._left.pop(0, []))
+    monkeypatch.setattr(hub.LazyHead, "take", lambda self: self._left.pop(0, []))
 
 
 MUTANTS = {
-    "a label's logit without its gradient": (hub.Hub, "leave", without("pick"), gradient_of("dpo")),
-    "a logsumexp without its gradient": (hub.Hub, "leave", without("lse"), gradient_of("dpo")),
-    "a mean without its gradient": (hub.Hub, "leave", without("mean"), other("smoothed")),
+    "a label's logit without its gradient": (hub.LazyHead, "leave", without("pick"), gradient_of("dpo")),
+    "a logsumexp without its gradient": (hub.LazyHead, "leave", without("lse"), gradient_of("dpo")),
+    "a mean without its gradient": (hub.LazyHead, "leave", without("mean"), other("smoothed")),
     "a second label of a token instead of the first": (
         sweep.StatisticsTerm, "add", always_free, other("the same token twice"),
     ),
@@ -145,7 +145,7 @@ MUTANTS = {
         lazy, "scale", None, gradient_of("grpo"),
     ),
     "other tokens": (lazy_rows, "over_tokens", shifted, gradient_of("dpo")),
-    "statistics of other tokens": (hub.Hub, "known_statistics", first_ones, gradient_of("dpo")),
+    "statistics of other tokens": (hub.LazyHead, "known_statistics", first_ones, gradient_of("dpo")),
     "smoothing left out": (
         loss_rules, "_smoothed", lambda rows, labels, smoothing, real=loss_rules._smoothed: real(rows, labels, 0.0),
         other("smoothed"),
@@ -166,12 +166,12 @@ MUTANTS = {
     "writes by a Function unseen": (
         lazy_rows.LazyLogits, "latest", lambda self, _: self.current(), lost(like_torch.written_by_a_function),
     ),
-    "hooks that see nothing": (standin, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
-    "what was made of logits forgotten": (standin, "note_use", lambda *_: None, lost(like_torch.asked_for)),
+    "hooks that see nothing": (base, "TENSOR_HOOKS", (), lost(like_torch.hooked_afterwards)),
+    "what was made of logits forgotten": (base, "note_use", lambda *_: None, lost(like_torch.asked_for)),
     "hooks that a Function passes by": (lazy_rows, "TENSOR_HOOKS", (), lost(like_torch.hooked_before_a_function)),
     "a mask as it is later": (rows.Operand, "check", lambda self: None, is_refused(test_lazy.changed_mask)),
-    "weights as they are later": (hub.Hub, "check", lambda self: None, is_refused_after_a_step),
-    "weights written by a pointer": (seen.Seen, "changed", lambda self: None, is_refused_before_backward),
+    "weights as they are later": (hub.LazyHead, "check", lambda self: None, is_refused_after_a_step),
+    "weights written by a pointer": (version_check.VersionCheck, "changed", lambda self: None, is_refused_before_backward),
     "what a Function does with the gradient": (
         lazy_rows.LazyLogits, "known", lambda self: True, builds("autograd.Function that returns logits"),
     ),
@@ -181,14 +181,14 @@ MUTANTS = {
     ),
     "engines' nodes not run": (lazy_rows.LazyLogits, "heed", lambda self: None, test_lazy.run_engines),
     "a hub that keeps what reads it": (
-        hub.Hub, "read",
-        lambda self, *given, real=hub.Hub.read: setattr(self, "kept", real(self, *given)) or self.kept,
+        hub.LazyHead, "read",
+        lambda self, *given, real=hub.LazyHead.read: setattr(self, "kept", real(self, *given)) or self.kept,
         lambda: test_lazy.test_nothing_is_held_by_a_cycle(FRAMEWORKS["dpo_with_metrics"]),
     ),
     "engines' hooks that are not called": (lazy.LazyLogits, "hook", None, test_lazy.hooked_by_an_engine),
-    "engines' hooks taken for a program's": (standin, "scales", lambda hook: False, late_by_an_engine),
+    "engines' hooks taken for a program's": (base, "scales", lambda hook: False, late_by_an_engine),
     "logits beside the loss without a gradient": (causal_lm, "_hand_out", cut_off, beside_the_loss),
-    "gradients of an earlier backward": (hub.Hub, "leave", of_any_backward, test_lazy.left_behind),
+    "gradients of an earlier backward": (hub.LazyHead, "leave", of_any_backward, test_lazy.left_behind),
 }  # fmt: skip
 
 

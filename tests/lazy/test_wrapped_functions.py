@@ -1,7 +1,7 @@
 """A wrapper around a function of torch runs as often as with real logits, and what it wraps stays
 blockwise.
 
-covers: torchs_own.py, lazy/standin.py
+covers: torchs_own.py, lazy/base.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import streambp
 from streambp import torchs_own
 from streambp.errors import StreamBPError
-from streambp.lazy import deferred, dispatch, standin
+from streambp.lazy import base, deferred, dispatch
 from streambp.torchs_own import torch_own
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import EXACT, gradients, worst_error
@@ -110,7 +110,7 @@ def places_of(name):
 # No `__getitem__`: once set on a class, it leaves a slot of C that takes tensors of no dimension
 # for sequences.
 NAMES = sorted(
-    {*deferred.Deferred.rules, *dispatch.ROW_RULES, *dispatch.LazyLogits.rules}
+    {*deferred.LazyHidden.rules, *dispatch.ROW_RULES, *dispatch.LazyLogits.rules}
     - {"__iter__", "__div__", "__rdiv__", "__getitem__"}
 )
 CASES = [(place, name) for name in NAMES for place in places_of(name)]
@@ -301,7 +301,7 @@ def test_one_function_in_the_place_of_two_methods_is_refused(monkeypatch):
 def test_mutant_the_function_that_stands_under_the_name_is_called(
     monkeypatch, place, name, labelled
 ):
-    monkeypatch.setattr(standin, "asked_of", lambda func: func)
+    monkeypatch.setattr(base, "asked_of", lambda func: func)
     with pytest.raises(AssertionError):
         compare(place, name, labelled, "after patch")
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from examples.objectives import dpo_loss, grpo_loss, sft_loss
 from streambp.head import token_log_probs
 from streambp.head.one_pass import Pending
-from streambp.head.recipe import HeadRequest, Recipe
-from streambp.lazy.deferred import Deferred
+from streambp.head.recipe import HeadRequest, LogitsExpression
+from streambp.lazy.deferred import LazyHidden
 from streambp.lazy.dispatch import lazy_logits
 from streambp.losses import ppo_loss
 from streambp.planner.count import LiveBytes
@@ -89,7 +89,7 @@ def step_on_logits(loss, length, rows=2):
     request = HeadRequest(Pending())
     with LiveBytes() as count:
         logits = lazy_logits(
-            Deferred.make(hidden, Recipe(request, weight=weight, logits=True)), request
+            LazyHidden.make(hidden, LogitsExpression(request, weight=weight, logits=True)), request
         )
         loss(logits, ids).backward()
     assert hidden.grad.shape == hidden.shape

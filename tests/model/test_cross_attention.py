@@ -29,7 +29,7 @@ from transformers.models.musicgen_melody.configuration_musicgen_melody import (
 )
 
 import streambp
-from streambp.admission.own_run import OtherModelError
+from streambp.admission.own_run import StreamingMismatchError
 from streambp.attention import interface
 from tests.oracle import worst_error
 from tests.seeds import seed_torch
@@ -203,5 +203,5 @@ def test_the_mutant_without_the_images_mask_is_noticed(monkeypatch):
 
     monkeypatch.setattr(interface, "sdpa_attention_forward", unmasked)
     # the comparison with the unpatched layer comes first
-    with pytest.raises((AssertionError, OtherModelError)):
+    with pytest.raises((AssertionError, StreamingMismatchError)):
         test_exact_and_every_layer_streams(mllama)

@@ -1,7 +1,7 @@
 """Every causal family that a tiny config can build, against the unpatched model in float64:
 docs/reference/families.md.
 
-covers: admission/stacks.py, attention/own.py, layer/gradients.py, layer/call.py,
+covers: admission/stacks.py, attention/self_attending.py, layer/gradients.py, layer/call.py,
 model/patching.py
 """
 
@@ -15,7 +15,7 @@ from packaging import version
 
 import streambp
 from streambp.admission.stacks import shares_through_cache
-from streambp.attention import own as cached
+from streambp.attention import self_attending as cached
 from streambp.chunks import Barrier
 from streambp.errors import UnsupportedModelError
 from streambp.model import patching

@@ -133,7 +133,7 @@ MUTANTS = {
     "kernels not put on": (
         chosen_kernels,
         "put_on",
-        lambda model: fused_layers.Fused(),
+        lambda model: fused_layers.InstalledKernels(),
         ("qwen3", "liger", (), "none"),
     ),
 }

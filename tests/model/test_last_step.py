@@ -313,7 +313,7 @@ def test_short_steps(machine, lines, monkeypatch):
     step(model)
     step(model)
     check(model, GRAPH, numbers(stream_chunks=1, stream_chunk_size=LENGTH, stream_free_gib=8.0))
-    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
     model = patched(chunk_size="auto")
     callback = StreamCallback()
     for _ in range(3):

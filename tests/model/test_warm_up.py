@@ -211,7 +211,7 @@ def compare(expected, found, twice=False):
 @pytest.mark.fast("chunks", "default", "lazy", "LoRA", "states", "whole")
 @pytest.mark.parametrize("case", CASES)
 def test_statistics_are_those_of_the_unpatched_model(case, tried, monkeypatch):
-    monkeypatch.setattr(unpatched, "SHARE", 0.25 if case == "default" else 0.0)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25 if case == "default" else 0.0)
     statistics(case, tried)
 
 

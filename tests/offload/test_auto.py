@@ -21,8 +21,8 @@ from streambp.offload.costs import (
     Cost,
     Figures,
     LayerCost,
-    LayerSeen,
     Measured,
+    ObservedCosts,
     Product,
     attention_rate,
 )
@@ -128,7 +128,7 @@ def seen(work, times, x=()):
         for flops, size in itertools.zip_longest(work, x, fillvalue=0)
     ]
     marks = list(itertools.accumulate(times, initial=0.0))
-    return LayerSeen(torch.device("cpu"), 0, 0, len(work), {}, engine, costs, marks=marks)
+    return ObservedCosts(torch.device("cpu"), 0, 0, len(work), {}, engine, costs, marks=marks)
 
 
 def test_attention_rate_is_the_slope_of_the_chunks_times():

@@ -25,7 +25,7 @@ from streambp.attention.prefix import Stage
 from streambp.device import RandomState
 from streambp.errors import BackwardError, DeviceMemoryError
 from streambp.layer.call import LayerCall
-from streambp.layer.saved import Kept
+from streambp.layer.saved import SavedForBackward
 from streambp.offload import free_memory, policy
 from streambp.offload.arena import host_limit
 from streambp.offload.costs import Cost, Figures, LayerCost, Product
@@ -105,7 +105,7 @@ def without_saves():
 def kept_by_layer():
     """Collects what each layer keeps, as its forward ends."""
     found = {}
-    real = Kept.seal
+    real = SavedForBackward.seal
 
     def seal(self, size):
         tensors = self.store.tensors
@@ -123,7 +123,7 @@ def kept_by_layer():
         real(self, size)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "seal", seal)
+        patch.setattr(SavedForBackward, "seal", seal)
         yield found
 
 
@@ -417,7 +417,7 @@ def test_what_other_processes_take_of_a_machine(monkeypatch):
     step."""
     machine = [2 * PLENTY]
     monkeypatch.setattr(free_memory, "host_limit", lambda wanted: machine[0])
-    monkeypatch.setattr(free_memory, "FRESH", -1.0)
+    monkeypatch.setattr(free_memory, "HOST_MEMORY_CACHE_SECONDS", -1.0)
     expected = without_saves()
     model = build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
     chooser = chooser_of(streambp.patch(model, streambp.StreamConfig(chunk_size=5)))
@@ -447,7 +447,7 @@ def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
 def test_free_memory_is_not_looked_up_for_each_chunk(monkeypatch):
     looked = []
     monkeypatch.setattr(free_memory, "host_limit", lambda wanted: looked.append(wanted) or PLENTY)
-    monkeypatch.setattr(free_memory, "FRESH", 1e9)
+    monkeypatch.setattr(free_memory, "HOST_MEMORY_CACHE_SECONDS", 1e9)
     free = free_memory.FreeMemory()
     assert [free(torch.device("cpu")) for _ in range(50)] == [PLENTY / 2] * 50
     assert len(looked) == 1
@@ -533,9 +533,11 @@ def nothing_let_go(patch):
 
 
 def inputs_let_go(patch):
-    real = Kept.give_up
+    real = SavedForBackward.give_up
     patch.setattr(
-        Kept, "give_up", lambda self, at_work: (real(self, at_work), self.store.tensors.clear())
+        SavedForBackward,
+        "give_up",
+        lambda self, at_work: (real(self, at_work), self.store.tensors.clear()),
     )
 
 

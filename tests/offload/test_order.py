@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from streambp.layer.saved import Kept
+from streambp.layer.saved import SavedForBackward
 from streambp.offload.manager import HostTensors
 from streambp.planner import estimate
 from streambp.planner.profile import Setting
@@ -147,7 +147,9 @@ def test_a_host_with_room_for_a_part(lost, monkeypatch):
 
 
 def ascending(patch):
-    patch.setattr(Kept, "order", lambda self, real=Kept.order: real(self)[::-1])
+    patch.setattr(
+        SavedForBackward, "order", lambda self, real=SavedForBackward.order: real(self)[::-1]
+    )
 
 
 def nothing_ahead(patch):
@@ -194,7 +196,7 @@ def test_the_order_of_reads_is_known_from_one_place():
     model = offloaded(("attn_out", "kv", "*"))
     step(model)
     announced, read = [], []
-    order, peek = Kept.order, HostTensors.peek
+    order, peek = SavedForBackward.order, HostTensors.peek
 
     def noted_order(self):
         found = order(self)
@@ -206,7 +208,7 @@ def test_the_order_of_reads_is_known_from_one_place():
         return peek(self, name, chunk)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "order", noted_order)
+        patch.setattr(SavedForBackward, "order", noted_order)
         patch.setattr(HostTensors, "peek", noted_peek)
         step(model)
     assert read == [access for layer in reversed(announced) for access in layer]

@@ -104,7 +104,7 @@ def test_at_every_29th_operation(kind, chunk_size):
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_unpatched(kind, monkeypatch):
     """Its forward is streamed instead, its backward raises; the next step is exact."""
-    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
     pair = Pair(LENGTH, attention_dropout=0.0).warmed()
     streamed, _ = pair.reference()
     expected = stepped(build("qwen3", num_hidden_layers=2), Device())

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import streambp
 from streambp.layer import saved
-from streambp.layer.saved import Kept
+from streambp.layer.saved import SavedForBackward
 from streambp.offload import costs, free_memory, policy
 from streambp.planner import auto
 from tests.families import LENGTH, build, make_batch
@@ -369,7 +369,7 @@ def planned_and_kept(chooser):
     """Collects, of each layer that it chooses for, the bytes by name that were planned, and those
     that are kept as the layer's forward ends."""
     found = {}
-    real = Kept.seal
+    real = SavedForBackward.seal
 
     def seal(self, size):
         if self.site.saves_policy is not chooser:
@@ -387,7 +387,7 @@ def planned_and_kept(chooser):
         return real(self, size)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "seal", seal)
+        patch.setattr(SavedForBackward, "seal", seal)
         yield found
 
 
@@ -479,9 +479,11 @@ def test_what_was_planned_is_kept(name, room, card):
 @pytest.mark.parametrize("mutant", ["globs", "hidden states' bytes"])
 def test_other_names_and_bytes_are_seen(mutant, card, monkeypatch):
     if mutant == "globs":
-        real = Kept.find_products
+        real = SavedForBackward.find_products
         monkeypatch.setattr(
-            Kept, "find_products", lambda self: setattr(self, "named", True) or real(self)
+            SavedForBackward,
+            "find_products",
+            lambda self: setattr(self, "named", True) or real(self),
         )
     else:
         monkeypatch.setattr(saved, "cast_to", lambda weight: torch.float16)

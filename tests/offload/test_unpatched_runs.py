@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def shared(monkeypatch):
-    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
 
 
 def patched(model=None, warm=True, room=PLENTY, **settings):
@@ -646,7 +646,7 @@ MUTANTS = {
     "random numbers": (RandomState, "restore", lambda self: None, test_out_of_memory_in_forward_streams_instead),
     "logits": (unpatched, "LOGITS", 0, test_the_prediction_holds_what_forward_keeps),
     "graphs": (SavesPolicy, "graphs", no_graphs, test_the_prediction_holds_what_forward_keeps),
-    "share": (unpatched, "SHARE", math.inf, lambda: test_it_has_to_fit_four_times(3)),
+    "share": (unpatched, "MAX_SHARE_OF_FREE_MEMORY", math.inf, lambda: test_it_has_to_fit_four_times(3)),
     "eager": (unpatched, "is_plain", lambda _: True, lambda: test_else_it_streams("eager")),
     "backward": (
         unpatched.UnpatchedRuns, "_heed_backward", lambda _: None, test_out_of_memory_in_backward_streams_later_steps,

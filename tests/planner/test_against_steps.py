@@ -143,7 +143,7 @@ def remember_as_new(self, key, func, args, kwargs, result):
 
 MUTANTS = {
     "every layer like the first": (
-        skeleton.Reduced, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0,
+        skeleton.ShrunkModel, "stand_in", lambda self, index: self.kept.index(index) if index in self.kept else 0,
         (False, "offload"),
     ),
     "views taken for new tensors": (count.Shapes, "remember", remember_as_new, (True, "checkpointing")),

@@ -2,7 +2,7 @@
 against counted steps.
 
 covers: planner/batches.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py,
-  head/places.py, cli/checks.py, cli/runs.py
+  head/token_positions.py, cli/checks.py, cli/runs.py
 """
 
 from __future__ import annotations

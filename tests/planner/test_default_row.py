@@ -20,13 +20,13 @@ from streambp.offload import free_memory, policy
 from streambp.offload.costs import GRAPH, Chosen
 from streambp.planner import default
 from streambp.planner.counted import Asked, counted
-from streambp.planner.layer_costs import HERE
+from streambp.planner.layer_costs import PLAN_DEVICE
 from streambp.planner.measure import compare_default
 from streambp.planner.plan import Memory, plan_profile
 from streambp.planner.profile import Setting, from_json, static, to_json
 from streambp.planner.report import default_table, plan_table
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import PLAIN, STREAMED
+from streambp.planner.survey import STREAMED, UNPATCHED_RECIPE
 from streambp.rates import DEFAULT, DEVICES
 from tests.families import build
 from tests.tiers import thinned
@@ -55,7 +55,7 @@ def large():
 
 @functools.cache
 def profile_of(lora=None, rows=1, config=small):
-    return counted(Asked(config(), lora=lora, batch_size=rows), (PLAIN, STREAMED[0]))
+    return counted(Asked(config(), lora=lora, batch_size=rows), (UNPATCHED_RECIPE, STREAMED[0]))
 
 
 def planned(tokens, memory, lora=None, rows=1, accumulate=False, config=small):
@@ -72,9 +72,9 @@ def of_a_patched_model(lora):
     chooser = model._streambp.saves_policy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(free_memory, "free_memory", lambda device: 1.0)
-        chooser.begins(HERE)
+        chooser.begins(PLAN_DEVICE)
     for index, cost in chooser.known.costs.items():  # a skeleton's layers are nowhere
-        chooser.known.costs[index] = cost._replace(device=HERE)
+        chooser.known.costs[index] = cost._replace(device=PLAN_DEVICE)
     return chooser, list(model.parameters())
 
 
@@ -89,8 +89,8 @@ def test_the_row_is_what_a_patched_model_chooses(lora, present):
         free = usable - sum(p.nbytes for p in parameters) - present * gradients
         row = planned(tokens, memory, lora, accumulate=bool(present)).by_default
         chooser.free, chooser.present = lambda device, free=free: free, present
-        size = chooser.size(1, tokens, HERE)
-        fits, found, _ = chooser.predicted(free, tokens, size, HERE, tokens)
+        size = chooser.size(1, tokens, PLAN_DEVICE)
+        fits, found, _ = chooser.predicted(free, tokens, size, PLAN_DEVICE, tokens)
         chosen = Chosen(tokens, tokens, size, free, found)
         ways.add(row.way)
         assert (row.chunk_size, row.fits) == (size, fits)
@@ -110,7 +110,7 @@ def test_a_kept_graph_spares_what_the_tensors_in_its_place_would():
 
 
 def test_where_everything_fits_four_times_over_a_step_runs_unpatched(monkeypatch):
-    monkeypatch.setattr(unpatched, "SHARE", 0.25)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
     found = planned(1024, 80 * GIB)
     assert found.by_default.way == UNPATCHED
     assert found.by_default.peak < 80 * GIB / 4
@@ -146,7 +146,7 @@ def test_other_rules_have_no_row():
 
 @pytest.mark.full
 def test_a_cpu_has_no_row():
-    on_a_cpu = counted(Asked(small(), device="cpu"), (PLAIN, STREAMED[0]))
+    on_a_cpu = counted(Asked(small(), device="cpu"), (UNPATCHED_RECIPE, STREAMED[0]))
     assert plan_profile(on_a_cpu, 4096, Memory(4 * GIB), Setting(), RATES).by_default is None
 
 

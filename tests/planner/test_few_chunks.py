@@ -5,7 +5,7 @@ The MLPs are three times as wide as the model, as most are: where they are thin,
 peak of chunks of 2,048 tokens and not of larger ones, and lines from 4,096 and 8,192 are some
 percent below a count there.
 
-covers: planner/compose.py, planner/count.py, planner/points.py, planner/survey.py
+covers: planner/compose.py, planner/count.py, planner/sample_points.py, planner/survey.py
 """
 
 from __future__ import annotations

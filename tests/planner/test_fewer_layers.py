@@ -14,7 +14,7 @@ import torch
 import streambp
 from streambp.errors import UnsupportedModelError
 from streambp.planner.layer_costs import seen_costs
-from streambp.planner.skeleton import Reduced, Skeleton
+from streambp.planner.skeleton import ShrunkModel, Skeleton
 from streambp.planner.survey import SurveyRecipe, survey
 from tests import zoo
 from tests.tiers import thinned
@@ -91,7 +91,7 @@ def test_the_others_are_not_copied():
 
 def test_a_layer_too_few_is_seen(monkeypatch):
     monkeypatch.setattr(
-        Reduced, "left_out", lambda self, model: iter(model.get_submodule(self.backbone).layers)
+        ShrunkModel, "left_out", lambda self, model: iter(model.get_submodule(self.backbone).layers)
     )
     with pytest.raises(UnsupportedModelError, match="no stack of transformers decoder layers"):
         check("qwen3", False)

@@ -22,7 +22,7 @@ from transformers import AutoModel
 
 import streambp
 from streambp.admission.stacks import find_stacks
-from streambp.layer.saved import Kept
+from streambp.layer.saved import SavedForBackward
 from streambp.planner.count import StepCount
 from streambp.planner.mixers import standing_in
 from streambp.planner.step import fused_attention
@@ -86,14 +86,14 @@ def slope(name, streams):
     """KB a token, and those of the states that chunks start from."""
     states = []
 
-    def keep(self, chunk, found, real=Kept.keep_states):
+    def keep(self, chunk, found, real=SavedForBackward.keep_states):
         states.append(sum(state.nbytes for state in found.values()))
         real(self, chunk, found)
 
     model = build(name)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        patched.setattr(Kept, "keep_states", keep)
+        patched.setattr(SavedForBackward, "keep_states", keep)
         if streams:
             streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK))
         else:

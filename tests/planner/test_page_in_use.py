@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 import streambp.planner.page
-from streambp.planner.doors import doors, python, quoted, written
+from streambp.planner.launch_commands import doors, python, quoted, written
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, choose, fits, options, plan_profile
 from streambp.planner.profile import Setting, available

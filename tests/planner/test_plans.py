@@ -2,7 +2,7 @@
 the command line.
 
 covers: layer/oom.py, planner/__init__.py, planner/auto.py, planner/plan.py, planner/profile.py,
-  planner/report.py, planner/survey.py, planner/doors.py
+  planner/report.py, planner/survey.py, planner/launch_commands.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streambp.offload import free_memory
 from streambp.offload.costs import Figures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import Memory, Setting, auto, counted, peak, plan
-from streambp.planner.doors import doors, fields_of, python, written
+from streambp.planner.launch_commands import doors, fields_of, python, written
 from streambp.planner.laws import Law
 from streambp.planner.plan import Choice, choose, fits, longest, plan_profile
 from streambp.planner.profile import Method, Phase, from_json

@@ -1,7 +1,7 @@
 """A plan that does not fit names commands that do, on the same card, with more GPUs, or with fewer
 tokens.
 
-covers: planner/remedies.py
+covers: planner/suggestions.py
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from streambp.planner.counted import Asked
 from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
 from streambp.planner.profile import Group, Method, Phase, static
-from streambp.planner.remedies import Training, remedies, too_large, with_options
 from streambp.planner.report import plan_table
+from streambp.planner.suggestions import Training, remedies, too_large, with_options
 from streambp.planner.survey import STREAMED, survey
 from streambp.rates import DEVICES, USUAL, device_of
 from tests.planner.laws import made_work

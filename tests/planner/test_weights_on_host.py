@@ -17,16 +17,16 @@ from streambp import cli
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner import Memory, Setting
 from streambp.planner.count import StepCount
-from streambp.planner.doors import doors
 from streambp.planner.estimate import estimate
 from streambp.planner.host_weights import MOVED, fewest, first, with_copies
+from streambp.planner.launch_commands import doors
 from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile, with_weights_on_host
 from streambp.planner.profile import Group, Method, Phase, from_json, peak, static, to_json
-from streambp.planner.remedies import Training, remedies
 from streambp.planner.report import plan_table
 from streambp.planner.seconds import hides_from, seconds
 from streambp.planner.skeleton import Skeleton
+from streambp.planner.suggestions import Training, remedies
 from streambp.planner.work import Work
 from streambp.rates import DEVICES
 from tests.families import build

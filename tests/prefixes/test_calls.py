@@ -2,7 +2,7 @@
 rows instead.
 
 covers: prefixes/calls.py, prefixes/admission.py, prefixes/spread.py, attention/masks.py,
-head/places.py, model/wrappers.py
+head/token_positions.py, model/wrappers.py
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import streambp
-from streambp.admission import insides
+from streambp.admission import third_party
 from streambp.attention.spans import Run
 from streambp.errors import BackwardError, StreamBPError
-from streambp.head.places import taken
+from streambp.head.token_positions import taken
 from streambp.model import wrappers
 from streambp.prefixes import admission, calls, spread
-from streambp.prefixes.tree import LEAST, Tree, find_tree
+from streambp.prefixes.tree import MIN_SHARED_TOKENS, Tree, find_tree
 from tests import families, zoo
 from tests.admission.test_side_effects import Reassigned
 from tests.conftest import SHARING
@@ -55,7 +55,7 @@ def trusted(monkeypatch):
     """What tests put inside a model counts as a library's that treats tokens alike; trials and
     steps find it out."""
     for name in ("HOOKS_ARE_HARMLESS", "MODULES_ARE_HARMLESS"):
-        monkeypatch.setattr(insides, name, (*getattr(insides, name), "tests"))
+        monkeypatch.setattr(third_party, name, (*getattr(third_party, name), "tests"))
 
 
 def build(family):
@@ -497,7 +497,9 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, together, monkeypatch):
     monkeypatch.setattr(wrappers.LayerForward, "_call", in_layer)
     monkeypatch.setattr(calls, "must_agree", lambda module: together)
     monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
-    monkeypatch.setattr(insides, "HOOKS_ARE_HARMLESS", (*insides.HOOKS_ARE_HARMLESS, "tests"))
+    monkeypatch.setattr(
+        third_party, "HOOKS_ARE_HARMLESS", (*third_party.HOOKS_ARE_HARMLESS, "tests")
+    )
     for layer in ours.model.layers:
         layer.register_forward_hook(
             lambda *_: None if torch.is_grad_enabled() else next(left) and None
@@ -521,7 +523,9 @@ def test_a_rank_without_memory_around_layers_ends_its_forward(monkeypatch):
         if not torch.is_grad_enabled():
             raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(insides, "HOOKS_ARE_HARMLESS", (*insides.HOOKS_ARE_HARMLESS, "tests"))
+    monkeypatch.setattr(
+        third_party, "HOOKS_ARE_HARMLESS", (*third_party.HOOKS_ARE_HARMLESS, "tests")
+    )
     ours.model.norm.register_forward_pre_hook(without_memory)
     with pytest.raises(torch.OutOfMemoryError):
         ours(**batch)
@@ -648,7 +652,7 @@ def test_flops_of_linears_are_those_of_the_tree():
 
 def test_sums_at_branches_are_wide():
     """300 rows share a token; in bfloat16 a sum of so many ones would stop at 256."""
-    ids = torch.arange(LEAST).repeat(300, 1)
+    ids = torch.arange(MIN_SHARED_TOKENS).repeat(300, 1)
     tree = find_tree(ids)
     x = torch.zeros(1, tree.length, 2, dtype=torch.bfloat16, requires_grad=True)
     spread.spread(x, tree).sum().backward()

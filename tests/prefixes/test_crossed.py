@@ -2,7 +2,7 @@
 
 Each pair of a family and rows meets two of all combinations of settings.
 
-covers: prefixes/calls.py, prefixes/spread.py, layer/carried.py, layer/saved.py
+covers: prefixes/calls.py, prefixes/spread.py, layer/chunk_states.py, layer/saved.py
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ MUTANTS = {
         dataclasses.replace(FLASH.tiling, native_varlen=False),
         128,
     ),
-    "one for the row before the chunk": (spans, "JOINED", 0, None),
+    "one for the row before the chunk": (spans, "MAX_JOINED_KEYS", 0, None),
 }
 
 

@@ -1,7 +1,7 @@
 """Statistics over lazy logits of padded batches, padding included, in float64 against the unpatched
 model.
 
-covers: prefixes/late.py, prefixes/calls.py, head/places.py, lazy/head.py, lazy/tensor.py,
+covers: prefixes/late.py, prefixes/calls.py, head/token_positions.py, lazy/head.py, lazy/tensor.py,
 model/padding.py
 """
 

@@ -1,7 +1,7 @@
 """Trees of rows in layers that keep states, in float64 against the unpatched batch: a branch goes
 on from its parent.
 
-covers: chunks.py, layer/carried.py, layer/saved.py, prefixes/tree.py, prefixes/admission.py
+covers: chunks.py, layer/chunk_states.py, layer/saved.py, prefixes/tree.py, prefixes/admission.py
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 import streambp
 from streambp.chunks import ChunkPlan
-from streambp.layer.carried import Carried
-from streambp.layer.saved import InMemory, Kept
+from streambp.layer.chunk_states import Carried
+from streambp.layer.saved import InMemory, SavedForBackward
 from streambp.offload.manager import HostTensors
 from streambp.prefixes import calls
 from streambp.prefixes.tree import A_CHUNK, Tree, find_tree
@@ -171,14 +171,14 @@ def test_states_of_branches_are_kept_once_each(offload, monkeypatch):
     ours, batch = sharing(build("falcon_h1"), 1000, saves=(), offload=offload), make_batch("plain")
     gradients(ours, **batch)
 
-    def seal(self, size, real=Kept.seal):
+    def seal(self, size, real=SavedForBackward.seal):
         order = itertools.chain.from_iterable(self.order())
         announced.append(
             [(name, chunk) for name, chunk in order if name == "x" or name.startswith("state.")]
         )
         real(self, size)
 
-    monkeypatch.setattr(Kept, "seal", seal)
+    monkeypatch.setattr(SavedForBackward, "seal", seal)
     store = InMemory if offload == "none" else HostTensors
     for name, seen in {"put": put_in, "peek": read, "take": read}.items():
         if (store, name) != (HostTensors, "take"):  # which peeks

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer.choices import Choices
+from streambp.layer.choices import ReplayedChoices
 from streambp.prefixes import admission, calls
 from streambp.prefixes.tree import find_tree
 from tests.layer.test_choices import mixture, step
@@ -69,9 +69,9 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tie_keeps_no_rows_apart(family, precision, monkeypatch):
-    differing, note = [], Choices._note
+    differing, note = [], ReplayedChoices._note
     monkeypatch.setattr(
-        Choices,
+        ReplayedChoices,
         "_note",
         lambda self, *given: (note(self, *given), differing.append(self.differing)),
     )
@@ -82,7 +82,7 @@ def test_a_tie_keeps_no_rows_apart(family, precision, monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_mutant_a_tie_decides(precision, monkeypatch):
-    monkeypatch.setattr(Choices, "rearranged", lambda self, change: Choices())
+    monkeypatch.setattr(ReplayedChoices, "rearranged", lambda self, change: ReplayedChoices())
     found, _ = first_step("mixtral", precision, monkeypatch)
     assert "gave something else than rows do" in found
 

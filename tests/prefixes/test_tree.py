@@ -14,7 +14,7 @@ import torch
 
 from streambp.attention.spans import Run, Tiling
 from streambp.prefixes import tree as tree_module
-from streambp.prefixes.tree import LEAST, Tree, find_tree
+from streambp.prefixes.tree import MIN_SHARED_TOKENS, Tree, find_tree
 from tests.attention.test_spans import counted_pairs
 from tests.seeds import seed_of
 
@@ -163,15 +163,18 @@ def test_blocks_of_trees_count_each_pair_once(seed, varlen):
 
 
 def test_what_makes_a_branch():
-    prompt = tuple(range(LEAST))
+    prompt = tuple(range(MIN_SHARED_TOKENS))
     rows = [(0, (*prompt, 100)), (0, (*prompt, 101)), (0, (*prompt[:-1], 102))]
-    tree = tree_of(rows, LEAST + 1, LEAST)
-    assert tree.tokens == 2 * LEAST + 2  # the third shares one token too few
-    assert tree_of(rows[1:], LEAST + 1, LEAST).tokens == 2 * LEAST + 1
+    tree = tree_of(rows, MIN_SHARED_TOKENS + 1, MIN_SHARED_TOKENS)
+    assert tree.tokens == 2 * MIN_SHARED_TOKENS + 2  # the third shares one token too few
+    assert (
+        tree_of(rows[1:], MIN_SHARED_TOKENS + 1, MIN_SHARED_TOKENS).tokens
+        == 2 * MIN_SHARED_TOKENS + 1
+    )
     # with the usual threshold
     assert isinstance(find_tree(torch.tensor([[1, 2, 3], [1, 2, 4]])), str)
-    long = torch.arange(20 * LEAST).repeat(2, 1)
-    long[1, 2 * LEAST :] += 1
+    long = torch.arange(20 * MIN_SHARED_TOKENS).repeat(2, 1)
+    long[1, 2 * MIN_SHARED_TOKENS :] += 1
     assert "saves too little" in find_tree(long)  # a 20th of the tokens
 
 

@@ -4,7 +4,7 @@ row of their prefixes.
 Each program acts at positions that the short trial of sharing does not reach, or keeps for its loss
 what the trial cannot see. Loss and gradients are compared with the unpatched model's in float64.
 
-covers: admission/insides.py, prefixes/calls.py
+covers: admission/third_party.py, prefixes/calls.py
 """
 
 from __future__ import annotations

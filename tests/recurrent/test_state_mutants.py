@@ -1,7 +1,7 @@
 """What is wrong with states in chunks, done on purpose: each turns a test red, and most of it the
 probe sees by itself.
 
-covers: layer/arguments.py, layer/call.py, layer/carried.py, layer/function.py,
+covers: layer/arguments.py, layer/call.py, layer/chunk_states.py, layer/function.py,
   recurrent/documents.py, recurrent/scans.py, recurrent/states.py
 """
 
@@ -18,7 +18,7 @@ import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.errors import BackwardError
-from streambp.layer import arguments, call, carried, function
+from streambp.layer import arguments, call, chunk_states, function
 from streambp.recurrent import carriers, documents, scans, states
 from streambp.recurrent.states import Key, StateCache
 from tests import zoo
@@ -139,7 +139,7 @@ MUTANTS = {
         scans.EndState, "backward", staticmethod(lambda ctx, grad: (None, *[torch.zeros_like(grad)] * ctx.parts)),
         oracle("jamba"),
     ),
-    "upstream of states dropped": (carried.Carried, "upstream", NO_UPSTREAM, oracle()),
+    "upstream of states dropped": (chunk_states.Carried, "upstream", NO_UPSTREAM, oracle()),
     "states not copied": (states, "in_own_memory", lambda state: state, lambda: check_memory("bamba")),
     "layers kept on the cache": (StateCache, "layers", property(LayersOnTheCache), check_no_cycle),
     "documents counted from the row's start": (

@@ -122,10 +122,12 @@ def test_every_family_over_several_blocks_of_the_kernels(name, float64_states):
 def check_memory(name):
     """Some mixers hand their cache a view: the last of all blocks' or tokens' states."""
     seen = []
-    real = kept.Kept.keep_states
+    real = kept.SavedForBackward.keep_states
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            kept.Kept, "keep_states", lambda *args: seen.extend(args[2].values()) or real(*args)
+            kept.SavedForBackward,
+            "keep_states",
+            lambda *args: seen.extend(args[2].values()) or real(*args),
         )
         gradients(patched(zoo.build(name), chunk_size=5), **make_batch("plain"))
     assert seen

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streambp
 from streambp.fingerprint.hooks import hooks_of, watching
-from streambp.fingerprint.looks import ModuleSnapshot
+from streambp.fingerprint.snapshots import ModuleSnapshot
 from streambp.instance_forward import StepOwner, Use
 from streambp.layer.recompute import computed_as_written
 from tests import device_thread

@@ -24,7 +24,7 @@ from streambp.attention import prefix
 from streambp.chunks import pick_chunk_size
 from streambp.head import recipe
 from streambp.layer import function
-from streambp.verify.choices import Choices
+from streambp.verify.choices import CountedChoices
 from streambp.verify.compare import verify
 from streambp.verify.verdict import Distances, find_problems, rate
 from tests import zoo
@@ -296,7 +296,9 @@ def test_the_model_is_left_as_it_was(stage, monkeypatch):
         streambp.unpatch(model)
     else:
         owner, name = (
-            (prefix.ChunkMask, "attend") if stage == "streamed" else (function, "_chunk_backward")
+            (prefix.PrefixChunkAttention, "attend")
+            if stage == "streamed"
+            else (function, "_chunk_backward")
         )
         monkeypatch.setattr(owner, name, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -399,12 +401,12 @@ def test_what_other_experts_compute_decides_nothing(draws, exact, undecided, mon
 
 def test_choices_are_the_same_in_chunks():
     logits = torch.randn(30, 8, generator=seeded())
-    with Choices() as whole:
+    with CountedChoices() as whole:
         torch.topk(logits, 2)
-    with Choices() as pieces:
+    with CountedChoices() as pieces:
         for piece in (logits[20:], logits[:7], logits[7:20]):
             piece.topk(2, sorted=False)
-    with Choices() as other:
+    with CountedChoices() as other:
         torch.cat([logits[:-1], -logits[-1:]]).topk(2)
     assert whole.differing(pieces) == pieces.differing(whole) == 0
     assert whole.differing(other) == other.differing(whole) == 1

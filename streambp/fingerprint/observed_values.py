@@ -29,12 +29,12 @@ from streambp.known_names import OBJECTS_ARE_KNOWN
 
 SMALL = 32
 DEPTH = 4
-PLAIN = (bool, str, bytes, torch.dtype, torch.device, torch.layout)
+VALUE_TYPES = (bool, str, bytes, torch.dtype, torch.device, torch.layout)
 CONTAINERS = (list, tuple, set, frozenset)
 CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
-class Mark:
+class ObjectIdentity:
     """Identity of an object, by weak reference where the object allows one.
 
     A mark keeps no object alive. A new object at the same address has another mark, unless its
@@ -49,7 +49,7 @@ class Mark:
             self._mark = id(value)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mark):
+        if not isinstance(other, ObjectIdentity):
             return False
         numbers = isinstance(self._mark, int) and isinstance(other._mark, int)
         # comparing references would compare the objects
@@ -62,7 +62,7 @@ class Mark:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class ObservedValue:
     """One comparable part of a value.
 
     Attributes:
@@ -83,34 +83,40 @@ def name_of(known: Any) -> str:
     return f"{getattr(known, '__module__', None)}.{getattr(known, '__qualname__', type(known).__qualname__)}"
 
 
-def plain_leaf(value: Any, name: str) -> Leaf | None:
+def plain_leaf(value: Any, name: str) -> ObservedValue | None:
     """Return the single leaf of a None, bool, str, int or float; None for every other value."""
     known = type(value)
     if value is None or known is bool or known is str:
-        return Leaf(name, value, value)
-    return Leaf(name, value, ("number", value != 0)) if known is int or known is float else None
+        return ObservedValue(name, value, value)
+    return (
+        ObservedValue(name, value, ("number", value != 0))
+        if known is int or known is float
+        else None
+    )
 
 
-def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
+def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]:
     """Generate all leaves of a value with that name."""
-    if value is None or isinstance(value, PLAIN):
-        yield Leaf(name, value, value)
+    if value is None or isinstance(value, VALUE_TYPES):
+        yield ObservedValue(name, value, value)
     elif isinstance(value, int | float | complex):
-        yield Leaf(name, value, ("number", value != 0))
+        yield ObservedValue(name, value, ("number", value != 0))
     elif isinstance(value, Tensor):
-        yield Leaf(name, (Mark(value), version_of(value)), ("tensor", value.requires_grad))
+        yield ObservedValue(
+            name, (ObjectIdentity(value), version_of(value)), ("tensor", value.requires_grad)
+        )
     elif isinstance(value, type):
-        yield Leaf(name, Mark(value), name_of(value))
+        yield ObservedValue(name, ObjectIdentity(value), name_of(value))
     elif isinstance(value, (Mapping, *CONTAINERS)):
         found = contents(value)
         if found is None or depth == 0:
-            yield Leaf(name, Mark(value), name_of(type(value)))
+            yield ObservedValue(name, ObjectIdentity(value), name_of(type(value)))
             return
-        yield Leaf(name, ("entries", len(found)), name_of(type(value)))
+        yield ObservedValue(name, ("entries", len(found)), name_of(type(value)))
         for key, part in found:
             yield from leaves(part, f"{name}{key}", depth - 1)
     elif isinstance(value, CALLABLES) and depth == 0:
-        yield Leaf(name, Mark(value), name_of(value))
+        yield ObservedValue(name, ObjectIdentity(value), name_of(value))
     elif isinstance(value, functools.partial):
         yield from leaves(value.func, name, depth - 1)
         yield from leaves(value.args, f"{name} argument ", depth - 1)
@@ -119,7 +125,7 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
         yield from leaves(value.__func__, name, depth - 1)
         yield from leaves(value.__self__, f"{name} of", depth - 1)
     elif isinstance(value, types.FunctionType):
-        yield Leaf(name, value.__code__, (name_of(value), hash(value.__code__)))
+        yield ObservedValue(name, value.__code__, (name_of(value), hash(value.__code__)))
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
@@ -134,13 +140,15 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[Leaf]:
         known = _is_known(own)
         call = None if known or isinstance(value, nn.Module) else getattr(own, "__call__", None)  # noqa: B004 - its code
         code = hash(call.__code__) if isinstance(call, types.FunctionType) else None
-        yield Leaf(name, Mark(value), (name_of(own if code or not known else value), code))
+        yield ObservedValue(
+            name, ObjectIdentity(value), (name_of(own if code or not known else value), code)
+        )
         if depth < 2 or known:
             return
         # This includes modules outside the layer.
         for attribute, part in list(getattr(value, "__dict__", {}).items())[:SMALL]:
             if not attribute.startswith("_") and (
-                part is None or isinstance(part, (*PLAIN, int, float, Tensor))
+                part is None or isinstance(part, (*VALUE_TYPES, int, float, Tensor))
             ):
                 yield from leaves(part, f"{name}.{attribute}", depth - 1)
 
@@ -170,7 +178,7 @@ def holds_more(value: Any) -> bool:
     if isinstance(value, CALLABLES):
         return True
     plain = value is None or isinstance(
-        value, (*PLAIN, int, float, complex, Tensor, type, nn.Module, Mapping, *CONTAINERS)
+        value, (*VALUE_TYPES, int, float, complex, Tensor, type, nn.Module, Mapping, *CONTAINERS)
     )
     return not plain and not _is_known(type(value))
 

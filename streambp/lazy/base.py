@@ -65,7 +65,7 @@ class SharedMemory:
             self.watched.append((counter, counter._version))
 
 
-class Place(torch.autograd.Function):
+class GradientSink(torch.autograd.Function):
     """Autograd node of a stand-in, where a gradient of the stand-in ends.
 
     [Note: stand-ins in a graph] [Note: lazy rows in a graph]
@@ -73,8 +73,8 @@ class Place(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: type[StandIn], made_of: tuple[Any, ...], *inputs: Tensor
-    ) -> StandIn:
+        ctx: Any, kind: type[LazyTensor], made_of: tuple[Any, ...], *inputs: Tensor
+    ) -> LazyTensor:
         """Return the stand-in kind(*made_of) [...].
 
         Args:
@@ -97,7 +97,7 @@ class Place(torch.autograd.Function):
         return None, None, *(found or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
-class Taken(torch.autograd.Function):
+class MaterializeLazy(torch.autograd.Function):
     """Autograd Function from a stand-in that another Function returned to its values. [Note: lazy
     rows in a graph]
     """
@@ -113,7 +113,7 @@ class Taken(torch.autograd.Function):
         return None, upstream
 
 
-class StandIn(Tensor):
+class LazyTensor(Tensor):
     """A tensor [*tokens, W] without storage. Subclasses define the rules and build the real tensor:
     the methods that raise NotImplementedError here.
 
@@ -178,7 +178,7 @@ class StandIn(Tensor):
 
     @classmethod
     def arrived(cls, ctx: Any, gradient: Tensor | None) -> Any:
-        """Handle a gradient [*tokens, W] at the stand-in's `Place`, given the context of its
+        """Handle a gradient [*tokens, W] at the stand-in's `GradientSink`, given the context of its
         node.
         """
         raise NotImplementedError
@@ -202,7 +202,7 @@ class StandIn(Tensor):
                     f"without them. Use {self.instead}."
                 )
 
-    def latest(self, operation: str) -> StandIn:
+    def latest(self, operation: str) -> LazyTensor:
         """Return the stand-in that has the current values of this stand-in."""
         return self
 
@@ -242,9 +242,9 @@ class StandIn(Tensor):
                 f"{name} would write to logits that do not exist. Use {cls.instead}."
             )
         given = args[0] if args else None
-        stand_ins: list[StandIn] = []
+        stand_ins: list[LazyTensor] = []
 
-        def latest(x: StandIn) -> StandIn:
+        def latest(x: LazyTensor) -> LazyTensor:
             stand_ins.append(x.latest(name))
             return stand_ins[-1]
 
@@ -281,7 +281,7 @@ class StandIn(Tensor):
     @classmethod
     def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation without a rule on real tensors."""
-        built: dict[int, tuple[StandIn, Tensor]] = {}
+        built: dict[int, tuple[LazyTensor, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
         given = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
             kwargs if name in LOSSES else {}

@@ -17,7 +17,7 @@ from streambp.device import has_data
 SAMPLE = 256
 
 
-class Seen:
+class VersionCheck:
     """Versions of tensors now, and some entries of the `sampled` ones."""
 
     def __init__(self, tensors: Sequence[Tensor], sampled: Sequence[Tensor]) -> None:

@@ -31,17 +31,17 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import BackwardError
+from streambp.fingerprint.attribute_reads import names_read
 from streambp.fingerprint.hooks import HookKey, Hooks, base_of, hooks_of
-from streambp.fingerprint.leaves import (
-    Leaf,
-    Mark,
+from streambp.fingerprint.observed_values import (
+    ObjectIdentity,
+    ObservedValue,
     contents,
     holds_more,
     leaves,
     name_of,
     plain_leaf,
 )
-from streambp.fingerprint.reads import names_read
 from streambp.known_names import (
     ACCELERATE_FORWARD,
     ACCELERATE_HOOK,
@@ -191,12 +191,18 @@ class ModuleSnapshot:
             else:
                 (values.tensor_tables if table else values.expected_empty).append(table)
         (values.tables if module._modules else values.expected_empty).append(module._modules)
-        self._add((path, ""), [Leaf("", Mark(module), name_of(type(module)))], kinds)
+        self._add(
+            (path, ""), [ObservedValue("", ObjectIdentity(module), name_of(type(module)))], kinds
+        )
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None:
                 self._add((path, name), leaves(None, ""), kinds)
             elif (path, name) not in ignored:
-                self._add((path, name), [Leaf("", Mark(tensor), str(tensor.dtype))], kinds)
+                self._add(
+                    (path, name),
+                    [ObservedValue("", ObjectIdentity(tensor), str(tensor.dtype))],
+                    kinds,
+                )
                 self._count_versions((path, name), tensor)
         self.parameters += [p for p in module._parameters.values() if p is not None]
         for name in counts:
@@ -205,7 +211,11 @@ class ModuleSnapshot:
                 self._add(key, [plain], kinds)
                 continue
             if isinstance(value, Tensor):
-                self._add(key, [Leaf("", Mark(value), ("tensor", value.requires_grad))], kinds)
+                self._add(
+                    key,
+                    [ObservedValue("", ObjectIdentity(value), ("tensor", value.requires_grad))],
+                    kinds,
+                )
                 self._count_versions(key, value)
                 continue
             self._add(key, leaves(value, ""), kinds)
@@ -224,7 +234,7 @@ class ModuleSnapshot:
             self.tensors.append(tensor)
             self.keys.append(key)
 
-    def _add(self, key: Key, found: Iterable[Leaf], kinds: list[Any]) -> None:
+    def _add(self, key: Key, found: Iterable[ObservedValue], kinds: list[Any]) -> None:
         """Add leaves of a value to the exact fingerprint and to the kind."""
         for leaf in found:
             self.exact[(*key, leaf.name)] = leaf.exact
@@ -438,6 +448,10 @@ def _value(exact: Any, other: Any = None) -> str:
         return f"of {exact[1]} entries"
     if isinstance(exact, tuple):
         return _value(exact[0], other[0] if isinstance(other, tuple) else None)
-    if isinstance(exact, Mark) and isinstance(other, Mark) and repr(exact) == repr(other):
+    if (
+        isinstance(exact, ObjectIdentity)
+        and isinstance(other, ObjectIdentity)
+        and repr(exact) == repr(other)
+    ):
         return f"another {exact.kind}"
     return f"the function {exact.co_name}" if hasattr(exact, "co_name") else repr(exact)

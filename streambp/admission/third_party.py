@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import short_name
-from streambp.fingerprint.leaves import version_of
+from streambp.fingerprint.observed_values import version_of
 from streambp.foreign import full_name, home_of, package_of, trls_head
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
