@@ -130,7 +130,7 @@ def test_bf16_is_as_precise_as_full_logits():
 
 def test_shapes_and_labels_are_checked():
     hidden, weight, _, _, labels = make()
-    with pytest.raises(streambp.StreamBPError, match="does not fit"):
+    with pytest.raises(streambp.StreamBPError, match="with equal leading dimensions"):
         token_log_probs(hidden, weight, labels[:, 1:])
     with pytest.raises(streambp.StreamBPError, match="29"):
         token_log_probs(hidden, weight, torch.full_like(labels, 29))

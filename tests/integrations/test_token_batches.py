@@ -147,7 +147,11 @@ def test_accelerates_loader_gives_it_the_epoch():
         ),
         ([], {}, "lengths is empty"),
         ([3, 0], {}, "Row 1 has no token"),
-        ([3, 4], {"num_replicas": 2, "rank": 2}, "rank=2 is not one of num_replicas=2: 0 to 1"),
+        (
+            [3, 4],
+            {"num_replicas": 2, "rank": 2},
+            "rank=2 is not one of num_replicas=2. Pass a rank from 0 to 1",
+        ),
         ([3], {"window": 0}, "window=0 must be whole numbers from 1"),
     ],
 )

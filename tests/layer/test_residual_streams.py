@@ -101,7 +101,7 @@ def test_pooled_keys(mode, chunk_size):
 
 
 def test_documents_that_its_attention_is_not_told_of():
-    with pytest.raises(UnsupportedModelError, match="is not told of"):
+    with pytest.raises(UnsupportedModelError, match="does not separate them"):
         patched(glm5_next(), chunk_size=5)(**make_batch("packed"), use_cache=False)
 
 

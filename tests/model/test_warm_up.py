@@ -386,7 +386,7 @@ def test_a_hook_that_changes_something_is_told_and_tried(grad):
             for layer in model.model.layers:
                 layer.mlp.register_forward_hook(doubling)
         with pytest.raises(
-            StreamBPError, match=r"doubling .* of mlp .* was set after\s+streambp.warm_up"
+            StreamBPError, match=r"doubling .* of mlp .* was registered after\s+streambp.warm_up"
         ):
             labelled(ours, batch)
     # the second time it runs

@@ -473,7 +473,8 @@ def test_a_kept_graph_takes_what_is_predicted(name, monkeypatch):
     cost = set_up.policy.known.costs[4]
     predicted = cost.graph * 2048 / cost.tokens
     # With what the layer gives, and of adapters with their factors, which are the same at any length.
-    assert predicted <= with_two - with_one <= 1.06 * predicted
+    # The factors of adapters, 467 kB at any length, are not counted.
+    assert predicted <= with_two - with_one <= 1.07 * predicted
 
 
 @pytest.mark.parametrize("number", range(20))
