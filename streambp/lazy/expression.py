@@ -25,7 +25,7 @@ class Reading:
     """The logits of a forward at some of its positions.
 
     Attributes:
-        head: computes the logits (`streambp.lazy.head.Hub`).
+        head: computes the logits (`streambp.lazy.head.LazyHead`).
         handle: [1], the logits' input in the autograd graph.
         positions: [*tokens] integers.
         projection: the map from products to logits.
