@@ -657,7 +657,10 @@ MUTANTS = {
     "own attention": (unpatched, "is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
     "sdpa": (unpatched, "SDPA", "another", test_what_sdpa_leaves_out_streams),
     "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
-    "noise": (unpatched, "IGNORED_SHARE_OF_FREE_MEMORY", 0.0, lambda: _with_a_patch(test_what_is_small_does_not_correct_the_prediction)),
+    "noise": (
+        unpatched, "IGNORED_SHARE_OF_FREE_MEMORY", 0.0,
+        lambda: _with_a_patch(test_what_is_small_does_not_correct_the_prediction),
+    ),
 }  # fmt: skip
 
 
