@@ -408,7 +408,7 @@ MUTANTS = {
     "host memory of other ranks taken": (arena, "local_ranks", lambda: 1, shared_memory),
     "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
     "inner leaves not reduced": (
-        entry.Reduced, "apply", lambda hidden_states, reductions: hidden_states, inner_leaves,
+        entry.EngineReduce, "apply", lambda hidden_states, reductions: hidden_states, inner_leaves,
     ),
     "objectives that count every token": (masked, "masked_sum", lambda values, mask, dim=None: values.sum(), objective),
     "stream whatever comes": (
@@ -502,7 +502,7 @@ MUTANTS = {
     "split: ignore the window": (sharded_call, "resolve_whole", without_window, lambda: split("gemma3")),
     "split: ignore packing": (shards, "spans_of_tokens", without_packing, lambda: split(mode="packed")),
     "a stand-in's gradient goes nowhere": (
-        deferred.Place, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
+        deferred.GradientSink, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
     ),
     "other libraries' forwards taken for transformers'": (causal_lm, "foreign_of_class", lambda *_: None, foreign_forward),
     "weights that changed since a hook kept what they made": (deferred.LazyHidden, "check", lambda *_: None, kept_too_long),

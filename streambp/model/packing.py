@@ -24,7 +24,8 @@ def finds_other_documents(
     Args:
         kwargs: arguments of a model's call.
         implementation: the model's attention implementation.
-        cached: True if the unpatched call makes a cache; transformers then ignores position_ids.
+        cached: True if the unpatched call makes a cache; transformers then derives no documents
+            from position_ids.
     """
     if FLASH in str(implementation):
         return False

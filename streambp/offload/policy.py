@@ -113,7 +113,9 @@ class SavesPolicy:
         self._chunks: dict[tuple[int, int], int] = {}
         self._seen: dict[int, ObservedCosts] = {}
         self._by_name: set[int] = set()  # layers whose graphs cannot be kept
-        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # instances of `layer.saved.Kept`
+        self._waiting: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # instances of `layer.saved.SavedForBackward`
         self._batch = BatchSaves()
         # keys are pairs: tokens of a step, tokens of a chunk
         self.margins: dict[tuple[int, int], Shortage] = {}
@@ -215,7 +217,7 @@ class SavesPolicy:
         """Return the saves of a layer whose forward begins.
 
         Args:
-            kept: the call's `layer.saved.Kept`, which can free its saves on request.
+            kept: the call's `layer.saved.SavedForBackward`, which can free its saves on request.
             can_keep_graph: returns True if the layer's graph may be saved.
 
         Returns:

@@ -176,7 +176,7 @@ MUTANTS = {
         lazy_rows.LazyLogits, "known", lambda self: True, builds("autograd.Function that returns logits"),
     ),
     "gradients of all values lost": (
-        lazy_rows.Place, "backward", staticmethod(lambda ctx, _: (None,) * len(ctx.needs_input_grad)),
+        lazy_rows.GradientSink, "backward", staticmethod(lambda ctx, _: (None,) * len(ctx.needs_input_grad)),
         builds("autograd.Function"),
     ),
     "engines' nodes not run": (lazy_rows.LazyLogits, "heed", lambda self: None, test_lazy.run_engines),

@@ -148,7 +148,7 @@ def test_the_head_takes_what_the_trees_own_tokens_take():
 
 def expanded(x, tree):
     """A mutant: the head reads the hidden states of all rows, [B, T, h]."""
-    return spread.Deferred.make(spread.spread(x.source, tree), x.recipe, x.dtype)
+    return spread.LazyHidden.make(spread.spread(x.source, tree), x.recipe, x.dtype)
 
 
 def test_a_head_that_reads_all_rows_is_seen(monkeypatch):

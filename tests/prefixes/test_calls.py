@@ -718,7 +718,7 @@ def test_labelled_tokens_that_rows_share_are_scored_once(wanted):
 @pytest.mark.full
 def test_a_head_that_reads_rows_is_found(monkeypatch):
     def mutant(x, tree):
-        return spread.Deferred.make(spread.spread(x.source, tree), x.recipe, x.dtype)
+        return spread.LazyHidden.make(spread.spread(x.source, tree), x.recipe, x.dtype)
 
     monkeypatch.setattr(spread, "_at_places", mutant)
     most, _, rows = most_rows(labelled)

@@ -55,7 +55,7 @@ class ConstantSteps:
         )
 
 
-def states_of_the_chunk_before(self, chunk, again=False, real=call.Kept.states):
+def states_of_the_chunk_before(self, chunk, again=False, real=call.SavedForBackward.states):
     return real(self, self.plan[chunk.index - 1] if chunk.index > 1 else chunk, again=True)
 
 
@@ -133,7 +133,7 @@ def end_of_the_first_document(real, told, chunk, *args, tell=documents._tell_rul
 MUTANTS = {
     "end state without its gradient": (StateCache, "update_recurrent_state", detached_end, oracle()),
     "start states without their gradient": (function, "leaves_of", leaves_without_gradient, oracle("bamba")),
-    "states of another chunk": (call.Kept, "states", states_of_the_chunk_before, oracle("bamba")),
+    "states of another chunk": (call.SavedForBackward, "states", states_of_the_chunk_before, oracle("bamba")),
     "written by constant steps": (scans, "_written", ConstantSteps.written, oracle("jamba")),
     "read without a gradient": (
         scans.EndState, "backward", staticmethod(lambda ctx, grad: (None, *[torch.zeros_like(grad)] * ctx.parts)),
