@@ -145,11 +145,12 @@ class Snapshot:
         return found
 
     def restore(self, structure: bool = True) -> None:
-        """Restore all values.
+        """Restore all values of the module and of the objects that it references: attributes,
+        entries of containers, and contents of tensors.
 
         Args:
-            structure: restore modules' mode and hooks as well. False while a trial continues, which
-                sets the mode and wraps the hooks.
+            structure: restore modules' train or eval mode and hooks as well. False between two runs
+                of a test of the layer, because the test itself changes mode and hooks.
         """
         for table in self._tables:
             now = table.kind.read(table.holder)

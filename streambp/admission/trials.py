@@ -164,9 +164,18 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
 
 
 def _turned(call: LayerCall, length: int) -> dict[str, Any]:
-    """Return position arguments in which the first `length` tokens include the highest position.
+    """Return the call's position_ids and position_embeddings, rolled along the sequence for a test
+    run on the first `length` tokens. The tokens of the test run then include the highest position.
 
-    Rotations have no effect at position 0, where padding may be.
+    Rotary embeddings (RoPE) have no effect at position 0, where padding may be, so a test run at
+    position 0 would not cover rotations.
+
+    Args:
+        call: the call of the layer.
+        length: number of tokens of the test run.
+
+    Returns:
+        The replaced arguments by name; {} if the call has no position_ids for all its tokens.
     """
     named, total = call.arguments.named, call.arguments.length
     positions = named.get("position_ids")

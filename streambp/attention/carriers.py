@@ -151,14 +151,18 @@ class ThroughInterface(NoAttention):
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Return the reason to refuse the mask, or None for a `LazyMask`, a tensor [B or 1, H or 1,
-        T, T] or no mask.
+        """Return the reason why the layer cannot be chunked with its attention_mask; None if it
+        can. Accepted are a `LazyMask`, a tensor [B or 1, H or 1, T, T] and None.
 
         Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark; not read here.
 
         Raises:
-            UnsupportedMaskError: eager attention would add a bool mask.
+            UnsupportedMaskError: the mask is bool and the model's attention is eager, which would
+                add the values of the mask to the scores.
         """
         mask = attention_mask_of(named)
         if mask is None or isinstance(mask, LazyMask):

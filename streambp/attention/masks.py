@@ -32,10 +32,12 @@ class LazyMask:
         description: arguments of transformers' mask function.
         layout: cached result of `resolve`, for all layers that share the mask.
         whole: cached result of `resolve_whole`, for all layers that share the mask.
-        told: (argument that marks packed documents, number of documents); None: no documents.
+        told: name of the argument that marks the documents of packed rows, and the number of
+            documents; None: no documents.
         ends: end positions of the documents of each row, for models whose masks ignore documents;
             None: the mask decides.
-        tree: spans of several rows in one packed row, as a function of the window or None. [Note:
+        tree: function of the sliding window (None: no window) that returns the keys of each query,
+            if the batch's rows are computed as one packed row. None: no packed row is built. [Note:
             tree of rows]
     """
 

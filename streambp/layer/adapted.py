@@ -443,8 +443,17 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
 def _of_adapters(
     work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, left: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of each adapter's A [r, in], B [out, r] and B's bias [out], in float32
-    or wider.
+    """Return the gradients of all adapters' tensors as a flat list: A [r, in], B [out, r] and B's
+    bias [out] of the first adapter, then of the second. None where none is needed.
+
+    Gradients are in float32 or wider.
+
+    Args:
+        work: description of the computation.
+        needs: True for each tensor that needs a gradient, in the order of the result.
+        of_a: gradient of the adapters' A, one below the other, [rank, in]; None: not computed here.
+        flat: gradient of the Linear's output, [n, out].
+        left: the inputs' products with A, in parts, [n, parts * rank + biases].
     """
     of_b: Tensor | None = None
     if any(needs[1::3]):

@@ -36,17 +36,20 @@ def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
 
 
 class Parameters:
-    """The trainable parameters of a module, by slot.
+    """The trainable parameters of a module, stored as slots: (module, name) for
+    `module._parameters[name]`.
 
-    Slots are stored, never the parameters themselves: engines may replace parameters between
-    forward and backward.
+    A tied parameter has several slots. The parameters themselves are not stored, because engines
+    may replace parameters between forward and backward.
 
     Args:
+        module: the module.
+        device: device on which the module computes.
         slots: `slots_of` the module; None: search the module.
 
     Attributes:
-        look: snapshot of the module; None: there is none.
-        trained: the parameters' requires_grad flags at the snapshot.
+        look: snapshot of the module's structure, attributes and hooks; None: no snapshot was taken.
+        trained: the parameters' requires_grad flags at the snapshot, one byte each.
     """
 
     look: LayerSnapshot | None = None
@@ -89,8 +92,12 @@ class Parameters:
         self._module = module
 
     def renewed(self, look: LayerSnapshot, trained: bytes) -> Parameters:
-        """Return a copy with the parameters' current identities and version counters, for a new
-        call.
+        """Return a copy for a new forward of the layer: it stores the parameters' ids and version
+        counters of now, for `check_unchanged` in backward.
+
+        Args:
+            look: snapshot of the layer's modules, attributes and hooks at this forward.
+            trained: the parameters' requires_grad flags at this forward, one byte each.
         """
         found = copy.copy(self)
         held = found.current()

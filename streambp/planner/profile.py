@@ -369,11 +369,12 @@ def static(profile: Profile, setting: Setting) -> Peak:
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
-    """Return the largest phase of a step.
+    """Return the peak memory of a step, in bytes, and the phase (a layer's backward, for example)
+    in which it occurs.
 
     Args:
-        profile: the counted model.
-        method: the method.
+        profile: the model's counted costs.
+        method: the way to run the step: unpatched or in chunks, with its saved tensors.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         setting: the training setting.

@@ -64,7 +64,20 @@ class Span:
 
 
 class Phases:
-    """Splits a count into spans; `enter` ends the current span and begins another."""
+    """Divides a step into phases and records a `Span` (memory and FLOPs) for each phase.
+
+    A phase is the forward or backward of one layer, of the head or of the embedding. `enter` ends
+    the current phase and begins the next.
+
+    Args:
+        count: counts the bytes of device memory that are in use, and their peak.
+        parameters: the model's parameters, whose `.grad` bytes are recorded.
+        host: returns the bytes of host memory that are in use.
+
+    Attributes:
+        spans: the records of the phases that have ended, in order.
+        backward: True once the step's backward runs.
+    """
 
     def __init__(
         self,

@@ -199,7 +199,15 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Return the work of one operation with this result."""
+    """Return the cost of one torch operation: its FLOPs, its dispatch, and the bytes that it reads
+    and writes.
+
+    Args:
+        func: the operation, an overload of `torch.ops.aten`.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
+        result: the operation's result.
+    """
     if func in FACTORS:
         a, b = args[FACTORS[func] :][:2]
         # In a grouped product, every row of a meets one matrix of b, or every column one group.
