@@ -95,10 +95,17 @@ def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
 
 
 def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
-    """Return the kind of a call with these hidden states [..., B, T, h].
+    """Return the kind of a call with these hidden states [..., B, T, h]. Calls of one kind share
+    their test results.
 
     The kind includes values reachable from third-party code inside the layer. `kind` is returned
     unchanged without such code.
+
+    Args:
+        site: the layer.
+        look: snapshot of the layer at the call.
+        kind: the call's kind without these values.
+        hidden_states: the call's hidden states.
     """
     roots = roots_of(site, look)
     if not roots:
@@ -150,16 +157,16 @@ def _code_of_others(layer: nn.Module) -> Roots:
 
 
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a trial's context manager, which afterwards removes all values that third-party code
-    stored.
+    """Return a context manager for a test run, which afterwards removes all values that third-party
+    code stored.
     """
     roots = roots_of(call.site, call.look) if call.device.type != "meta" else []
     return undone(roots) if roots else contextlib.nullcontext()
 
 
 def recomputed(site: LayerSite, look: LayerSnapshot) -> contextlib.AbstractContextManager[Any]:
-    """Return a recomputation's context manager, which preserves forward's values. [Note: kept
-    values]
+    """Return a context manager for backward's recomputation: it preserves the values that
+    third-party code stored in forward. [Note: kept values]
     """
     roots = roots_of(site, look)
     return undone(roots) if roots else contextlib.nullcontext()
@@ -237,10 +244,14 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
 
 
 def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
-    """Return why stored values forbid chunks, and the trial's exception.
+    """Test if third-party code stores other values in chunks than in the full sequence.
 
-    Both are None where the layer may be chunked. The trial runs once for each kind of call. The
-    kind may change during the trial. [Note: kept values]
+    The test runs a few tokens unchunked and in chunks, once for each kind of call, and compares the
+    stored values. The kind of the call may change during the test. [Note: kept values]
+
+    Returns:
+        The reason why the layer must run unchunked, and the exception of the test run. Both are
+        None if the layer may be chunked.
     """
     site, x = call.site, call.hidden_states.detach()
     if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():

@@ -145,12 +145,12 @@ def can_stream(call: LayerCall) -> Verdict:
 
 
 class Found(NamedTuple):
-    """Result of a trial.
+    """Result of a test run, which compares a layer's chunks with its full sequence.
 
     Attributes:
         because: why the layer cannot be chunked; None if it can.
-        certain: the result holds for any batch.
-        passes: the reason may be gone at the next call.
+        certain: True if the result holds for any batch.
+        passes: True if the reason may be gone at the next call.
     """
 
     because: str | None
@@ -192,7 +192,9 @@ def _judged_at_length(call: LayerCall) -> Verdict:
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
-    """Return why chunks differ; None if they do not. [Note: a trial leaves nothing]"""
+    """Compare the layer's chunks with its full sequence on random tokens, and return the result.
+    [Note: a trial leaves nothing]
+    """
     if not call.site.kind.states.carries and _convolves(call.site.layer):
         return Found(CONVOLVES)
     with rehearsing(call), on_trial(call) as state:
@@ -240,10 +242,17 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
 def _failed(
     call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored
 ) -> Found:
-    """Return the result of a trial that raised.
+    """Return the result of a test run that raised.
 
-    If the exception comes again, the layer cannot be chunked. There is no verdict if the unpatched
-    layer raises on these tokens as well; the call itself then raises.
+    If the exception comes again, the layer cannot be chunked. If the unpatched layer raises on
+    these tokens as well, the result decides nothing, and the call itself then raises.
+
+    Args:
+        call: the call of the layer.
+        x: random hidden_states of the test run.
+        upstream: random gradient of the layer's output, shaped like x.
+        error: the exception.
+        state: restores the layer's stored values.
 
     Raises:
         Exception: the exception concerns the caller.
@@ -327,7 +336,15 @@ def _alike(
 
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
-    """Return why chunks would differ, from one run of x [..., B, TOKENS, h]. [Note: a trial]"""
+    """Return why chunks would differ; None if no reason is found. Queries of this run of x [..., B,
+    TOKENS, h] read no keys of the other chunk. [Note: a trial]
+
+    Args:
+        call: the call of the layer.
+        x: random hidden_states.
+        upstream: random gradient of the layer's output, shaped like x.
+        cut: first position of the second chunk.
+    """
     if not may_have_graphs(call):
         return None
     origin = GraphMarker()

@@ -67,10 +67,10 @@ def unread_products(
 
 
 def look_for_writes(call: LayerCall) -> Exception | None:
-    """Run a few random tokens, detect what the layer's forward overwrites, and store it in the
-    site.
+    """Run a few random tokens, detect the tensors that the layer's forward overwrites in place, and
+    store the result in `tests.overwritten`.
 
-    Runs once for each kind of call.
+    The test runs once for each kind of call.
 
     Returns:
         The layer's exception, if it raised: `can_stream` judges if the layer can be chunked.
@@ -246,7 +246,8 @@ class _Watched(PrefixChunkAttention):
 
 
 def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
-    """Return what the layer's forward over x [..., B, T, h] overwrites, now or in an earlier trial.
+    """Return which tensors the layer's forward over x [..., B, T, h] overwrites in place, together
+    with the results of earlier test runs.
 
     Writes to its input that autograd detects are judged elsewhere.
     """

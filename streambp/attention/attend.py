@@ -85,11 +85,18 @@ def attend_blocks(
     keep_wide: bool = False,
     plan: BlockPlan | None = None,
 ) -> Attended:
-    """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2).
+    """Attend with the queries of one chunk, block by block, and merge the blocks by logsumexp
+    (DESIGN.md section 2).
 
     Args:
-        plan: the blocks; None: plan them here.
+        q: [B, H, C, D], the chunk's queries.
+        site: K and V of the chunk and of all earlier chunks.
+        layout: keys that each query may read.
+        chunk: the chunk's range of positions.
+        params: the kernels, and the scale, softcap and dropout of the attention call.
+        sink: [H], the logits of one more key; None: no sink.
         keep_wide: also return o before rounding, if backward can use it. [Note: rounded outputs]
+        plan: the blocks; None: plan them here.
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:

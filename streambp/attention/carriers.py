@@ -42,14 +42,14 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Layout(NamedTuple):
-    """Keys that the queries of a whole sequence may read, and positions where no chunk may end.
+    """Keys that the queries of a full sequence may read, and positions where no chunk may end.
     [Note: chunk ends]
 
     Attributes:
         spans: keys of each query.
         barriers: positions where no chunk may end.
-        told: (argument that marks packed documents, number of documents); None: no argument marks
-            any.
+        told: name of the argument that marks the documents of packed rows, and the number of
+            documents; None: no argument marks documents.
     """
 
     spans: Spans | DenseMask
@@ -58,15 +58,17 @@ class Layout(NamedTuple):
 
 
 class NoAttention:
-    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers.
+    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers:
+    descriptions of how a layer's chunks read keys and values.
 
     Attributes:
         costs: text of `describe` about the costs.
         why_not_split: reason why the tokens cannot be sharded over ranks.
-        in_tiles: True if the prefix can be cut into tiles, some of which are off the device.
+        in_tiles: True if K and V may be stored in tiles (K and V of one chunk each), some of which
+            are in host memory.
         reads_a_mask: True if the layer passes attention_mask to attention only.
-        ours: True if a streamed layer's attention is replaced, so that a trial can hide the keys of
-            other chunks from queries.
+        ours: True if a streamed layer's attention is replaced, so that a test run can hide the keys
+            of other chunks from queries.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
         returns_weights: True if floating tensors after the hidden states are attention weights that
             nobody requested.

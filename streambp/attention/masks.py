@@ -345,11 +345,14 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 def agrees(
     spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device
 ) -> bool:
-    """True if the index function reads the first and last key of every span, and neither neighbour
-    outside.
+    """True if a mask function of transformers allows what `spans` says: each query reads the first
+    and the last key of its span, and neither neighbour outside.
 
     Args:
+        spans: the expected keys of each query.
+        known: arguments of transformers' mask function; its `mask_function` is called.
         padding: [B, T] in bool, True for tokens.
+        device: device of the check.
     """
     first, last = edges(spans, device)  # [B, T] each; an empty span has last < first
     query = torch.arange(spans.length, device=device).expand_as(first)

@@ -341,7 +341,17 @@ class AdaptedLinear(torch.autograd.Function):
         bias: Tensor | None,
         *adapters: Tensor | None,
     ) -> Tensor:
-        """Return y [..., out]: computed, `work.value` as a view, or NaN in unread rows."""
+        """Return y [..., out] of a Linear with adapters: computed, or the saved output as a view,
+        or NaN in rows that no code reads.
+
+        Args:
+            work: the adapters' factors and scales, and the saved output.
+            x: [..., in].
+            weight: [out, in].
+            bias: [out]; its values are in `work.b`.
+            adapters: A [r, in], B [out, r] and the bias [out] of B or None, of each adapter, for
+                autograd.
+        """
         with without_autocast(x.device.type):
             return _forward(ctx, work, x, weight)
 

@@ -188,9 +188,12 @@ class StreamedLayer(torch.autograd.Function):
         backward are saved in `call.kept`.
 
         Args:
+            strategy: functions that compute the layer's forward and backward.
+            call: the call of the layer.
+            parameters: the layer's trainable parameters.
             hidden_states: [..., B, T, h].
-            rest: the differentiable arguments and the parameters, for autograd only. Their values
-                are read from `call` and from the layer's slots.
+            rest: the differentiable arguments and the parameters, for autograd only. The values are
+                read from `call` and from the layer's modules.
         """
         ctx.strategy = strategy
         ctx.call = call

@@ -74,13 +74,13 @@ AT_ONCE: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The work of all phases of a kind: "embedding", "forward" and "backward" of all layers, "head"
-    and so on.
+    """The costs of all phases of a kind, as functions of T and C. Kinds are "embedding", "forward"
+    and "backward" of all layers, "head" and so on.
 
     Attributes:
         name: the kind.
-        laws: one for each field of `Work`.
-        k_block: number of keys in a block.
+        laws: a function of T and C for each field of `Work`: FLOPs, bytes, dispatches.
+        k_block: number of keys in an attention block.
     """
 
     name: str
@@ -136,13 +136,14 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
 def fit_work(
     name: str, points: Sequence[Point], found: Sequence[Work], k_block: int, own: int | None = None
 ) -> Part:
-    """Fit laws through the work counted at several points, with at most one feature for each point.
+    """Fit the costs of one kind of phase as functions of T and C, through counts at several points.
+    There is at most one coefficient for each point.
 
     Args:
         name: the kind of phase.
-        points: (T, C) of each count.
-        found: the work of each count.
-        k_block: number of keys in a block.
+        points: (T, C) of each count: tokens of a row, and tokens of a chunk.
+        found: the counted costs at each point.
+        k_block: number of keys in an attention block.
         own: number of leading points to use for copies to the host; None: all.
     """
     used = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)

@@ -72,7 +72,13 @@ def seconds(
 
 
 def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Seconds:
-    """Return the seconds of work by kind of phase, shared evenly by `ranks`."""
+    """Return the seconds that a step takes on a device.
+
+    Args:
+        step: the costs (FLOPs, bytes, dispatches) by kind of phase.
+        rates: the device's FLOP/s, bytes/s and seconds for each dispatch.
+        ranks: number of ranks that share FLOPs and bytes evenly.
+    """
     products = attention = elementwise = waiting = total = 0.0
     phases: dict[str, float] = {}
     for name, part in step.items():

@@ -366,8 +366,13 @@ class Counter:
     def count(
         self, recipe: SurveyRecipe, point: Point, accumulate: bool = True
     ) -> list[list[Span]]:
-        """Return the spans of a first step and optionally of a second step that adds to its
-        gradients.
+        """Return the phases of a first step, and optionally of a second step that adds to the first
+        step's gradients.
+
+        Args:
+            recipe: the way to run the step.
+            point: (T, C), tokens of a row and of a chunk.
+            accumulate: True to count the second step.
         """
         model = self.skeleton.model
         skeleton = self.skeleton

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class Work(NamedTuple):
-    """Work of a part of a step.
+    """Cost of an operation, of a phase or of a step.
 
     Attributes:
         products: FLOPs of matrix products.
@@ -41,7 +41,7 @@ class Work(NamedTuple):
     back: float = 0.0
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
-        """Return this work plus `times` times the other."""
+        """Return the sum of this cost and `times` times the other, field by field."""
         return Work(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
 
