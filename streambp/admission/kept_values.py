@@ -127,7 +127,16 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the part of a stored plain value that distinguishes kinds of calls, with its path."""
+    """Return the part of a value stored by third-party code that distinguishes kinds of calls: a
+    flag, whether a number is 0, or a string without digits.
+
+    Args:
+        path: the value's path from the code that stores it.
+        value: a flag, number or string.
+
+    Returns:
+        [(path, part)]; [] for a value far behind in a list.
+    """
     if any(int(number) >= SHORT for number in re.findall(r"\[(\d+)\]", path)):
         return []
     if path.startswith("len("):
@@ -184,10 +193,10 @@ def without_traces(find: Callable[..., T]) -> Callable[..., T]:
 
 def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
     """Wrap the chunked forward: raise if third-party code stores a chunk's values but stored none
-    on trial.
+    in the test run.
 
-    The trial did not cover hooks registered after a warm-up, more tokens than its own, and switches
-    that no snapshot contains.
+    The test run did not cover hooks registered after a warm-up, more tokens than its own, and
+    switches that no snapshot contains.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -292,8 +301,13 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
 
 
 def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
-    """Describe the stored values in which chunks differ from the full sequence; None: they are
-    equal.
+    """Return the text that names the stored values in which chunks differ from the full sequence;
+    None: all are equal.
+
+    Args:
+        call: the call of the layer.
+        x: hidden_states of the call; the random tokens of the test have their scale.
+        roots: third-party code, and objects from which stored values are reachable.
     """
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
@@ -401,8 +415,13 @@ class _Trial:
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Return the paths of values that differ by more than rounding, with the tensors' shapes in
-    words.
+    """Return the paths of values that differ by more than rounding, and the shapes of their tensors
+    as text.
+
+    Args:
+        one: values by path.
+        other: values by path, of another run.
+        dtype: dtype that determines the tolerance.
     """
     found = {}
     tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)

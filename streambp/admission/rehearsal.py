@@ -69,11 +69,11 @@ def causal_prefix(call: LayerCall, length: int) -> Prefix:
 
 @contextlib.contextmanager
 def rehearsing(call: LayerCall) -> Iterator[None]:
-    """Context manager for a trial: the call streams, random states are restored, autocast caches
+    """Context manager for a test run: the call streams, random states are restored, autocast caches
     nothing, and graphs save tensors by themselves.
 
-    A checkpoint around the model would replace the saved tensors. Each chunk writes to the prefix,
-    and torch's check of versions would fail.
+    A checkpoint around the model would replace the saved tensors. Each chunk writes to the buffers
+    of K and V, and torch's check of versions would fail.
     """
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     restored = RandomState.capture(call.device).replayed()
@@ -183,7 +183,9 @@ def may_have_graphs(call: LayerCall) -> bool:
 
 
 def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that gives the layer weights as after training. [Note: a trial]"""
+    """Return a context manager that replaces weights without effect (zeros, for example) by random
+    numbers, as after training. [Note: a trial]
+    """
     if not may_have_graphs(call):
         return contextlib.nullcontext()
     return Parameters(call.site.layer, call.device, call.site.of(slots_of)).shadowed(

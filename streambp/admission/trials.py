@@ -57,7 +57,14 @@ from streambp.recurrent.states import States, leaves_of
 def unread_products(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
-    """Return the Linear products that this layer's refill and recomputation can skip."""
+    """Return the Linears whose outputs no code reads in this layer's refill and recomputation, so
+    that both can skip their matrix products.
+
+    Args:
+        call: the call of the layer.
+        linears: the layer's Linears by name.
+        needs_input: True if hidden_states need a gradient.
+    """
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
     if call.site.tests.result(call.arguments.kind).adopted:  # [Note: hooks after a warm-up]
@@ -377,7 +384,9 @@ def _keys_and_values(prefix: Prefix) -> list[Tensor]:
 def _find_unread(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
-    """Trace the layer, and test the products that the trace proposes."""
+    """Trace a recomputation of the layer to propose the Linears that can be skipped, and test if
+    results are equal without them.
+    """
     like = call.kept.store.peek("x", 0)
     chunks = call.first_chunks(TRIAL_TOKENS)
     known = has_data(like)

@@ -178,7 +178,12 @@ class ThroughInterface(NoAttention):
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the arguments with `point` in place of attention's mask, and None."""
+        """Return the arguments in which `point` replaces the attention mask, and None.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that attends for the layer's chunk.
+        """
         point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
         for name, value in named.items():

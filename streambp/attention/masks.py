@@ -72,8 +72,8 @@ class LazyMask:
 
 @dataclasses.dataclass(frozen=True)
 class DenseMask:
-    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]: bool (True is read), or
-    added to the scores.
+    """A mask that may allow any set of keys for a query. Kernels get tiles: parts [B or 1, H or 1,
+    q, k] of the mask, in bool (True is read), or added to the scores.
 
     Attributes:
         batch_size: rows of the batch.
@@ -304,8 +304,14 @@ def _dense(
 def rows_of(
     batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None
 ) -> tuple[tuple[Run, ...], ...]:
-    """Return the runs of each row, from a 2-D padding mask [B, T] or from document numbers [B,
-    T]."""
+    """Return for each row its runs: consecutive queries that read keys by the same rule.
+
+    Args:
+        batch_size: number of rows.
+        length: tokens of a row.
+        padding: [B, T], True for tokens; None: no padding mask.
+        packed: [B, T], the document number of each token; None: no packed documents.
+    """
     if packed is not None:
         rows = []
         for row in packed.cpu():

@@ -234,7 +234,9 @@ class Prefix:
         return reads
 
     def find_saved(self) -> None:
-        """Fill the sites with the saved K and V of every chunk and attention call."""
+        """Fill `sites` with K and V of every chunk and attention call, from the store of saved
+        tensors.
+        """
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):

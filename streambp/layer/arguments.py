@@ -144,7 +144,11 @@ class Arguments:
         self._documents, self.tells = documents, True
 
     def renamed(self, state: tuple[Any, ...]) -> None:
-        """Replace the layer's state in the kind of call."""
+        """Replace the key of the layer's modules, hooks and requires_grad flags in `kind`.
+
+        Args:
+            state: the new key, as in `Arguments`.
+        """
         self.kind = frozenset(
             {*(pair for pair in self.kind if pair[0] != "state"), ("state", state)}
         )

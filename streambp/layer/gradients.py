@@ -251,11 +251,15 @@ def computed_with_graph(
 
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager that counts the bytes that autograd saves and reports the sum to `watch`.
-    Tensors that exist anyway are not counted: `known`, frozen weights and the call's arguments,
-    such as cosines and sines.
+    """Context manager that adds the bytes of the tensors in the layer's autograd graph to
+    `watch.graph`.
+
+    Tensors that exist without the graph are not counted: `known`, frozen weights and the call's
+    arguments, such as cosines and sines.
 
     Args:
+        call: the call of the layer.
+        watch: the recorded costs of the layer.
         known: tensors [...] that are alive without the graph.
     """
     if call.attempt is RUN_ONCE:

@@ -228,8 +228,16 @@ def _adding(
     witness: Witness | None,
     name: str,
 ) -> Callable[[Tensor], Tensor]:
-    """Return a fast forward of the module that computes `_product`, valid while the module keeps
-    its weight.
+    """Return a forward that computes `_product` for this Linear, to set on the module. The forward
+    is valid while the module keeps its weight.
+
+    Args:
+        module: the Linear.
+        value: `UNREAD`: no code reads the output; None: compute the output.
+        add: accumulates the factors of the weight's gradient; None: autograd returns the gradient.
+        cast: function of a dtype that returns the weight in this dtype; None: cast here.
+        witness: records the Linear's inputs; None: nothing is recorded.
+        name: name of the Linear in the layer.
     """
     weight, bias = weights_of(module)
     kind = weight.device.type

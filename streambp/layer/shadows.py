@@ -26,7 +26,9 @@ ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module
 
 
 def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
-    """Return all non-empty parameter slots inside a module, with their names."""
+    """Return all parameters inside a module as (full name, (submodule, name in the submodule's
+    `_parameters`)). Entries that are None are left out.
+    """
     return [
         (f"{path}.{name}", (owner, name))
         for path, owner in module.named_modules()
@@ -108,7 +110,7 @@ class Parameters:
         return found
 
     def current(self) -> list[Tensor]:
-        """Return the current tensors [...] of the slots, one for each distinct parameter."""
+        """Return the module's current parameters [...], one for each distinct parameter."""
         return [slots[0][0]._parameters[slots[0][1]] for slots in self.groups]  # type: ignore[misc]
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
@@ -152,8 +154,9 @@ class Parameters:
     def shadowed(
         self, change: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
-        """Context manager that puts shadows [...] into all slots and yields the shadows in the
-        order of `current`. [Note: shadows]
+        """Context manager that replaces the parameters in their modules by shadows [...], detached
+        aliases that require gradients. The shadows are yielded in the order of `current`. [Note:
+        shadows]
 
         Args:
             change: returns a shadow's value for a parameter's value.
@@ -162,8 +165,11 @@ class Parameters:
 
     @contextlib.contextmanager
     def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Context manager that puts other tensors [...] into the slots, in the order of
-        `current`."""
+        """Context manager that replaces the parameters in their modules by other tensors [...].
+
+        Args:
+            others: the tensors, in the order of `current`.
+        """
         together = zip(self.groups, others, self.current(), strict=True)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
             (owner._parameters, name, other, own)

@@ -432,8 +432,12 @@ class LayerSite:
         return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
-        """Return a `Witness` that compares a call's backward with its forward over x [..., T, h];
-        None if the comparison is disabled or x has no values.
+        """Return a `Witness`, which compares values of backward's recomputation with forward. None
+        if the comparison is disabled or x has no values.
+
+        Args:
+            x: [..., T, h], the layer's input.
+            autocast: the autocast state of the call.
         """
         if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None

@@ -92,7 +92,8 @@ class HostWeights:
 
     Attributes:
         ranges: host memory of the weights.
-        loads: number of copies to the device, by ("forward" or "backward", layer index).
+        loads: number of copies to the device, by (direction, layer index). Directions are
+            "forward", "backward", and "trial" for a test run.
         room: function of (device, rows, length) that returns the device memory for layers' weights
             during a step with a batch [rows, length], in bytes. None: no layer's weights stay on
             the device between uses.
@@ -186,7 +187,7 @@ class HostWeights:
         The copy of the next layer's weights starts meanwhile.
 
         Args:
-            direction: forward or backward.
+            direction: "forward", "backward", or "trial" for a test run.
             decodes: True to decode 4-bit weights at most once.
 
         Raises:

@@ -226,8 +226,11 @@ class ModelStates:
         return found[1]
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
-        """Return the figures for the model's present state, and the fraction of gradients that
-        exist.
+        """Return the predicted memory and time (`Figures`) for the model's present state, and the
+        fraction of gradients that exist.
+
+        Args:
+            device: device of the step.
         """
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)

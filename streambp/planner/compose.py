@@ -20,12 +20,12 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A phase of the full model at one point.
+    """Memory of a phase of the full model, counted at one (T, C).
 
     Attributes:
         name: the phase's name.
-        start: live bytes at its start.
-        peak: bytes at its peak.
+        start: bytes in use at its start.
+        peak: bytes in use at its peak.
         gradients: bytes in `.grad` at its start.
         most: bytes of other ranks' keys -> the peak of all other bytes.
         per_key: bytes for each of `profile.keys_held`, not included in `peak`.

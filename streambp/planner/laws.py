@@ -88,7 +88,9 @@ class Part:
     k_block: int
 
     def at(self, step: Features) -> Work:
-        """Return the work of a step with these features."""
+        """Return the FLOPs, bytes and dispatches of a step with these features (T, C, number of
+        chunks and so on).
+        """
         return Work(*(max(0.0, law.at(step)) for law in self.laws))
 
 
@@ -119,10 +121,17 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
 
 
 def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> list[Law]:
-    """Fit a plane through each column of values [points, n].
+    """Fit bytes as linear functions of T, C and the number of chunks.
 
-    Its coefficients are the constant, per T, per C and per chunk. There is no slope in C if all
-    points have C = 0, and none per chunk for only three points.
+    The coefficients of each function are the constant, per T, per C and per chunk. There is no
+    slope in C if all points have C = 0, and none per chunk for only three points.
+
+    Args:
+        points: (T, C) of each count: tokens of a row, and tokens of a chunk.
+        values: [points, n], counted bytes of n phases at each point.
+
+    Returns:
+        The n functions.
     """
     if any(c for _, c in points):
         columns = min(4, len(points))

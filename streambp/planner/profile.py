@@ -512,7 +512,14 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
 
 
 def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> float:
-    """Return the FLOPs of a step over all ranks that share the sequence."""
+    """Return the FLOPs of one step, summed over all ranks that share the sequence.
+
+    Args:
+        method: the way to run the step, with its counted costs.
+        seq_len: positions of a row.
+        chunk_size: positions of a chunk.
+        setting: the training setting; None: one rank.
+    """
     total = 0.0
     for part in work(method, seq_len, chunk_size, setting).values():
         total += part.products + part.forward + part.backward

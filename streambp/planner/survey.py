@@ -466,7 +466,7 @@ class Counter:
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
-    """Count a recipe at its points and fit its laws."""
+    """Count a step at several (T, C), and fit its memory and FLOPs as functions of T and C."""
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None

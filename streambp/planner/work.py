@@ -169,7 +169,15 @@ def _size(tensor: Tensor) -> int:
 
 
 def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the bytes that an operation other than a view reads and writes. [Note: bytes moved]"""
+    """Return the bytes that one torch operation reads and writes; 0 for matrix products and
+    attention. [Note: bytes moved]
+
+    Args:
+        func: the operation, an overload of `torch.ops.aten`; no view.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
+        result: the operation's result.
+    """
     name = func._overloadpacket.__name__
     written = sum(map(_size, tensors(result)))
     if func in ADDS_TO_A_SUM:
