@@ -33,14 +33,14 @@ from streambp.recurrent.segments import in_segments, mixers_of
 
 
 def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> Any:
-    """Run the layer unchunked and return its forward's result.
-
-    The memory is that of gradient checkpointing. `describe` names such layers.
+    """Run the layer on the full sequence, with the memory of gradient checkpointing, and return its
+    forward's result. `describe` names such layers.
 
     Args:
         site: the layer.
         args, kwargs: the arguments of its forward.
-        report: the reason, and the documents for which its mixers are called. [Note: segments]
+        report: the reason, and the document boundaries for which the modules with recurrent states
+            run one by one. [Note: segments]
 
     Raises:
         UnsupportedModelError: the layer reads the model's attention mask itself.

@@ -52,7 +52,8 @@ class Watched(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_collectives(layer: nn.Module) -> Iterator[None]:
-    """Context manager that refuses collectives in a layer's trial, if there are other ranks.
+    """Context manager for a test run of a layer, in which collectives raise if there are other
+    ranks.
 
     Raises:
         UnsupportedModelError: the layer called a collective.

@@ -111,7 +111,7 @@ def admit(
     strategy: Strategy,
     forks: Forks = (),
 ) -> LayerCall | CallReport:
-    """Return the call to stream, or a report with the reason to run it unchunked.
+    """Return the call that streams, or a report with the reason to run the layer unchunked.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: neither is exact.
@@ -211,8 +211,8 @@ def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
 
 
 def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Return the exception of the layer's trial (None: no exception), and whether the layer may be
-    cut.
+    """Test the layer on a few random tokens. Return the exception of the test run (None: no
+    exception), and the decision whether the call streams.
     """
     site = call.site
     if call.look.hooks.ids and has_data(call.hidden_states):
@@ -233,8 +233,9 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Return the exception of the call's trials (None: no exception), and whether the layer may be
-    cut.
+    """Run the tests of a call: for stored values, for in-place writes, and for equal results of
+    chunks. Return the exception of the test for writes (None: no exception), and the decision
+    whether the call streams.
     """
     with leaving_nothing(call):
         because, error = why_kept(call)

@@ -95,10 +95,17 @@ def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
 
 
 def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
-    """Return the kind of a call with these hidden states [..., B, T, h].
+    """Return the kind of a call with these hidden states [..., B, T, h]. Calls of one kind share
+    their test results.
 
     The kind includes values reachable from third-party code inside the layer. `kind` is returned
     unchanged without such code.
+
+    Args:
+        site: the layer.
+        look: snapshot of the layer at the call.
+        kind: the call's kind without these values.
+        hidden_states: the call's hidden states.
     """
     roots = roots_of(site, look)
     if not roots:
@@ -120,7 +127,16 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the part of a stored plain value that distinguishes kinds of calls, with its path."""
+    """Return the part of a value stored by third-party code that distinguishes kinds of calls: a
+    flag, whether a number is 0, or a string without digits.
+
+    Args:
+        path: the value's path from the code that stores it.
+        value: a flag, number or string.
+
+    Returns:
+        [(path, part)]; [] for a value far behind in a list.
+    """
     if any(int(number) >= SHORT for number in re.findall(r"\[(\d+)\]", path)):
         return []
     if path.startswith("len("):
@@ -150,16 +166,16 @@ def _code_of_others(layer: nn.Module) -> Roots:
 
 
 def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a trial's context manager, which afterwards removes all values that third-party code
-    stored.
+    """Return a context manager for a test run, which afterwards removes all values that third-party
+    code stored.
     """
     roots = roots_of(call.site, call.look) if call.device.type != "meta" else []
     return undone(roots) if roots else contextlib.nullcontext()
 
 
 def recomputed(site: LayerSite, look: LayerSnapshot) -> contextlib.AbstractContextManager[Any]:
-    """Return a recomputation's context manager, which preserves forward's values. [Note: kept
-    values]
+    """Return a context manager for backward's recomputation: it preserves the values that
+    third-party code stored in forward. [Note: kept values]
     """
     roots = roots_of(site, look)
     return undone(roots) if roots else contextlib.nullcontext()
@@ -177,10 +193,10 @@ def without_traces(find: Callable[..., T]) -> Callable[..., T]:
 
 def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
     """Wrap the chunked forward: raise if third-party code stores a chunk's values but stored none
-    on trial.
+    in the test run.
 
-    The trial did not cover hooks registered after a warm-up, more tokens than its own, and switches
-    that no snapshot contains.
+    The test run did not cover hooks registered after a warm-up, more tokens than its own, and
+    switches that no snapshot contains.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -237,10 +253,14 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
 
 
 def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
-    """Return why stored values forbid chunks, and the trial's exception.
+    """Test if third-party code stores other values in chunks than in the full sequence.
 
-    Both are None where the layer may be chunked. The trial runs once for each kind of call. The
-    kind may change during the trial. [Note: kept values]
+    The test runs a few tokens unchunked and in chunks, once for each kind of call, and compares the
+    stored values. The kind of the call may change during the test. [Note: kept values]
+
+    Returns:
+        The reason why the layer must run unchunked, and the exception of the test run. Both are
+        None if the layer may be chunked.
     """
     site, x = call.site, call.hidden_states.detach()
     if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():
@@ -281,8 +301,13 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
 
 
 def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
-    """Describe the stored values in which chunks differ from the full sequence; None: they are
-    equal.
+    """Return the text that names the stored values in which chunks differ from the full sequence;
+    None: all are equal.
+
+    Args:
+        call: the call of the layer.
+        x: hidden_states of the call; the random tokens of the test have their scale.
+        roots: third-party code, and objects from which stored values are reachable.
     """
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
@@ -390,8 +415,13 @@ class _Trial:
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Return the paths of values that differ by more than rounding, with the tensors' shapes in
-    words.
+    """Return the paths of values that differ by more than rounding, and the shapes of their tensors
+    as text.
+
+    Args:
+        one: values by path.
+        other: values by path, of another run.
+        dtype: dtype that determines the tolerance.
     """
     found = {}
     tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)

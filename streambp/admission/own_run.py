@@ -190,7 +190,8 @@ WHAT_TO_DO = (
 def own_run(
     call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]
 ) -> UnpatchedRun | None:
-    """Run the layer unpatched, and record its third-party parts in its site. [Note: own run]
+    """Run the layer unpatched, for comparison, and record its third-party modules in `site.tests`.
+    [Note: own run]
 
     Return None for a layer whose sequence is split over ranks: its own attention would communicate
     with other ranks.
@@ -287,6 +288,8 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
 
 
 def _comparable(config: PreTrainedConfig) -> str:
-    """Return the attention implementation to compare with. [Note: own run]"""
+    """Return the attention implementation of the unpatched layer in comparisons: its own if that is
+    torch's sdpa, otherwise eager. [Note: own run]
+    """
     name = own_implementation(config) or "sdpa"
     return name if name in ("sdpa", EAGER) and find_ulysses(name) is None else EAGER

@@ -73,11 +73,11 @@ CONVOLVES = (
 
 
 class Verdict(NamedTuple):
-    """Verdict on a call.
+    """Decision whether a call of a layer streams.
 
     Attributes:
-        streams: the call streams.
-        because: why the call runs unchunked; None where it has nothing to cut.
+        streams: True if the call streams.
+        because: reason to run the call unchunked; None for a single token, which cannot be cut.
     """
 
     streams: bool
@@ -145,12 +145,12 @@ def can_stream(call: LayerCall) -> Verdict:
 
 
 class Found(NamedTuple):
-    """Result of a trial.
+    """Result of a test run, which compares a layer's chunks with its full sequence.
 
     Attributes:
         because: why the layer cannot be chunked; None if it can.
-        certain: the result holds for any batch.
-        passes: the reason may be gone at the next call.
+        certain: True if the result holds for any batch.
+        passes: True if the reason may be gone at the next call.
     """
 
     because: str | None
@@ -159,7 +159,13 @@ class Found(NamedTuple):
 
 
 def _judged(call: LayerCall, x: Tensor) -> Found:
-    """Run a trial and return its result, stored if it holds for later calls of this kind."""
+    """Compare the layer's chunks with its full sequence on random tokens, and return the result.
+    The result is stored if it holds for later calls of this kind.
+
+    Args:
+        call: the call of the layer.
+        x: hidden_states of the call; the random tokens have their scale.
+    """
     site, kind = call.site, call.arguments.kind
     found = _why_not(call, x)
     call.arguments.renamed(call.look.kind)  # without changes by the layer's own forward
@@ -192,7 +198,9 @@ def _judged_at_length(call: LayerCall) -> Verdict:
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
-    """Return why chunks differ; None if they do not. [Note: a trial leaves nothing]"""
+    """Compare the layer's chunks with its full sequence on random tokens, and return the result.
+    [Note: a trial leaves nothing]
+    """
     if not call.site.kind.states.carries and _convolves(call.site.layer):
         return Found(CONVOLVES)
     with rehearsing(call), on_trial(call) as state:
@@ -220,7 +228,15 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
 
 
 def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> Found:
-    """Return why chunks differ, by side effects, by mixed gradients and by values."""
+    """Return why chunks differ from the full sequence of random tokens: because of side effects, of
+    gradients that cross the end of a chunk, or of values.
+
+    Args:
+        call: the call of the layer.
+        x: random hidden_states.
+        upstream: random gradient of the layer's output, shaped like x.
+        state: restores the layer's stored values.
+    """
     chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
     generators = generators_of(call.site, call.look)
     drawn = generator_states(generators)
@@ -240,10 +256,17 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
 def _failed(
     call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored
 ) -> Found:
-    """Return the result of a trial that raised.
+    """Return the result of a test run that raised.
 
-    If the exception comes again, the layer cannot be chunked. There is no verdict if the unpatched
-    layer raises on these tokens as well; the call itself then raises.
+    If the exception comes again, the layer cannot be chunked. If the unpatched layer raises on
+    these tokens as well, the result decides nothing, and the call itself then raises.
+
+    Args:
+        call: the call of the layer.
+        x: random hidden_states of the test run.
+        upstream: random gradient of the layer's output, shaped like x.
+        error: the exception.
+        state: restores the layer's stored values.
 
     Raises:
         Exception: the exception concerns the caller.
@@ -327,7 +350,15 @@ def _alike(
 
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
-    """Return why chunks would differ, from one run of x [..., B, TOKENS, h]. [Note: a trial]"""
+    """Return why chunks would differ; None if no reason is found. Queries of this run of x [..., B,
+    TOKENS, h] read no keys of the other chunk. [Note: a trial]
+
+    Args:
+        call: the call of the layer.
+        x: random hidden_states.
+        upstream: random gradient of the layer's output, shaped like x.
+        cut: first position of the second chunk.
+    """
     if not may_have_graphs(call):
         return None
     origin = GraphMarker()
@@ -349,7 +380,16 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
 
 
 def _crosses(call: LayerCall, x: Tensor, upstream: Tensor, cut: int, origin: GraphMarker) -> bool:
-    """True if a gradient crosses `cut` other than through attention and states."""
+    """True if a gradient crosses the end of a chunk other than through attention and recurrent
+    states.
+
+    Args:
+        call: the call of the layer.
+        x: random hidden_states.
+        upstream: random gradient of the layer's output, shaped like x.
+        cut: first position of the second chunk.
+        origin: marker of the graph's first node.
+    """
     before, behind = slice(cut), slice(cut, x.shape[-2])
     kind = call.site.kind
     if kind.states.carries or not kind.attention.ours:

@@ -40,15 +40,16 @@ def rehearsed(
     prefix: Prefix,
     start: Callable[[States], States | None] = lambda ended: ended,
 ) -> Iterator[tuple[States | None, ChunkOutput | None]]:
-    """Run the layer's own forward on trial over chunks of x [..., B, t, h], in order.
+    """Run the layer's own forward in a test run, over chunks of x [..., B, t, h], in order.
 
     Args:
-        call: the call on trial.
+        call: the call that is tested.
         x: [..., B, t, h], the input.
         chunks: the chunks.
-        stage: the stage of streaming.
+        stage: the pass to run: forward, refill of K and V, or recomputation with a graph.
         prefix: the keys and values that attention reads and appends to.
-        start: maps the previous chunk's end states to a chunk's start states; None: no cache.
+        start: maps the previous chunk's end states to a chunk's start states; if it returns None,
+            the chunk gets no cache.
 
     Yields:
         Each chunk's start states and output; the output is None in a refill.
@@ -68,11 +69,11 @@ def causal_prefix(call: LayerCall, length: int) -> Prefix:
 
 @contextlib.contextmanager
 def rehearsing(call: LayerCall) -> Iterator[None]:
-    """Context manager for a trial: the call streams, random states are restored, autocast caches
+    """Context manager for a test run: the call streams, random states are restored, autocast caches
     nothing, and graphs save tensors by themselves.
 
-    A checkpoint around the model would replace the saved tensors. Each chunk writes to the prefix,
-    and torch's check of versions would fail.
+    A checkpoint around the model would replace the saved tensors. Each chunk writes to the buffers
+    of K and V, and torch's check of versions would fail.
     """
     apart = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     restored = RandomState.capture(call.device).replayed()
@@ -130,9 +131,9 @@ def nothing_cached() -> Iterator[None]:
 def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which compiled modules and functions run eagerly.
 
-    A trial judges the layer's computation. Compiled, its few tokens would add one more shape to the
-    eight after which torch stops compiling. The backward of compiled code also frees tensors that a
-    second backward reads.
+    A test run concerns the layer's computation. Compiled, its few tokens would add one more shape
+    to the eight after which torch stops compiling. The backward of compiled code also frees tensors
+    that a second backward reads.
     """
     return torch.compiler.set_stance("force_eager")
 
@@ -182,7 +183,9 @@ def may_have_graphs(call: LayerCall) -> bool:
 
 
 def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that gives the layer weights as after training. [Note: a trial]"""
+    """Return a context manager that replaces weights without effect (zeros, for example) by random
+    numbers, as after training. [Note: a trial]
+    """
     if not may_have_graphs(call):
         return contextlib.nullcontext()
     return Parameters(call.site.layer, call.device, call.site.of(slots_of)).shadowed(

@@ -100,7 +100,9 @@ class Change(NamedTuple):
 
 
 class Snapshot:
-    """Saved state of a module and its code. [Note: a trial leaves nothing]"""
+    """Saved Python state of a module and of the code that it runs, to restore after a test run.
+    [Note: a trial leaves nothing]
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.large: list[Tensor] = []
@@ -145,11 +147,12 @@ class Snapshot:
         return found
 
     def restore(self, structure: bool = True) -> None:
-        """Restore all values.
+        """Restore all values of the module and of the objects that it references: attributes,
+        entries of containers, and contents of tensors.
 
         Args:
-            structure: restore modules' mode and hooks as well. False while a trial continues, which
-                sets the mode and wraps the hooks.
+            structure: restore modules' train or eval mode and hooks as well. False between two runs
+                of a test of the layer, because the test itself changes mode and hooks.
         """
         for table in self._tables:
             now = table.kind.read(table.holder)
@@ -170,7 +173,14 @@ class Snapshot:
                 self._waiting.append((name, value))
 
     def _note(self, name: str, holder: Any, kind: Kind, structure: bool = False) -> dict[Any, Any]:
-        """Save a table and return its content."""
+        """Save the content of a container, and return it.
+
+        Args:
+            name: the container's name in reports.
+            holder: the container.
+            kind: functions that read and refill the container.
+            structure: True if the container holds a module's hooks.
+        """
         kept = kind.read(holder)
         self._tables.append(Table(name, holder, kept, kind, structure))
         return kept
@@ -322,7 +332,9 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def is_foreign(known: Any) -> bool:
-    """True if a class or a function belongs to a program and not to a known library."""
+    """True if a class or a function is third-party: its package is none of those that streambp
+    knows (the standard library, torch, transformers and so on).
+    """
     home = (
         known.__globals__.get("__name__")
         if isinstance(known, types.FunctionType)

@@ -37,14 +37,15 @@ class Kind(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table and its saved content.
+    """A container of Python values (a module's attributes, a dict, a list, a closure), and its
+    saved content.
 
     Attributes:
-        name: the table's name.
-        holder: the table itself.
+        name: the container's name in reports.
+        holder: the container.
         kept: the saved content.
-        kind: functions that read and refill the table.
-        structure: the table holds a module's hooks, which trials wrap.
+        kind: functions that read and refill the container.
+        structure: True if the container holds a module's hooks, which test runs wrap.
     """
 
     name: str

@@ -57,7 +57,14 @@ from streambp.recurrent.states import States, leaves_of
 def unread_products(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
-    """Return the Linear products that this layer's refill and recomputation can skip."""
+    """Return the Linears whose outputs no code reads in this layer's refill and recomputation, so
+    that both can skip their matrix products.
+
+    Args:
+        call: the call of the layer.
+        linears: the layer's Linears by name.
+        needs_input: True if hidden_states need a gradient.
+    """
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
     if call.site.tests.result(call.arguments.kind).adopted:  # [Note: hooks after a warm-up]
@@ -67,10 +74,10 @@ def unread_products(
 
 
 def look_for_writes(call: LayerCall) -> Exception | None:
-    """Run a few random tokens, detect what the layer's forward overwrites, and store it in the
-    site.
+    """Run a few random tokens, detect the tensors that the layer's forward overwrites in place, and
+    store the result in `tests.overwritten`.
 
-    Runs once for each kind of call.
+    The test runs once for each kind of call.
 
     Returns:
         The layer's exception, if it raised: `can_stream` judges if the layer can be chunked.
@@ -164,9 +171,18 @@ def few_tokens(call: LayerCall, like: Tensor, length: int, turned: bool = True) 
 
 
 def _turned(call: LayerCall, length: int) -> dict[str, Any]:
-    """Return position arguments in which the first `length` tokens include the highest position.
+    """Return the call's position_ids and position_embeddings, rolled along the sequence for a test
+    run on the first `length` tokens. The tokens of the test run then include the highest position.
 
-    Rotations have no effect at position 0, where padding may be.
+    Rotary embeddings (RoPE) have no effect at position 0, where padding may be, so a test run at
+    position 0 would not cover rotations.
+
+    Args:
+        call: the call of the layer.
+        length: number of tokens of the test run.
+
+    Returns:
+        The replaced arguments by name; {} if the call has no position_ids for all its tokens.
     """
     named, total = call.arguments.named, call.arguments.length
     positions = named.get("position_ids")
@@ -237,7 +253,8 @@ class _Watched(PrefixChunkAttention):
 
 
 def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
-    """Return what the layer's forward over x [..., B, T, h] overwrites, now or in an earlier trial.
+    """Return which tensors the layer's forward over x [..., B, T, h] overwrites in place, together
+    with the results of earlier test runs.
 
     Writes to its input that autograd detects are judged elsewhere.
     """
@@ -367,7 +384,9 @@ def _keys_and_values(prefix: Prefix) -> list[Tensor]:
 def _find_unread(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
-    """Trace the layer, and test the products that the trace proposes."""
+    """Trace a recomputation of the layer to propose the Linears that can be skipped, and test if
+    results are equal without them.
+    """
     like = call.kept.store.peek("x", 0)
     chunks = call.first_chunks(TRIAL_TOKENS)
     known = has_data(like)

@@ -49,8 +49,14 @@ class Params(NamedTuple):
     seed: int
 
     def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
-        """Return the `Task` of each block of the plan, with tensors on `device`. Tasks with tiles
-        or ends are generated when their block's turn comes."""
+        """Return the kernel arguments (`Task`) of each block of a chunk, with tensors on `device`.
+        Tasks with mask tensors or document boundaries are generated when their block's turn comes.
+
+        Args:
+            plan: the chunk's blocks.
+            layout: keys that each query may read.
+            device: device of the tensors.
+        """
         if plan.by_place and self.dropout == 0.0:
             return list(
                 map(functools.partial(Task, scale=self.scale, softcap=self.softcap), plan.blocks)
@@ -60,8 +66,9 @@ class Params(NamedTuple):
         )
 
     def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
-        """Build the task of one block. A MASK block needs its tile [B or 1, H or 1, q, k]; a VARLEN
-        block needs cu_q and cu_k, [documents + 1] in int32."""
+        """Return the kernel arguments of one block. A MASK block needs its part of the mask [B or
+        1, H or 1, q, k]; a VARLEN block needs cu_q and cu_k, [documents + 1] in int32.
+        """
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
@@ -85,11 +92,18 @@ def attend_blocks(
     keep_wide: bool = False,
     plan: BlockPlan | None = None,
 ) -> Attended:
-    """Attend q [B, H, C, D] of `chunk` block by block and merge by logsumexp (DESIGN.md section 2).
+    """Attend with the queries of one chunk, block by block, and merge the blocks by logsumexp
+    (DESIGN.md section 2).
 
     Args:
-        plan: the blocks; None: plan them here.
+        q: [B, H, C, D], the chunk's queries.
+        site: K and V of the chunk and of all earlier chunks.
+        layout: keys that each query may read.
+        chunk: the chunk's range of positions.
+        params: the kernels, and the scale, softcap and dropout of the attention call.
+        sink: [H], the logits of one more key; None: no sink.
         keep_wide: also return o before rounding, if backward can use it. [Note: rounded outputs]
+        plan: the blocks; None: plan them here.
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:

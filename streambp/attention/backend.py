@@ -71,18 +71,20 @@ class Used(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """The blocks of a chunk, ordered by their keys. [Note: tiles]
+    """The blocks (rectangles of queries and keys) that compute a chunk's attention, ordered by
+    their keys. [Note: tiles]
 
     Attributes:
         blocks: the blocks.
-        kernels: kernel of each block.
+        kernels: the attention kernel of each block.
         depth: largest number of blocks that contain the same query.
         complete: True if every query is in a block.
         covers: for each block, whether the block contains all of the chunk's queries.
-        by_place: True if positions alone decide which pairs count, without a tile or document ends.
+        by_place: True if the positions of query and key alone decide which pairs count. No block
+            then reads a mask tensor or document boundaries (cu_seqlens).
         all_read: True if each query reads a key in the first block, and in every other block that
             contains the query.
-        used: the kernels, each with the kinds of its blocks.
+        used: (kernel, kind of block, reason) of the blocks, without duplicates, for reports.
     """
 
     blocks: tuple[Block, ...]

@@ -42,14 +42,14 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Layout(NamedTuple):
-    """Keys that the queries of a whole sequence may read, and positions where no chunk may end.
+    """Keys that the queries of a full sequence may read, and positions where no chunk may end.
     [Note: chunk ends]
 
     Attributes:
         spans: keys of each query.
         barriers: positions where no chunk may end.
-        told: (argument that marks packed documents, number of documents); None: no argument marks
-            any.
+        told: name of the argument that marks the documents of packed rows, and the number of
+            documents; None: no argument marks documents.
     """
 
     spans: Spans | DenseMask
@@ -58,15 +58,17 @@ class Layout(NamedTuple):
 
 
 class NoAttention:
-    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers.
+    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers:
+    descriptions of how a layer's chunks read keys and values.
 
     Attributes:
         costs: text of `describe` about the costs.
         why_not_split: reason why the tokens cannot be sharded over ranks.
-        in_tiles: True if the prefix can be cut into tiles, some of which are off the device.
+        in_tiles: True if K and V may be stored in tiles (K and V of one chunk each), some of which
+            are in host memory.
         reads_a_mask: True if the layer passes attention_mask to attention only.
-        ours: True if a streamed layer's attention is replaced, so that a trial can hide the keys of
-            other chunks from queries.
+        ours: True if a streamed layer's attention is replaced, so that a test run can hide the keys
+            of other chunks from queries.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
         returns_weights: True if floating tensors after the hidden states are attention weights that
             nobody requested.
@@ -151,14 +153,18 @@ class ThroughInterface(NoAttention):
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Return the reason to refuse the mask, or None for a `LazyMask`, a tensor [B or 1, H or 1,
-        T, T] or no mask.
+        """Return the reason why the layer cannot be chunked with its attention_mask; None if it
+        can. Accepted are a `LazyMask`, a tensor [B or 1, H or 1, T, T] and None.
 
         Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark; not read here.
 
         Raises:
-            UnsupportedMaskError: eager attention would add a bool mask.
+            UnsupportedMaskError: the mask is bool and the model's attention is eager, which would
+                add the values of the mask to the scores.
         """
         mask = attention_mask_of(named)
         if mask is None or isinstance(mask, LazyMask):
@@ -172,7 +178,12 @@ class ThroughInterface(NoAttention):
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the arguments with `point` in place of attention's mask, and None."""
+        """Return the arguments in which `point` replaces the attention mask, and None.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that attends for the layer's chunk.
+        """
         point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
         for name, value in named.items():

@@ -37,8 +37,13 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def picking(indexers: Sequence[nn.Module], point: ChunkAttention) -> Iterator[None]:
-    """Context manager in which these modules pick keys for the queries of the point's chunk, or
-    return their saved picks."""
+    """Context manager in which indexers pick keys for the queries of one chunk, or return the saved
+    picks of this chunk.
+
+    Args:
+        indexers: the layer's modules that pick keys (sparse attention).
+        point: the object that attends for the layer's chunk.
+    """
     assert isinstance(point, PrefixChunkAttention)
     before = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
     for number, indexer in enumerate(indexers):

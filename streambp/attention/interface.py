@@ -55,14 +55,15 @@ def stream_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as an attention function of transformers: query [B, H, C, D], key and value [B, H_kv,
-    C, D] -> [B, C, H, D_v].
+    """Compute attention as a function of transformers' attention interface: query [B, H, C, D], key
+    and value [B, H_kv, C, D] -> [B, C, H, D_v].
 
-    In a streamed layer `attention_mask` is the `ChunkAttention` that the layer was called with. The
-    point knows the prefix and the spans, so a `sliding_window` argument is already part of the
-    spans. In a layer that does not stream, `attention_mask` is the model's own: a `LazyMask`, a 4-D
-    tensor, or None for causal. The sequence is then attended as one chunk. Keys from another
-    sequence (cross-attention to an image) are attended by the model's sdpa.
+    In a streamed layer `attention_mask` is the `ChunkAttention` that the layer was called with.
+    This object has K and V of earlier chunks and the keys that each query may read, so a
+    `sliding_window` argument is already included. In a layer that does not stream, `attention_mask`
+    is the model's own: a `LazyMask`, a 4-D tensor, or None for causal. The sequence is then
+    attended as one chunk. Keys from another sequence (cross-attention to an image) are attended by
+    the model's sdpa.
 
     Raises:
         UnsupportedModelError: the module attends in a way that streambp does not support, such as

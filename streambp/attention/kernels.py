@@ -54,11 +54,12 @@ class Task(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A stateless kernel for one block of attention. The module's docstring defines the shapes.
+    """A stateless attention kernel for one block: a rectangle of queries and keys. The module's
+    docstring defines the shapes.
 
     Attributes:
         name: name of the kernel.
-        kinds: kinds of blocks that the kernel can compute.
+        kinds: kinds of blocks (causal, full, window and so on) that the kernel can compute.
         tiling: block sizes that the kernel prefers.
     """
 

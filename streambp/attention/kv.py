@@ -207,14 +207,15 @@ class KVBuffer:
 
 
 class KVTiles:
-    """Keys and values in tiles, one for each chunk. On the device a tile is the buffer of its
-    chunk. [Note: tiles]
+    """Keys and values of one attention call in tiles: a tile is K and V of one chunk's tokens.
+    Tiles move between the device and stores in host memory; each tile on the device is a
+    `KVBuffer`. [Note: tiles]
 
     Args:
         index: number of the attention call within the layer.
         plan: the chunks.
         keys: store of K and V.
-        scratch: store of the accumulators between two chunks.
+        scratch: store of the accumulators of dK and dV between two chunks.
         resident: number of first tiles that stay on the device.
         keeps_all: True if `keys` also receives the resident tiles, because they are saved for
             backward.
@@ -251,11 +252,11 @@ class KVTiles:
         self._here: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Copy a chunk's K [B, H_kv, C, D] and V into a tile. Tiles of earlier chunks leave the
-        device unless they are resident.
+        """Store a chunk's K [B, H_kv, C, D] and V as a tile on the device. Tiles of other chunks
+        are removed from the device, except the resident tiles.
 
-        A store receives the tile if `keeps_all`, or if the tile is not resident and a later chunk
-        reads it.
+        A store receives the tile as well if `keeps_all`, or if the tile is not resident and a later
+        chunk reads it.
         """
         self._leave(list(self._here))
         k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -271,10 +272,14 @@ class KVTiles:
         self._here[chunk.index] = tile
 
     def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
-        """Generate the blocks with their keys and values. Tiles are loaded before their block and
-        leave after it.
+        """Yield each block of a chunk's attention with K and V of its keys. Tiles are loaded before
+        their block, and removed from the device after it.
 
         A tile stays if it is resident, the chunk's own, or needed by the next block.
+
+        Args:
+            blocks: the chunk's blocks, ordered by their keys.
+            gradients: True to load the accumulators of dK and dV as well.
         """
         wanted = [self._tiles(block) for block in blocks]
         if not blocks:  # all queries are padding that reads nothing
@@ -304,7 +309,9 @@ class KVTiles:
             )
 
     def add(self, block: Block, dk: Tensor, dv: Tensor) -> None:
-        """Add dk [b, H_kv, k, D] and dv to the accumulators, tile by tile."""
+        """Add a block's gradients dk [b, H_kv, k, D] and dv to the accumulators of the tiles that
+        contain the block's keys.
+        """
         rows = slice(block.b0, block.b1)
         for index, inside, of_block in self._overlaps(block):
             for total, part in zip(self._here[index].grow_accumulators(), (dk, dv), strict=True):
@@ -386,13 +393,14 @@ Site = KVBuffer | KVTiles
 
 @dataclasses.dataclass
 class PrefixMemory:
-    """Device memory that the prefixes of one layer call may use, and the stores of their tiles.
+    """Device memory for K and V of one call of a layer, and the stores for K and V beyond that
+    memory.
 
     Attributes:
         plan: the chunks.
-        room: bytes; None: no limit, every prefix is one buffer.
-        scratch: a store for tensors that live for one pass over the chunks.
-        saved: the store that keeps K and V for backward; None if K and V are not saved in a store.
+        room: bytes on the device; None: no limit, so K and V of each attention call are one buffer.
+        scratch: returns a store for tensors that live for one pass over the chunks.
+        saved: the store with K and V for backward; None if K and V are not saved in a store.
         tiles: the scratch store of the current pass; None: no tile was moved yet.
     """
 

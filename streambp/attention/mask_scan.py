@@ -29,13 +29,16 @@ ReadTile = Callable[[int, int, int, int], Tensor]
 
 
 def reads(tile: Tensor) -> Tensor:
-    """Return which pairs of a mask tile [B or 1, H or 1, q, k] count, in bool.
+    """Return for each (query, key) of a part of the mask if the query may read the key, in bool.
 
-    A bool tile is its own result. An additive tile excludes a pair by the lowest number of its
+    A bool mask is its own result. An additive mask excludes a key by the lowest number of its
     dtype, or by -inf.
 
+    Args:
+        tile: [B or 1, H or 1, q, k], a part of a 4-D attention mask.
+
     Raises:
-        UnsupportedMaskError: the tile has another dtype.
+        UnsupportedMaskError: the mask has another dtype.
     """
     if tile.dtype == torch.bool:
         return tile

@@ -32,10 +32,12 @@ class LazyMask:
         description: arguments of transformers' mask function.
         layout: cached result of `resolve`, for all layers that share the mask.
         whole: cached result of `resolve_whole`, for all layers that share the mask.
-        told: (argument that marks packed documents, number of documents); None: no documents.
+        told: name of the argument that marks the documents of packed rows, and the number of
+            documents; None: no documents.
         ends: end positions of the documents of each row, for models whose masks ignore documents;
             None: the mask decides.
-        tree: spans of several rows in one packed row, as a function of the window or None. [Note:
+        tree: function of the sliding window (None: no window) that returns the keys of each query,
+            if the batch's rows are computed as one packed row. None: no packed row is built. [Note:
             tree of rows]
     """
 
@@ -70,8 +72,8 @@ class LazyMask:
 
 @dataclasses.dataclass(frozen=True)
 class DenseMask:
-    """A mask without interval spans. Tiles are [B or 1, H or 1, q, k]: bool (True is read), or
-    added to the scores.
+    """A mask that may allow any set of keys for a query. Kernels get tiles: parts [B or 1, H or 1,
+    q, k] of the mask, in bool (True is read), or added to the scores.
 
     Attributes:
         batch_size: rows of the batch.
@@ -302,8 +304,14 @@ def _dense(
 def rows_of(
     batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None
 ) -> tuple[tuple[Run, ...], ...]:
-    """Return the runs of each row, from a 2-D padding mask [B, T] or from document numbers [B,
-    T]."""
+    """Return for each row its runs: consecutive queries that read keys by the same rule.
+
+    Args:
+        batch_size: number of rows.
+        length: tokens of a row.
+        padding: [B, T], True for tokens; None: no padding mask.
+        packed: [B, T], the document number of each token; None: no packed documents.
+    """
     if packed is not None:
         rows = []
         for row in packed.cpu():
@@ -343,11 +351,14 @@ def _documents(ends: list[int]) -> tuple[Run, ...]:
 def agrees(
     spans: Spans, known: dict[str, Any], padding: Tensor | None, device: torch.device
 ) -> bool:
-    """True if the index function reads the first and last key of every span, and neither neighbour
-    outside.
+    """True if a mask function of transformers allows what `spans` says: each query reads the first
+    and the last key of its span, and neither neighbour outside.
 
     Args:
+        spans: the expected keys of each query.
+        known: arguments of transformers' mask function; its `mask_function` is called.
         padding: [B, T] in bool, True for tokens.
+        device: device of the check.
     """
     first, last = edges(spans, device)  # [B, T] each; an empty span has last < first
     query = torch.arange(spans.length, device=device).expand_as(first)

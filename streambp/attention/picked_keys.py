@@ -60,7 +60,9 @@ class PickedMask(DenseMask):
         return cls(len(picks), length, picks, barriers, plans, below=below, start=chunk.start)
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
-        """Return the tile [B, H or 1, q, k], as in `DenseMask`."""
+        """Return the mask of queries [q0, q1) and keys [k0, k1), [B, H or 1, q, k]: bool (True is
+        read), or added to the scores.
+        """
         assert isinstance(self.source, Tensor)
         read = visible(self.below, q0, q1, k0, k1, device)
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]

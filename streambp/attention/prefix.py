@@ -194,8 +194,13 @@ class Prefix:
         return 4.0 * size * heads * pairs
 
     def resident_tiles(self, backward: bool) -> list[int | None]:
-        """Return for each attention call the number of tiles that stay on the device; None: all
-        tokens in one buffer."""
+        """Return for each attention call of the layer how many K/V tiles stay on the device,
+        counted from the sequence's start. A tile is K and V of one chunk's tokens. None: K and V of
+        all tokens are in one buffer on the device.
+
+        Args:
+            backward: True if the accumulators of dK and dV need device memory as well.
+        """
         room, found = None if self.memory is None else self.memory.room, list[int | None]()
         for size in self.sizes_seen:
             if self.memory is None or room is None:
@@ -212,8 +217,16 @@ class Prefix:
         return found
 
     def saved_reads(self, index: int) -> list[list[Access]]:
-        """Return the reads of K and V of attention call `index`, by chunk. [Note: order of
-        reads]"""
+        """Return the keys by which backward reads the saved K and V of one attention call from the
+        store. [Note: order of reads]
+
+        Args:
+            index: number of the attention call within the layer's forward.
+
+        Returns:
+            A list for each chunk, first to last, with the store's key of K and the key of V. A key
+            is (tensor name, chunk index).
+        """
         assert self.memory is not None
         reads: list[list[Access]] = []
         for chunk in self.memory.plan:
@@ -221,7 +234,9 @@ class Prefix:
         return reads
 
     def find_saved(self) -> None:
-        """Fill the sites with the saved K and V of every chunk and attention call."""
+        """Fill `sites` with K and V of every chunk and attention call, from the store of saved
+        tensors.
+        """
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):

@@ -186,7 +186,8 @@ class Spans:
 
     @classmethod
     def causal(cls, batch_size: int, length: int, window: int | None = None) -> Spans:
-        """Return the spans of rows with one document each and without padding.
+        """Return the keys that each query reads (`Spans`) for rows with one document each and
+        without padding.
 
         A query reads all keys up to itself, or with a window the last `window` keys, itself
         included.

@@ -186,10 +186,18 @@ def _print_what_fits(
 
 
 def _batches(arguments: Any) -> list[Batch]:
-    """Return the micro-batches to plan both as rows and packed.
+    """Return the micro-batches of several rows whose memory is planned twice: with padding, and
+    packed into one row. The list is empty if the options describe none.
 
-    For a group: the default completions, or the rest of --seq-len behind the prompt. For a data
-    set: its rows, cut at --seq-len.
+    Options for rows:
+
+        --group        completions of one prompt, of default lengths if --seq-len is "max";
+                       otherwise each completion has --seq-len minus --prompt tokens
+        --mean-length  rows of this mean length
+        --lengths      rows drawn from a data set's lengths, cut at --seq-len
+
+    Args:
+        arguments: the parsed options of `streambp plan`.
     """
     row = arguments.seq_len
     rows = arguments.batch_size

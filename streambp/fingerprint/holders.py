@@ -37,7 +37,9 @@ class Holder:
         self.content = read()
 
     def restore(self) -> None:
-        """Restore the recorded content."""
+        """Restore the container's recorded entries: delete entries that were added, and write back
+        entries that were replaced or deleted.
+        """
         now = self._read()
         for key in now.keys() - self.content.keys():
             self._delete(key)

@@ -341,7 +341,17 @@ class AdaptedLinear(torch.autograd.Function):
         bias: Tensor | None,
         *adapters: Tensor | None,
     ) -> Tensor:
-        """Return y [..., out]: computed, `work.value` as a view, or NaN in unread rows."""
+        """Return y [..., out] of a Linear with adapters: computed, or the saved output as a view,
+        or NaN in rows that no code reads.
+
+        Args:
+            work: the adapters' factors and scales, and the saved output.
+            x: [..., in].
+            weight: [out, in].
+            bias: [out]; its values are in `work.b`.
+            adapters: A [r, in], B [out, r] and the bias [out] of B or None, of each adapter, for
+                autograd.
+        """
         with without_autocast(x.device.type):
             return _forward(ctx, work, x, weight)
 
@@ -443,8 +453,17 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
 def _of_adapters(
     work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, left: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of each adapter's A [r, in], B [out, r] and B's bias [out], in float32
-    or wider.
+    """Return the gradients of all adapters' tensors as a flat list: A [r, in], B [out, r] and B's
+    bias [out] of the first adapter, then of the second. None where none is needed.
+
+    Gradients are in float32 or wider.
+
+    Args:
+        work: description of the computation.
+        needs: True for each tensor that needs a gradient, in the order of the result.
+        of_a: gradient of the adapters' A, one below the other, [rank, in]; None: not computed here.
+        flat: gradient of the Linear's output, [n, out].
+        left: the inputs' products with A, in parts, [n, parts * rank + biases].
     """
     of_b: Tensor | None = None
     if any(needs[1::3]):

@@ -264,12 +264,14 @@ class Adaptation:
         add: Add | None = None,
         cast: Cast | None = None,
     ) -> Tensor:
-        """Compute [..., out] for x [..., in].
+        """Compute the adapted Linear's output [..., out] for x [..., in].
 
         Args:
-            value: as in `Work`.
-            add: for the base's weight, as in `products.summed`.
-            cast: for the base's weight, as in `products.summed`.
+            value: the saved output; `UNREAD`: no code reads the output, so return NaN; None:
+                compute the output.
+            add: called in backward with both factors of the base weight's gradient, which it
+                accumulates; None: autograd returns the gradient.
+            cast: function of a dtype that returns the base's weight in this dtype; None: cast here.
         """
         dtype = cast_to(x)
         self.reading.why_in_call = self.why_not(x, dtype or x.dtype)
@@ -352,7 +354,17 @@ class Adaptation:
         value: Tensor | Unread | None,
         add: Add | None,
     ) -> tuple[Work, list[Tensor | None]]:
-        """Return the description of the computation, and the adapters' tensors for autograd."""
+        """Return the inputs of `AdaptedLinear.apply` beside x and the base's tensors: the
+        description of the computation, and a flat list of each adapter's A, B and B's bias.
+
+        Args:
+            dtype: dtype of the matrix products.
+            masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
+            value: the saved output [..., out]; `UNREAD`: no code reads the output; None: compute
+                the output.
+            add: called in backward with both factors of the base weight's gradient, which it
+                accumulates; None: autograd returns the gradient.
+        """
         adapters, base = self.reading.adapters, self.reading.base
         scales = []
         for adapter, mask in zip(adapters, masks, strict=True):

@@ -57,15 +57,19 @@ def refuse_written(seen: Seen) -> None:
 
 
 class Arguments:
-    """The arguments of one call, by name and without hidden_states and caches.
+    """The arguments of one call of a decoder layer, by name and without hidden_states and caches.
 
     Args:
         forward: the layer class's forward.
-        position_cache: the argument for a `ChunkCache` that the layer reads positions from; empty:
-            none.
-        packed_rows: the documents that the layer's mixers are called for one by one. [Note:
-            segments]
-        state: the state of the layer that is part of the kind of call. [Note: fingerprint]
+        layer: the decoder layer.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+        position_cache: name of the argument for a cache that the layer reads positions from; empty:
+            no such argument.
+        packed_rows: document boundaries of packed rows, if the modules with recurrent states run
+            once for each document; None: they run once. [Note: segments]
+        state: key of the layer's modules, hooks and requires_grad flags. A new key makes a new
+            `kind`, for which the layer is tested again. [Note: fingerprint]
     """
 
     def __init__(
@@ -140,7 +144,11 @@ class Arguments:
         self._documents, self.tells = documents, True
 
     def renamed(self, state: tuple[Any, ...]) -> None:
-        """Replace the layer's state in the kind of call."""
+        """Replace the key of the layer's modules, hooks and requires_grad flags in `kind`.
+
+        Args:
+            state: the new key, as in `Arguments`.
+        """
         self.kind = frozenset(
             {*(pair for pair in self.kind if pair[0] != "state"), ("state", state)}
         )

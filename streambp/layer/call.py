@@ -310,8 +310,8 @@ class BackwardState:
 
 
 class LayerCall:
-    """Arguments, chunk plan, carried values and saved tensors of one call of a layer. hidden_states
-    is [..., B, T, h].
+    """Arguments, chunk plan, values passed between chunks and saved tensors of one call of a
+    decoder layer. hidden_states is [..., B, T, h].
 
     Attributes:
         rows: the number of rows B.
@@ -320,12 +320,12 @@ class LayerCall:
         parts: facts about the layer's modules.
         packing: the documents of packed rows.
         autocast: the autocast state at the start of the call.
-        look: snapshot of the layer at the start of the call.
-        carried: values that pass from chunk to chunk.
+        look: snapshot of the layer's modules, attributes and hooks at the start of the call.
+        carried: K, V and recurrent states that pass from chunk to chunk.
         kept: tensors saved for backward.
-        attempt: runs a function and returns its result, with a retry if the policy has saves to
-            free (`oom.py`).
-        form: form of the layer's result.
+        attempt: runs a function and returns its result. After out of memory, it frees saved tensors
+            and retries, if the policy chose tensors to save (`oom.py`).
+        form: form of the layer's result (a tensor or a tuple, and extra outputs).
         backward: data that backward needs beside the saved tensors.
     """
 
@@ -442,12 +442,18 @@ class LayerCall:
         return known[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
-        """Start recording this chunk, or one half of it. Return the callback for inputs of saved
-        values; None except in the last chunk. [Note: witness]
+        """Start recording values of this chunk, for the comparison of backward's recomputation with
+        forward. [Note: witness]
 
         Args:
+            chunk: the chunk.
             again: True in backward.
-            half: name of the half; empty: the full chunk.
+            half: name of the half, for a layer that is split at its attention; empty: the full
+                layer.
+
+        Returns:
+            A function that records the input of a saved tensor, for the last chunk. None for other
+            chunks, and if the comparison is disabled.
         """
         witness = self.backward.witness
         if witness is None:
@@ -599,10 +605,13 @@ class LayerCall:
         leaves: list[Tensor] | None = None,
         states: States | None = None,
     ) -> ChunkOutput | None:
-        """Run the layer's own forward on hidden_chunk [..., B, C, h] with attention at `point`.
-        None if `point` ended the forward early.
+        """Run the layer's own forward on hidden_chunk [..., B, C, h]. Return None if its attention
+        ended the forward early, as in a refill of K and V.
 
         Args:
+            hidden_chunk: hidden_states of the chunk.
+            chunk: the chunk's range of positions.
+            point: attends in place of the layer's attention, and is passed as its mask.
             leaves: as in `compute`.
             states: as in `compute`.
         """

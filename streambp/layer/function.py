@@ -129,8 +129,18 @@ def _forward_chunk(
     original: Tensor,
     again: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
-    """Return a chunk's output and attention results, without a graph, and capture the tensors to
-    save.
+    """Compute a chunk's output and attention results without a graph, and capture the outputs of
+    Linears that are saved for backward.
+
+    Args:
+        call: the call of the layer.
+        whole: the outputs of the full sequence, into which the chunk's output is written.
+        hidden_chunk: the chunk's input, [..., B, C, h].
+        chunk: the chunk's range of positions.
+        states: the recurrent states at the chunk's start.
+        original: the chunk's input as before the layer's forward, which may overwrite
+            `hidden_chunk`.
+        again: True if the chunk is computed a second time, after out of memory.
     """
     kept = call.kept
     witness = call.backward.witness
@@ -188,9 +198,12 @@ class StreamedLayer(torch.autograd.Function):
         backward are saved in `call.kept`.
 
         Args:
+            strategy: functions that compute the layer's forward and backward.
+            call: the call of the layer.
+            parameters: the layer's trainable parameters.
             hidden_states: [..., B, T, h].
-            rest: the differentiable arguments and the parameters, for autograd only. Their values
-                are read from `call` and from the layer's slots.
+            rest: the differentiable arguments and the parameters, for autograd only. The values are
+                read from `call` and from the layer's modules.
         """
         ctx.strategy = strategy
         ctx.call = call

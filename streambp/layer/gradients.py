@@ -128,20 +128,20 @@ LEAF_NODE = getattr(torch._C._functions, ACCUMULATE_GRAD)
 
 
 class GraphMarker:
-    """Marker for the start of the graph of a trial run.
+    """Object that the first node of a layer's autograd graph references. The object stays alive
+    while other code keeps a part of the graph.
 
-    Code that keeps a part of that graph keeps this object alive. A gradient that arrives here after
-    the trial raises.
+    A gradient that arrives at the node of a test run after the test run raises.
 
     Attributes:
-        trying: True while the trial runs.
+        trying: False once the test run is over.
     """
 
     trying = True
 
 
 class MarkGraphStart(torch.autograd.Function):
-    """Identity of x that records the start of a trial's graph."""
+    """Identity of x whose autograd node references a `GraphMarker`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: GraphMarker, may_be_written: bool) -> Tensor:
@@ -167,8 +167,11 @@ class MarkGraphStart(torch.autograd.Function):
 
 
 def is_kept(origin: weakref.ref[GraphMarker]) -> bool:
-    """True if other code still holds the trial's graph after the trial has dropped its own
-    references.
+    """True if other code still holds a test run's autograd graph after the test run has dropped its
+    own references.
+
+    Args:
+        origin: weak reference to the marker of the graph's first node.
     """
     if origin() is not None:
         gc.collect()  # frees graphs in reference cycles
@@ -220,11 +223,16 @@ def computed_with_graph(
     shadows: list[Tensor],
     states: States,
 ) -> Graph:
-    """Run the layer's own forward on x [..., B, C, h] with a graph.
+    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph.
 
     Args:
-        wanted: True for the input, and for each differentiable argument, that needs a gradient.
-        shadows: the tensors in the parameters' slots.
+        call: the call of the layer.
+        x: hidden_states of the chunk.
+        chunk: the chunk's range of positions.
+        wanted: True if x needs a gradient, and a list with the same flag for each differentiable
+            argument.
+        shadows: the detached aliases in the place of the layer's parameters.
+        states: the recurrent states at the chunk's start.
     """
     needs_input, arguments = wanted
     hidden_chunk = x.detach().requires_grad_(needs_input)
@@ -243,11 +251,15 @@ def computed_with_graph(
 
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager that counts the bytes that autograd saves and reports the sum to `watch`.
-    Tensors that exist anyway are not counted: `known`, frozen weights and the call's arguments,
-    such as cosines and sines.
+    """Context manager that adds the bytes of the tensors in the layer's autograd graph to
+    `watch.graph`.
+
+    Tensors that exist without the graph are not counted: `known`, frozen weights and the call's
+    arguments, such as cosines and sines.
 
     Args:
+        call: the call of the layer.
+        watch: the recorded costs of the layer.
         known: tensors [...] that are alive without the graph.
     """
     if call.attempt is RUN_ONCE:

@@ -180,11 +180,14 @@ def summed(
     linears: dict[str, nn.Linear], sums: GradientSum, unread: Labels, witness: Witness | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager in which the backward of these Linears adds weight gradients directly to
-    their sums. [Note: sums inside products]
+    their sums over chunks. [Note: sums inside products]
 
     Args:
-        unread: names of the Linears that return NaN, as in `left_out`.
-        witness: records the inputs of the unread Linears. [Note: witness]
+        linears: the layer's Linears by name.
+        sums: the sums of the parameters' gradients over the chunks.
+        unread: names of the Linears whose outputs no code reads in this recomputation; these return
+            NaN, as in `left_out`.
+        witness: records the inputs of these Linears, to compare them with forward. [Note: witness]
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name in unread.intersection(linears) if sums.alone else linears:
@@ -225,8 +228,16 @@ def _adding(
     witness: Witness | None,
     name: str,
 ) -> Callable[[Tensor], Tensor]:
-    """Return a fast forward of the module that computes `_product`, valid while the module keeps
-    its weight.
+    """Return a forward that computes `_product` for this Linear, to set on the module. The forward
+    is valid while the module keeps its weight.
+
+    Args:
+        module: the Linear.
+        value: `UNREAD`: no code reads the output; None: compute the output.
+        add: accumulates the factors of the weight's gradient; None: autograd returns the gradient.
+        cast: function of a dtype that returns the weight in this dtype; None: cast here.
+        witness: records the Linear's inputs; None: nothing is recorded.
+        name: name of the Linear in the layer.
     """
     weight, bias = weights_of(module)
     kind = weight.device.type
@@ -350,10 +361,12 @@ def cast_to(x: Tensor) -> torch.dtype | None:
 
 
 class LinearWithKnownOutput(torch.autograd.Function):
-    """Autograd Function for x [..., in] @ W^T + b with a Linear's gradients.
+    """Autograd Function for x [..., in] @ W^T + b with a Linear's gradients. Forward computes the
+    product or returns a saved output.
 
     Args:
-        value: [..., out], the known output; None: compute it; `UNREAD`: fill it with NaN.
+        value: [..., out], the saved output; None: compute the output; `UNREAD`: no code reads the
+            output, so fill it with NaN.
         add: accumulates the factors of the weight's gradient, which is None then. The weight stays
             an input: otherwise the output would have no graph if x requires no gradient.
     """
@@ -367,7 +380,9 @@ class LinearWithKnownOutput(torch.autograd.Function):
         value: Tensor | Unread | None,
         add: Any,
     ) -> Tensor:
-        """Return [..., out]: `value` as a view, NaN for `UNREAD`, the product for None."""
+        """Return the output [..., out]: the saved `value` as a view, NaN for `UNREAD`, the computed
+        product for None.
+        """
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.add = add

@@ -26,7 +26,9 @@ ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module
 
 
 def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
-    """Return all non-empty parameter slots inside a module, with their names."""
+    """Return all parameters inside a module as (full name, (submodule, name in the submodule's
+    `_parameters`)). Entries that are None are left out.
+    """
     return [
         (f"{path}.{name}", (owner, name))
         for path, owner in module.named_modules()
@@ -36,17 +38,20 @@ def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
 
 
 class Parameters:
-    """The trainable parameters of a module, by slot.
+    """The trainable parameters of a module, stored as slots: (module, name) for
+    `module._parameters[name]`.
 
-    Slots are stored, never the parameters themselves: engines may replace parameters between
-    forward and backward.
+    A tied parameter has several slots. The parameters themselves are not stored, because engines
+    may replace parameters between forward and backward.
 
     Args:
+        module: the module.
+        device: device on which the module computes.
         slots: `slots_of` the module; None: search the module.
 
     Attributes:
-        look: snapshot of the module; None: there is none.
-        trained: the parameters' requires_grad flags at the snapshot.
+        look: snapshot of the module's structure, attributes and hooks; None: no snapshot was taken.
+        trained: the parameters' requires_grad flags at the snapshot, one byte each.
     """
 
     look: LayerSnapshot | None = None
@@ -89,8 +94,12 @@ class Parameters:
         self._module = module
 
     def renewed(self, look: LayerSnapshot, trained: bytes) -> Parameters:
-        """Return a copy with the parameters' current identities and version counters, for a new
-        call.
+        """Return a copy for a new forward of the layer: it stores the parameters' ids and version
+        counters of now, for `check_unchanged` in backward.
+
+        Args:
+            look: snapshot of the layer's modules, attributes and hooks at this forward.
+            trained: the parameters' requires_grad flags at this forward, one byte each.
         """
         found = copy.copy(self)
         held = found.current()
@@ -101,7 +110,7 @@ class Parameters:
         return found
 
     def current(self) -> list[Tensor]:
-        """Return the current tensors [...] of the slots, one for each distinct parameter."""
+        """Return the module's current parameters [...], one for each distinct parameter."""
         return [slots[0][0]._parameters[slots[0][1]] for slots in self.groups]  # type: ignore[misc]
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
@@ -145,8 +154,9 @@ class Parameters:
     def shadowed(
         self, change: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
-        """Context manager that puts shadows [...] into all slots and yields the shadows in the
-        order of `current`. [Note: shadows]
+        """Context manager that replaces the parameters in their modules by shadows [...], detached
+        aliases that require gradients. The shadows are yielded in the order of `current`. [Note:
+        shadows]
 
         Args:
             change: returns a shadow's value for a parameter's value.
@@ -155,8 +165,11 @@ class Parameters:
 
     @contextlib.contextmanager
     def replaced(self, others: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Context manager that puts other tensors [...] into the slots, in the order of
-        `current`."""
+        """Context manager that replaces the parameters in their modules by other tensors [...].
+
+        Args:
+            others: the tensors, in the order of `current`.
+        """
         together = zip(self.groups, others, self.current(), strict=True)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
             (owner._parameters, name, other, own)

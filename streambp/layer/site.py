@@ -83,12 +83,13 @@ class Overwritten:
 
 @dataclasses.dataclass
 class TrialResult:
-    """Test results for calls of one kind.
+    """Test results for calls of one kind: calls with the same names, types and dtypes of arguments,
+    and the same modules, hooks and requires_grad flags of the layer.
 
     Attributes:
         judged: True if the decision between streaming and running unchunked is made.
         because: why these calls run unchunked; None: they stream.
-        seen_writing: the autocast states under which the forward's writes were detected.
+        seen_writing: the autocast states under which in-place writes of the forward were detected.
         tried: by chunk size, the number of tokens up to which chunks were tested equal to the full
             sequence; None: no test ran.
         adopted: True if the results were copied from the same calls without some hooks. [Note:
@@ -258,8 +259,13 @@ class LayerTests:
         return tried is not None and plan.length <= tried.get(plan.size, tried[ANY_SIZE])
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], look: LayerSnapshot) -> None:
-        """Copy the decision for this kind of call from the same kind without the hooks added since
-        warm-up. If warm-up's state is off, delete the copies. [Note: hooks after a warm-up]
+        """Copy the test result for these calls from calls that differ only by hooks: the layer had
+        fewer hooks, without those added since `warm_up`. If warm-up's state is off, delete such
+        copies. [Note: hooks after a warm-up]
+
+        Args:
+            kind: key of the calls in `results`.
+            look: snapshot of the layer with its present hooks.
         """
         if self.warm_up is None or not look.hooks.places:
             return
@@ -426,8 +432,12 @@ class LayerSite:
         return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
-        """Return a `Witness` that compares a call's backward with its forward over x [..., T, h];
-        None if the comparison is disabled or x has no values.
+        """Return a `Witness`, which compares values of backward's recomputation with forward. None
+        if the comparison is disabled or x has no values.
+
+        Args:
+            x: [..., T, h], the layer's input.
+            autocast: the autocast state of the call.
         """
         if not self.config.compare_backward or not has_data(x) or not x.numel():
             return None

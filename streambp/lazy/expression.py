@@ -57,7 +57,9 @@ class Operand:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
-        """Return a node for the current values of a tensor [*tokens, k]."""
+        """Return an operand of recorded logits functions (`Node`) that refers to a tensor [*tokens,
+        k], and records its version counter to detect later in-place changes.
+        """
         return cls(tensor, 0 if tensor.is_inference() else tensor._version)
 
     def check(self) -> None:

@@ -255,8 +255,10 @@ class StepRecord:
         return {name: value for name, value in found.items() if value is not None}
 
     def saves(self) -> tuple[str, ...]:
-        """Return lines about saves="auto" without offloading: the saved tensors, and then the limit
-        on further saves.
+        """Return lines of the report for the setting saves="auto", for a step without offloading.
+
+        There is a line for each kind of tensor that the step saved for backward. The last line
+        states the free device memory, the limit for further saved tensors.
         """
         if self.way == UNPATCHED:
             return ("all activations and the logits, as the unpatched model does (auto)",)

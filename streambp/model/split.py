@@ -86,14 +86,22 @@ def shards_of(
     training: bool,
     sites: list[LayerSite],
 ) -> Shards | None:
-    """Return how the batch of a backbone's call is split over ranks; None if it is not split.
+    """Return how the sequences of this batch are split over ranks; None if each rank has full
+    sequences.
 
-    A split batch needs collectives.
+    If sequences are split, the call runs collectives, so all ranks of the group must make the call.
 
     Args:
+        kwargs: arguments of the backbone's forward; position_ids and attention_mask are read.
         tokens: input_ids [B, T] of `kwargs`, or inputs_embeds [B, T, h].
-        sites: sites of the layers. The number of layers that save keys or attention outputs must be
-            the same on all ranks, because it changes the exchanged tensors.
+        config: the backbone's config.
+        training: the backbone's mode.
+        sites: the patched decoder layers (`LayerSite`). Layers that save K and V, or attention
+            outputs, exchange other tensors between ranks in backward. So all ranks must have the
+            same number of such layers.
+
+    Raises:
+        StreamBPError: ranks have different shards, or different numbers of such layers.
     """
     found = find_split(config, training)
     if found is None or tokens is None:

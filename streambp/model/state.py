@@ -46,25 +46,26 @@ class ForwardContext:
     Attributes:
         bypass: True if the forward runs unpatched, because a cache or attention weights are
             returned.
-        defer_norm: request of the head if the final norm is to be deferred to the head; None
-            otherwise.
-        deferring: the replacement of that norm while installed.
+        defer_norm: options of the output projection, if the final norm is computed together with
+            the logits; None: the norm runs in its place.
+        deferring: the replacement of the final norm's forward while installed.
         shards: the split of the sequences over ranks; None: sequences are not split.
-        packed_rows: the documents of the rows, if layers with states must read documents from
-            position_ids.
+        packed_rows: the document boundaries of packed rows, if layers with recurrent states must
+            read these from position_ids.
         position_ids: argument of the causal language model's call; Mamba does not pass it on.
         labels: labels and shift_labels of that call.
         padding_unseen: returns True if no value at padding (hidden states, logits) reaches the
             caller.
-        tree: the rows, if they are computed as a packed row. [Note: tree of rows]
-        failed: exceptions that layers raised in a running trial of a packed row; None: no trial is
-            running.
+        tree: the batch's rows as one packed row without padding, with shared prefixes only once;
+            None: rows are computed as they are. [Note: tree of rows]
+        failed: exceptions of layers in the test run for shared prefixes of rows; None: no test run.
+            [Note: trial of sharing]
         asked_cache: True if the forward would return a cache unpatched, by its arguments or the
             model's config.
         names_cache: True if the caller of a training call passes `use_cache=True`; None: no
             surrounding language model runs.
-        again: True if rows are computed after a packed row, for code that reads padding.
-            [Note: padding that is read]
+        again: True if the batch's rows are computed a second time, after a packed row, for code
+            that reads padding. [Note: padding that is read]
     """
 
     bypass: bool = False

@@ -152,10 +152,18 @@ class LayerForward(InstanceForward):
     def _on_trial(
         self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the layer in a trial of sharing; append an exception to `failed` instead of raising.
+        """Call the layer in the test run for shared prefixes of rows; append an exception to
+        `failed` instead of raising.
 
-        After an exception every layer returns its input. Each rank still enters every layer,
-        because other ranks wait there for gathered weights. [Note: trial of sharing]
+        The test run compares a packed row, in which rows share the tokens of common prefixes, with
+        the rows themselves. After an exception every layer returns its input. Each rank still
+        enters every layer, because other ranks wait there for gathered weights. [Note: trial of
+        sharing]
+
+        Args:
+            failed: exceptions of all layers in this test run so far.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
         """
         if not failed:
             try:

@@ -55,8 +55,14 @@ class WeightSlice:
     home: Tensor
 
     def within(self, memory: Tensor) -> Tensor:
-        """Return the same part of other memory [bytes], uint8, with the tensor's shape and strides
-        [...].
+        """Return a view of the bytes in `memory` at which this tensor lies in its layer's range.
+
+        Args:
+            memory: [bytes] uint8, a buffer with the layout of the layer's range, for example on the
+                device.
+
+        Returns:
+            A view with the tensor's dtype, shape [...] and strides.
         """
         home = self.home
         return (

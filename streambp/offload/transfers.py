@@ -167,8 +167,13 @@ class Transfers:
         self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
 
     def let_go(self, entry: Entry | None = None, upto: float = math.inf) -> None:
-        """Free the sources of an entry, or of all groups up to `upto`, after compute waits for
-        their copies.
+        """Release tensors on the device whose copies to the host were started. The compute stream
+        first waits for these copies, so that the memory is not overwritten too early.
+
+        Args:
+            entry: the entry whose tensor is released; None: the tensors of all entries.
+            upto: number of the last group to release. Groups are the copies of one chunk or tile,
+                numbered in order.
         """
         for departure in [
             d for d in self._in_flight if d.group <= upto and entry in (None, d.entry)

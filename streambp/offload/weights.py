@@ -81,7 +81,8 @@ class Slot:
 
 
 class HostWeights:
-    """The weights of a model's layers on the host. [Note: weights on the host]
+    """The weights of a model's layers on the host, copied to the device for each layer's forward
+    and backward. [Note: weights on the host]
 
     Args:
         root: the model.
@@ -91,9 +92,11 @@ class HostWeights:
 
     Attributes:
         ranges: host memory of the weights.
-        loads: number of copies of each layer to the device, by direction.
-        room: function of (device, rows, length) that returns the bytes for layers' weights beside a
-            step, including weights on the device; None: no layer stays on the device.
+        loads: number of copies to the device, by (direction, layer index). Directions are
+            "forward", "backward", and "trial" for a test run.
+        room: function of (device, rows, length) that returns the device memory for layers' weights
+            during a step with a batch [rows, length], in bytes. None: no layer's weights stay on
+            the device between uses.
     """
 
     def __init__(
@@ -184,7 +187,7 @@ class HostWeights:
         The copy of the next layer's weights starts meanwhile.
 
         Args:
-            direction: forward or backward.
+            direction: "forward", "backward", or "trial" for a test run.
             decodes: True to decode 4-bit weights at most once.
 
         Raises:

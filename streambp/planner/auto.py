@@ -187,9 +187,12 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 
 
 class ModelStates:
-    """Figures of a model's steps for each state of the model, counted on first use.
+    """Predicts the memory and time of a model's steps, cached for each state of the model.
 
-    [Note: saves that fit]
+    A state is the size, requires_grad flag and dtype of each parameter, its device if
+    weights="device", and autocast's dtype. For a new state, a step is counted on a copy of the
+    model without data, if the device's free memory is known. Calling this object returns the
+    prediction for the model's present state. [Note: saves that fit]
 
     Args:
         model: the patched model.
@@ -223,8 +226,11 @@ class ModelStates:
         return found[1]
 
     def __call__(self, device: torch.device) -> tuple[Figures, float]:
-        """Return the figures for the model's present state, and the fraction of gradients that
-        exist.
+        """Return the predicted memory and time (`Figures`) for the model's present state, and the
+        fraction of gradients that exist.
+
+        Args:
+            device: device of the step.
         """
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)

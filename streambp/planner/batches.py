@@ -193,10 +193,10 @@ def both_ways(
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:
-    """Return the work of a batch's step by kind of phase.
+    """Return the FLOPs, bytes read and written, and dispatches of a batch's step, by kind of phase.
 
     Args:
-        method: the counted step.
+        method: the way to run the step, with its counted costs.
         batch: the batch.
         packed: True for one packed row.
         chunk_size: positions of a chunk in each row.

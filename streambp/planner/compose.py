@@ -20,12 +20,12 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A phase of the full model at one point.
+    """Memory of a phase of the full model, counted at one (T, C).
 
     Attributes:
         name: the phase's name.
-        start: live bytes at its start.
-        peak: bytes at its peak.
+        start: bytes in use at its start.
+        peak: bytes in use at its peak.
         gradients: bytes in `.grad` at its start.
         most: bytes of other ranks' keys -> the peak of all other bytes.
         per_key: bytes for each of `profile.keys_held`, not included in `peak`.
@@ -42,11 +42,16 @@ class Counted:
 def unroll(
     spans: Sequence[Span], reduced: ShrunkModel
 ) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
-    """Return the phases of a step of all layers, from a step of the counted layers.
+    """Return the phases of the full model's step, from a counted step of a model with fewer layers.
+    Each counted layer represents all layers of its kind.
+
+    Args:
+        spans: phases of the counted step, in order.
+        reduced: the representative layers, and the kind of each layer of the full model.
 
     Returns:
-        the phases; host bytes; work by kind of phase; link bytes (`splits.SplitCount`) of the full
-            step.
+        The phases, the bytes of host memory, the cost (`Work`) by kind of phase, and the bytes
+        exchanged between ranks (`SplitCount.links`).
     """
     depth = len(reduced.kinds)
     forward = {}
@@ -98,11 +103,17 @@ def unroll(
 def fit(
     points: Sequence[Point], phases: Sequence[Sequence[Counted]], reduced: ShrunkModel
 ) -> tuple[Phase, ...]:
-    """Fit lines through phases counted at several points; for each kind of layer, the first and
-    last.
+    """Fit the memory of each phase as a linear function of T, C and the number of chunks, through
+    counts at several (T, C).
 
-    Bytes rise or fall evenly between these two layers, so the two bound all others. A phase with
-    two lines has the larger of the two values.
+    The result contains the first and the last layer of each kind: bytes rise or fall evenly between
+    these two layers, so the two bound all others. A phase may be in the result twice; the larger of
+    the two values is its memory.
+
+    Args:
+        points: (T, C) of each count: tokens of a row, and tokens of a chunk.
+        phases: the phases of each count, in order.
+        reduced: the kind of each layer of the full model.
     """
     fitted = []
     counted_peaks = []

@@ -115,13 +115,13 @@ CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """Cached facts about an operation: its results and its work.
+    """Cached facts about an operation: its results and its cost.
 
     Attributes:
-        made: for each output its shape, stride and dtype, or the output itself if it is no tensor;
-            or IN_PLACE, or OUT.
+        made: shape, stride and dtype of each output, or the output itself if it is no tensor; or
+            IN_PLACE, or OUT.
         several: True if the outputs are a tuple.
-        work: the operation's work.
+        work: FLOPs and bytes of the operation.
         attends: True if the operation's kernel allocates a workspace.
         routed: number of (token, expert) pairs, for an operation that selects experts.
     """
@@ -218,7 +218,9 @@ class Shapes:
         return type(value), "nan" if value != value else value
 
     def remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-        """Return the work of an uncached operation, and cache the operation if possible."""
+        """Return the FLOPs and bytes of an operation that is not cached, and cache the operation if
+        possible.
+        """
         schema = func._schema
         given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         view = any(x.untyped_storage()._cdata in given for x in tensors(result))
@@ -288,7 +290,8 @@ class AllocatedBytes(contextlib.nullcontext[None]):
 
 
 class StepCount(LiveBytes):
-    """`LiveBytes` for a step without data, which also sums up work.
+    """Counts the bytes in use, as `LiveBytes` does, and the FLOPs and moved bytes of a step on
+    tensors without data.
 
     Args:
         kernels: "flash" or "cudnn": add the workspaces of these kernels to the peak; None: add
@@ -309,14 +312,14 @@ class StepCount(LiveBytes):
 
     @property
     def work(self) -> Work:
-        """Return the work so far."""
+        """Return the FLOPs, moved bytes and dispatches of all operations so far."""
         for known, times in self._times.items():
             self._done = self._done.plus(known.work, times)
         self._times.clear()
         return self._done
 
     def add(self, work: Work) -> None:
-        """Add work that no operation represents."""
+        """Add FLOPs, bytes or dispatches of code that runs no torch operation here."""
         self._done = self._done.plus(work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -63,8 +63,8 @@ def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) 
     """Return the bytes of gradients on the device in each phase.
 
     Args:
-        phases: names and gradient bytes, in order.
-        on_host: the layers in host memory.
+        phases: (name, bytes of gradients) of each phase of the step, in order.
+        on_host: the layers in host memory, whose gradients move to the host; None: no layer.
     """
     if on_host is None or not on_host.part:
         return [gradients for _, gradients in phases]
@@ -96,9 +96,16 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
 
 
 def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:
-    """Return a step's work by kind of phase, with separate entries for layers in host memory.
+    """Return a step's costs by kind of phase, in which layers with weights in host memory have
+    entries of their own.
 
-    Backward starts with the last two of these layers still on the device.
+    The new entries include the bytes copied: weights to the device in forward and backward,
+    gradients to the host in backward. Backward starts with the last two of these layers still on
+    the device.
+
+    Args:
+        step: the costs (FLOPs, bytes, dispatches) by kind of phase.
+        on_host: the layers in host memory; None: no layer.
     """
     found = dict(step)
     if on_host is None:

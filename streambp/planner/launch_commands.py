@@ -32,7 +32,9 @@ def python(choice: Choice) -> str:
 
 
 def doors(choice: Choice, setting: Setting) -> dict[str, str]:
-    """Return one line for each other entry point, by name."""
+    """Return the options of this plan for each other way to launch training, by its name, as one
+    line of text.
+    """
     fields = fields_of(choice)
     flags = []
     trl = []

@@ -74,13 +74,13 @@ AT_ONCE: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The work of all phases of a kind: "embedding", "forward" and "backward" of all layers, "head"
-    and so on.
+    """The costs of all phases of a kind, as functions of T and C. Kinds are "embedding", "forward"
+    and "backward" of all layers, "head" and so on.
 
     Attributes:
         name: the kind.
-        laws: one for each field of `Work`.
-        k_block: number of keys in a block.
+        laws: a function of T and C for each field of `Work`: FLOPs, bytes, dispatches.
+        k_block: number of keys in an attention block.
     """
 
     name: str
@@ -88,7 +88,9 @@ class Part:
     k_block: int
 
     def at(self, step: Features) -> Work:
-        """Return the work of a step with these features."""
+        """Return the FLOPs, bytes and dispatches of a step with these features (T, C, number of
+        chunks and so on).
+        """
         return Work(*(max(0.0, law.at(step)) for law in self.laws))
 
 
@@ -119,10 +121,17 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
 
 
 def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> list[Law]:
-    """Fit a plane through each column of values [points, n].
+    """Fit bytes as linear functions of T, C and the number of chunks.
 
-    Its coefficients are the constant, per T, per C and per chunk. There is no slope in C if all
-    points have C = 0, and none per chunk for only three points.
+    The coefficients of each function are the constant, per T, per C and per chunk. There is no
+    slope in C if all points have C = 0, and none per chunk for only three points.
+
+    Args:
+        points: (T, C) of each count: tokens of a row, and tokens of a chunk.
+        values: [points, n], counted bytes of n phases at each point.
+
+    Returns:
+        The n functions.
     """
     if any(c for _, c in points):
         columns = min(4, len(points))
@@ -136,13 +145,14 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
 def fit_work(
     name: str, points: Sequence[Point], found: Sequence[Work], k_block: int, own: int | None = None
 ) -> Part:
-    """Fit laws through the work counted at several points, with at most one feature for each point.
+    """Fit the costs of one kind of phase as functions of T and C, through counts at several points.
+    There is at most one coefficient for each point.
 
     Args:
         name: the kind of phase.
-        points: (T, C) of each count.
-        found: the work of each count.
-        k_block: number of keys in a block.
+        points: (T, C) of each count: tokens of a row, and tokens of a chunk.
+        found: the counted costs at each point.
+        k_block: number of keys in an attention block.
         own: number of leading points to use for copies to the host; None: all.
     """
     used = dict(IN_CHUNKS if any(c for _, c in points) else AT_ONCE)

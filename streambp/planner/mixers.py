@@ -141,7 +141,12 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
 
 
 def globals_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the globals of the modules' code, without torch's own."""
+    """Return the namespaces (`__globals__`) of the files that define the forwards of a model's
+    modules.
+
+    Several classes of one file share a namespace, which is returned once. Namespaces of torch
+    itself are left out.
+    """
     spaces: dict[int, dict[str, Any]] = {}
     for module_type in {type(module) for module in model.modules()}:
         space = getattr(inspect.unwrap(module_type.forward), "__globals__", {})

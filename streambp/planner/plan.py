@@ -335,7 +335,9 @@ def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
 def _plan_profile(
     profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates
 ) -> Plan:
-    """Plan for a counted model with a fixed place of its weights."""
+    """Plan training of a counted model. `setting.on_host` already says which layers have their
+    weights in host memory.
+    """
     methods = available(profile, setting)
     table = tuple(longest(profile, method, memory, setting) for method in methods)
     best = max(
@@ -400,10 +402,19 @@ def choose(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> Choice | None:
-    """Return the fastest method and chunk size that fit.
+    """Return the fastest way to run a step, with its chunk size, that fits into memory; None if
+    none fits.
 
-    Of choices within half a percent, it is the one that moves the least to the host, with the
-    largest chunk.
+    If several take equally long within half a percent, the result is the one that moves the least
+    to the host, with the largest chunk.
+
+    Args:
+        profile: the model's counted costs.
+        methods: the ways to run a step.
+        seq_len: positions of a row.
+        memory: memory limits of each rank.
+        setting: the training setting.
+        rates: the device's FLOP/s and bytes/s.
     """
     fitting = []
     for option in options(profile, methods, seq_len, memory, setting, rates):
@@ -441,9 +452,18 @@ def options(
     setting: Setting,
     rates: Rates,
 ) -> Iterator[Choice]:
-    """Generate every method with every chunk size, with or without enough memory.
+    """Yield every way to run a step with every chunk size, including those that do not fit into
+    memory.
 
     Methods that are not chunked have a single option.
+
+    Args:
+        profile: the model's counted costs.
+        methods: the ways to run a step.
+        seq_len: positions of a row.
+        memory: memory limits of each rank.
+        setting: the training setting.
+        rates: the device's FLOP/s and bytes/s.
     """
     setting = with_room(profile, memory, setting)
     for method in methods:
@@ -490,9 +510,16 @@ def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
 
 
 def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:
-    """Return the longest sequence that fits with the smallest chunks.
+    """Return the longest sequence that fits into memory with one way to run a step, with the
+    smallest chunks.
 
     Methods with bytes for each chunk are tried with every chunk size.
+
+    Args:
+        profile: the model's counted costs.
+        method: the way to run a step.
+        memory: memory limits of each rank.
+        setting: the training setting.
     """
     setting, ranks, sizes = (
         with_room(profile, memory, setting),
@@ -529,7 +556,9 @@ def chunk_sizes(batch_size: int) -> tuple[int, ...]:
 
 
 def _levers(profile: Profile, now: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
-    """Generate changes outside of streambp's own settings, each with its longest sequence."""
+    """Yield changes outside of streambp's settings that allow longer sequences (more GPUs, ZeRO-3,
+    more host memory), each with its longest sequence.
+    """
     options: list[tuple[str, Setting, Memory]] = []
     if setting.optimizer and not setting.optimizer_on_host:
         options.append(

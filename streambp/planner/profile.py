@@ -97,19 +97,21 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to run a step.
+    """A way to run a training step, with its counted costs as functions of T and C (tokens of a row
+    and of a chunk).
 
     Attributes:
         name: the method's name.
-        saves: as in `StreamConfig`.
+        saves: names of the tensors saved for backward, as in `StreamConfig`.
         offload: as in `StreamConfig`.
         prefix_on_host: True if a layer's keys and values are streamed from the host
             (`StreamConfig.gpu_memory`).
         chunked: True if the sequence is cut into chunks of C; otherwise C has no effect.
-        first: phases of a step whose gradients are None at its start.
-        accumulating: phases of a step that adds to gradients.
+        first: memory of each phase of a step whose gradients are None at its start.
+        accumulating: memory of each phase of a step that adds to gradients.
         host: bytes of host memory.
-        work: work of a step by kind of phase, over all ranks, with T for the full sequence.
+        work: FLOPs and bytes read and written, by kind of phase, over all ranks, with T for the
+            full sequence.
         split: kind of sequence sharding, or None; T and C are then those of one rank's shard,
             except in `work`.
     """
@@ -369,11 +371,12 @@ def static(profile: Profile, setting: Setting) -> Peak:
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
-    """Return the largest phase of a step.
+    """Return the peak memory of a step, in bytes, and the phase (a layer's backward, for example)
+    in which it occurs.
 
     Args:
-        profile: the counted model.
-        method: the method.
+        profile: the model's counted costs.
+        method: the way to run the step: unpatched or in chunks, with its saved tensors.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         setting: the training setting.
@@ -422,12 +425,14 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
 def work(
     method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None
 ) -> dict[str, Work]:
-    """Return the work of a step by kind of phase, over all ranks that share the sequence.
+    """Return the FLOPs, bytes read and written, and dispatches of a step, by kind of phase
+    ("forward" of all layers, "head" and so on).
 
-    `dispatches` are those of one rank.
+    FLOPs and bytes are summed over the ranks that share the sequence; dispatches are those of one
+    rank.
 
     Args:
-        method: the method.
+        method: the way to run the step.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         setting: the training setting; None: one rank.
@@ -507,7 +512,14 @@ def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
 
 
 def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None) -> float:
-    """Return the FLOPs of a step over all ranks that share the sequence."""
+    """Return the FLOPs of one step, summed over all ranks that share the sequence.
+
+    Args:
+        method: the way to run the step, with its counted costs.
+        seq_len: positions of a row.
+        chunk_size: positions of a chunk.
+        setting: the training setting; None: one rank.
+    """
     total = 0.0
     for part in work(method, seq_len, chunk_size, setting).values():
         total += part.products + part.forward + part.backward

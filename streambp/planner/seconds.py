@@ -72,7 +72,13 @@ def seconds(
 
 
 def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Seconds:
-    """Return the seconds of work by kind of phase, shared evenly by `ranks`."""
+    """Return the seconds that a step takes on a device.
+
+    Args:
+        step: the costs (FLOPs, bytes, dispatches) by kind of phase.
+        rates: the device's FLOP/s, bytes/s and seconds for each dispatch.
+        ranks: number of ranks that share FLOPs and bytes evenly.
+    """
     products = attention = elementwise = waiting = total = 0.0
     phases: dict[str, float] = {}
     for name, part in step.items():
@@ -89,7 +95,14 @@ def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Second
 
 
 def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, float]:
-    """Return the seconds of matrix products, of attention and of all other kernels."""
+    """Return the seconds of a part of a step on one rank: of matrix products, of attention, and of
+    all other kernels.
+
+    Args:
+        part: the FLOPs and bytes.
+        rates: the device's FLOP/s and bytes/s.
+        ranks: number of ranks that share FLOPs and bytes evenly.
+    """
     return (
         part.products / ranks / rates.products,
         part.forward / ranks / rates.forward + part.backward / ranks / rates.backward,
@@ -127,5 +140,12 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
 
 
 def throughput(found: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
-    """Return tokens per second over all ranks."""
+    """Return the tokens that all ranks together process per second.
+
+    Args:
+        found: the seconds of a step.
+        seq_len: positions of a row.
+        batch_size: rows of a rank's batch.
+        setting: the training setting, with the number of GPUs.
+    """
     return seq_len * batch_size * (setting.gpus / setting.ranks) / found.total

@@ -193,7 +193,9 @@ class Skeleton:
         return {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
     def reduce(self) -> ShrunkModel:
-        """Remove layers that are equal to others, unless already removed."""
+        """Remove layers of the model that have the same structure as others, unless already
+        removed. Return the remaining layers, and the kind of each layer.
+        """
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)

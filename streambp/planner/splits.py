@@ -228,12 +228,13 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return the phases at several points, repeated for each relevant amount of keys.
+    """Return the memory of each phase at several T and C, repeated for each relevant number of
+    bytes of other ranks' keys.
 
     Args:
-        phases: phases at each point.
+        phases: the phases of each count, in order.
         split: kind of sequence sharding.
-        lengths: tokens of the shards at each point.
+        lengths: tokens of a rank's shard in each count.
         ranks: number of ranks in the count.
     """
     if split.by == ULYSSES:

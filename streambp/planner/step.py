@@ -36,17 +36,18 @@ TILE = (2048, 32768)  # rows and columns of a tile of logits in `counted_head`
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A phase of a step, in bytes relative to those before the step.
+    """Memory and cost of one phase of a step: for example a layer's forward, or the head's
+    backward. Bytes are relative to those before the step.
 
     Attributes:
         name: the phase's name.
-        layer: index among the layers, or None.
-        start: live bytes at the start.
-        peak: maximal live bytes.
-        end: live bytes at the end.
+        layer: index of the layer, or None if the phase is outside of layers.
+        start: bytes in use at the start.
+        peak: maximum of the bytes in use.
+        end: bytes in use at the end.
         host: host bytes at the end.
         gradients: bytes of parameters' `.grad` at the end.
-        work: work of the phase.
+        work: FLOPs, bytes read and written, and dispatches in the phase.
         most: see `splits.SplitCount`.
         links: see `splits.SplitCount`.
     """
@@ -64,7 +65,20 @@ class Span:
 
 
 class Phases:
-    """Splits a count into spans; `enter` ends the current span and begins another."""
+    """Divides a step into phases and records a `Span` (memory and FLOPs) for each phase.
+
+    A phase is the forward or backward of one layer, of the head or of the embedding. `enter` ends
+    the current phase and begins the next.
+
+    Args:
+        count: counts the bytes of device memory that are in use, and their peak.
+        parameters: the model's parameters, whose `.grad` bytes are recorded.
+        host: returns the bytes of host memory that are in use.
+
+    Attributes:
+        spans: the records of the phases that have ended, in order.
+        backward: True once the step's backward runs.
+    """
 
     def __init__(
         self,
@@ -83,7 +97,12 @@ class Phases:
         self.backward = False
 
     def enter(self, name: str | None, layer: int | None = None) -> None:
-        """End the current span and begin one with this name; None ends the step."""
+        """End the current phase, append its record to `spans`, and begin another phase.
+
+        Args:
+            name: name of the next phase; None: the step ends.
+            layer: index of the phase's layer; None: the phase is outside of layers.
+        """
         count = self._count
         work = getattr(count, "work", Work())
         links = tuple(getattr(count, "links", ()))
@@ -114,13 +133,14 @@ def run_step(
     count: LiveBytes | AllocatedBytes,
     host: Callable[[], int] = lambda: 0,
 ) -> list[Span]:
-    """Run forward and backward of one batch [B, T] and return its spans in order.
+    """Run forward and backward of one batch [B, T] and return the memory and cost of each phase, in
+    order.
 
     Args:
         model: the model; its gradients are None, or are added to.
         layers: its decoder layers, in order.
         loss: runs the forward and returns a scalar tensor.
-        count: the count, entered here.
+        count: counts the bytes in use; entered here as a context manager.
         host: returns the present host bytes.
     """
     phases = Phases(count, list(model.parameters()), host)
@@ -139,7 +159,9 @@ def run_step(
         phases.enter("forward", place)
 
     def after(place: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Begin the next phase after a layer's forward, and register its backward."""
+        """Register a hook that begins the phase of the layer's backward. After the last layer,
+        begin the head's phase.
+        """
         if phases.backward:
             return
         if isinstance(output, tuple):

@@ -366,8 +366,13 @@ class Counter:
     def count(
         self, recipe: SurveyRecipe, point: Point, accumulate: bool = True
     ) -> list[list[Span]]:
-        """Return the spans of a first step and optionally of a second step that adds to its
-        gradients.
+        """Return the phases of a first step, and optionally of a second step that adds to the first
+        step's gradients.
+
+        Args:
+            recipe: the way to run the step.
+            point: (T, C), tokens of a row and of a chunk.
+            accumulate: True to count the second step.
         """
         model = self.skeleton.model
         skeleton = self.skeleton
@@ -461,7 +466,7 @@ class Counter:
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
-    """Count a recipe at its points and fit its laws."""
+    """Count a step at several (T, C), and fit its memory and FLOPs as functions of T and C."""
     chunked = recipe.config is not None
     fused = counter.fused(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class Work(NamedTuple):
-    """Work of a part of a step.
+    """Cost of an operation, of a phase or of a step.
 
     Attributes:
         products: FLOPs of matrix products.
@@ -41,7 +41,7 @@ class Work(NamedTuple):
     back: float = 0.0
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
-        """Return this work plus `times` times the other."""
+        """Return the sum of this cost and `times` times the other, field by field."""
         return Work(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
 
@@ -169,7 +169,15 @@ def _size(tensor: Tensor) -> int:
 
 
 def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the bytes that an operation other than a view reads and writes. [Note: bytes moved]"""
+    """Return the bytes that one torch operation reads and writes; 0 for matrix products and
+    attention. [Note: bytes moved]
+
+    Args:
+        func: the operation, an overload of `torch.ops.aten`; no view.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
+        result: the operation's result.
+    """
     name = func._overloadpacket.__name__
     written = sum(map(_size, tensors(result)))
     if func in ADDS_TO_A_SUM:
@@ -199,7 +207,15 @@ def moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Return the work of one operation with this result."""
+    """Return the cost of one torch operation: its FLOPs, its dispatch, and the bytes that it reads
+    and writes.
+
+    Args:
+        func: the operation, an overload of `torch.ops.aten`.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
+        result: the operation's result.
+    """
     if func in FACTORS:
         a, b = args[FACTORS[func] :][:2]
         # In a grouped product, every row of a meets one matrix of b, or every column one group.

@@ -82,7 +82,15 @@ class Documents:
         return arguments
 
     def within(self, chunk: Chunk) -> dict[str, Tensor]:
-        """Return a chunk's replacement arguments: the document ends inside it, [documents + 1]."""
+        """Return the argument cu_seq_lens_q of kernels, by name, for one chunk.
+
+        Args:
+            chunk: the chunk's range of positions.
+
+        Returns:
+            The boundaries of the documents inside the chunk, [documents + 1], counted from the
+            chunk's start: from 0 to the chunk's length. {} if the call has no such argument.
+        """
         if self._ends is None:
             return {}
         # One tensor for all passes, because fla caches values derived from this tensor.

@@ -68,10 +68,11 @@ class Keys:
         self.both = [KeyGroup(slice(None), k, v)]
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """Generate all groups.
+        """Yield K and V of full sequences, one group of heads after the other.
 
         Args:
-            last: True in the last iteration; each group is freed once the caller drops it.
+            last: True if the groups are not read again after this loop. Each group's memory is then
+                freed once the caller drops the group.
         """
         yield self.both.pop() if last else self.both[0]
 
