@@ -101,7 +101,7 @@ def run(name, rank, mutant):
         for layer in model.model.layers:
             layer.mlp.down_proj = Reduced(layer.mlp.down_proj, LAYERS[name])
     if mutant:
-        collectives.NAMESPACES = ()
+        collectives.COLLECTIVES = ()
     return refusal(model, rank, config)
 
 

@@ -763,6 +763,11 @@ def test_factors_follow_a_change_within_a_pass(calls):
     assert len(calls) == 2
 
 
+def freed_when_all_have_read_it():
+    with pytest.MonkeyPatch.context() as patch:
+        test_the_product_of_one_input_is_freed_when_all_have_read_it(patch)
+
+
 @pytest.mark.parametrize(
     ("mutant", "named"),
     [
@@ -779,12 +784,7 @@ def test_factors_follow_a_change_within_a_pass(calls):
         (factors_of_the_last_pass, a_step_between),
         (no_skinny_dx, lambda calls: check_three("all of one", [3])),
         (one_large_product_is_lost, lambda calls: check_three("all of one", [3])),
-        (
-            products_that_stay,
-            lambda calls: test_the_product_of_one_input_is_freed_when_all_have_read_it(
-                pytest.MonkeyPatch()
-            ),
-        ),
+        (products_that_stay, lambda calls: freed_when_all_have_read_it()),
         (any_x_is_that_of_the_first, lambda calls: check_three("one of another", [3])),
         (factors_for_each_call, lambda calls: test_kernels_of_a_forward()),
     ],

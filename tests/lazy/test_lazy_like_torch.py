@@ -311,8 +311,8 @@ REFUSED = {
         for make in (a_part, a_quotient, rows_of_each, an_operation_without_a_rule)
     },
     asked_for: "grad comes after",
-    hooked_before_a_function: "a hook (register_hook) was put on them",
-    hooked_after_a_function: "a hook (register_hook) was put on them",
+    hooked_before_a_function: "a hook (register_hook) was put on the logits",
+    hooked_after_a_function: "a hook (register_hook) was put on the logits",
     another_shape: "squeeze_ changes the shape",
 }
 

@@ -315,7 +315,7 @@ def test_what_cannot_be_known_of_other_shards_is_refused(one_rank):
         ({"position_ids": None}, "position_ids are missing"),
         ({"shift_labels": None}, "without shift_labels"),
         ({"attention_mask": torch.ones(2, 1, length, length).tril().bool()}, "padding mask"),
-        ({"attention_mask": holes}, "leaves out tokens|no sliding window"),
+        ({"attention_mask": holes}, "masks tokens in the middle|no sliding window"),
         ({"cu_seq_lens_q": torch.tensor([0, length])}, "cu_seq_lens"),
     ):
         with pytest.raises(streambp.StreamBPError, match=message):
