@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -76,13 +77,19 @@ def _shown(text: str) -> str:
     return "[" + ", ".join(text.split()) + "]"
 
 
-def unviewed(result: Tensor) -> Tensor:
+def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return a tensor [...] in the memory of `result`, without a base.
 
     A Function's forward may not return a view: torch refuses later in-place operations on it.
     `F.linear` with a bias returns a view.
+
+    Args:
+        result: a contiguous tensor that no other code reads.
+        shape: the shape of the returned tensor; None: that of `result`.
     """
-    if not result._is_view():
-        return result
-    own: Tensor = torch.ops.aten._unsafe_view(result, result.shape)
+    if shape is None:
+        if not result._is_view():
+            return result
+        shape = result.shape
+    own: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return own

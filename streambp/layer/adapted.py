@@ -366,9 +366,10 @@ class AdaptedLinear(torch.autograd.Function):
 
 def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     needs = ctx.needs_input_grad
+    rows = x.flatten(0, -2)
     left = None
     if not isinstance(work.value, Tensor) or any(needs):
-        left = _left(work, x.flatten(0, -2))
+        left = _left(work, rows)
     ctx.work = dataclasses.replace(
         work, value=None, groups=[group._replace(mask=None) for group in work.groups]
     )
@@ -377,13 +378,15 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     if isinstance(work.value, Tensor):
         return work.value.view_as(work.value)
     assert left is not None
+    shape = (*x.shape[:-1], weight.shape[0])
     if work.value is None:
-        return unviewed(_product(x, weight, left, work.b))
-    left = left.view(*x.shape[:-1], -1)
-    out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
+        return unviewed(_product(rows, weight, left, work.b), shape)
+    out = x.new_full(shape, torch.nan)
     if work.value is not UNREAD:
-        here = work.value
-        out[..., here, :] = _product(x[..., here, :], weight, left[..., here, :], work.b)
+        read = x[..., work.value, :]
+        left = left.view(*x.shape[:-1], -1)[..., work.value, :]
+        product = _product(read.flatten(0, -2), weight, left.flatten(0, -2), work.b)
+        out[..., work.value, :] = product.view(*read.shape[:-1], -1)
     return out
 
 
@@ -395,11 +398,9 @@ def _left(work: Work, rows: Tensor) -> Tensor:
     return spread(found[0] if len(found) == 1 else torch.cat(found, 1), work.b)
 
 
-def _product(x: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
-    """Compute y [..., out] for x [..., in] and left [..., parts * rank + biases] or its rows."""
-    out = (left if left.dim() == 2 else left.flatten(0, -2)) @ b.stack
-    out.addmm_(x.flatten(0, -2), weight.mT)
-    return out.view(*x.shape[:-1], weight.shape[0])
+def _product(rows: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
+    """Compute y [n, out] for rows [n, in] of x and left [n, parts * rank + biases]."""
+    return (left @ b.stack).addmm_(rows, weight.mT)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -81,15 +81,18 @@ def page(
         "slower": SLOWER,
         "usual": USUAL,
     }
-    folder = resources.files("streambp.planner") / "web"
-    text = (folder / "page.html").read_text("utf-8")
+    text = part("page.html")
     for place, files in PLACES.items():
-        parts = "\n".join((folder / file).read_text("utf-8") for file in files)
-        text = text.replace(place, FOR_READERS.sub("", parts))
+        text = text.replace(place, FOR_READERS.sub("", "\n".join(map(part, files))))
     # "<" could end the script element or open a comment in it.
     return text.replace(
         DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     )
+
+
+def part(file: str) -> str:
+    """Return the text of a file of the page, such as "plan.js"."""
+    return (resources.files("streambp.planner") / "web" / file).read_text("utf-8")
 
 
 def _embedded(profile: Profile) -> dict[str, Any]:

@@ -456,6 +456,11 @@ def test_a_backward_while_forwards_wait_for_theirs_teaches_nothing(monkeypatch):
 
 
 @pytest.mark.full
+class Mixing(Wrapped):
+    def forward(self, x):
+        return self.inner(x + 0.5 * torch.roll(x, 1, 1))
+
+
 def test_copies_of_a_model_after_steps(monkeypatch):
     stock, ours = pair(around_mlp(Leaving))
     batch = make_batch("plain")
@@ -471,11 +476,10 @@ def test_copies_of_a_model_after_steps(monkeypatch):
     for model in (stock, copied):
         layer_of(model).mlp.inner.act_fn = nn.GELU()
     check_agree(stock, copied, **batch)
-
-
-class Mixing(Wrapped):
-    def forward(self, x):
-        return self.inner(x + 0.5 * torch.roll(x, 1, 1))
+    for model in (stock, copied):
+        other = model.model.layers[0]
+        other.mlp = Mixing(other.mlp)
+    check_agree(stock, copied, **batch)
 
 
 class Weighted(Wrapped):

@@ -55,8 +55,12 @@ class ConstantSteps:
         )
 
 
-def states_of_the_chunk_before(self, chunk, again=False, real=call.SavedForBackward.states):
-    return real(self, self.plan[chunk.index - 1] if chunk.index > 1 else chunk, again=True)
+def states_of_the_chunk_before(self, real=call.SavedForBackward.states):
+    """Of the chunk that was read before this one."""
+    states = real(self)
+    before = vars(self).get("read_before", states)
+    self.read_before = states
+    return before or states
 
 
 def whole_masks(self, chunk, leaves=None, real=arguments.Arguments.cut):
