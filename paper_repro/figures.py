@@ -118,18 +118,18 @@ def run_steps(
     for number in range(steps):
         if update is None:
             model.zero_grad(set_to_none=True)
-        watched = contextlib.ExitStack()
-        if number == steps - 2:
-            watched.enter_context(seen)
-            watched.enter_context(counted_calls(calls))
-            if device.type == "cuda" and timeline:
-                watched.enter_context(kernel_times(spans))
-        if on_gpu:
-            torch.accelerator.synchronize(device)
-            torch.accelerator.reset_peak_memory_stats(device)
-            retries = allocator_count(device, "num_alloc_retries")
-        start = time.perf_counter()
-        with watched:
+        # Entered within, so that an error of one does not leave another on for later rows.
+        with contextlib.ExitStack() as watched:
+            if number == steps - 2:
+                watched.enter_context(seen)
+                watched.enter_context(counted_calls(calls))
+                if device.type == "cuda" and timeline:
+                    watched.enter_context(kernel_times(spans))
+            if on_gpu:
+                torch.accelerator.synchronize(device)
+                torch.accelerator.reset_peak_memory_stats(device)
+                retries = allocator_count(device, "num_alloc_retries")
+            start = time.perf_counter()
             loss = forward()
             loss.backward()
             if on_gpu and number == steps - 2:

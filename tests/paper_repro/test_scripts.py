@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from paper_repro import figures, harness
 from paper_repro.harness import Job, Row, run, sweep
@@ -196,6 +196,15 @@ def test_ligers_functions_are_counted_where_it_was_imported(monkeypatch):
     )
     assert found.ran == ("Liger's norm",)
     assert vars(LigerRMSNormFunction)["forward"] is real
+
+
+def test_an_error_of_one_counter_leaves_no_other_on(monkeypatch):
+    """The rows after it would run under a dispatch mode, compiled modules among them eagerly."""
+    monkeypatch.setattr(figures, "OURS", ((figures, "_of_nobody", "nothing"),))
+    weight = torch.nn.Linear(3, 3)
+    with pytest.raises(KeyError, match="_of_nobody"):
+        figures.run_steps(weight, lambda: weight(torch.ones(2, 3)).sum())
+    assert _get_current_dispatch_mode_stack() == []
 
 
 def test_kernels_that_run_at_once_are_counted_once():
