@@ -191,9 +191,11 @@ def after_breaking_off(run, wait, times):
     Leaky.line, Leaky.left_out = WAITS.get(wait), 0
     try:
         break_off(model, batch)
+        # More of each size than are free, since the step's other tensors are freed, too, and the
+        # allocator returns those first that were freed last.
         taken = [
             torch.full((size,), 7.0, device=batch["labels"].device)
-            for size in 32 * (64, 128, 256, 512, 1024)
+            for size in 256 * (64, 128, 256, 512, 1024)
         ]
         torch.accelerator.synchronize()
     finally:
