@@ -88,10 +88,13 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
     """Return the smallest number of first layers that frees `lacking` bytes; all layers if none
     does.
     """
-    for number in range(1, len(sizes)):
-        on_host = first(sizes, number, decoded)
-        if on_host.freed >= lacking:
-            return on_host
+    total = 0
+    largest = 0
+    for number, size in enumerate(sizes[:-1], 1):
+        total += size
+        largest = max(largest, size)
+        if total - SLOTS * largest - decoded >= lacking:
+            return first(sizes, number, decoded)
     return first(sizes, len(sizes), decoded)
 
 

@@ -187,7 +187,9 @@ def survey(
         modules = module_tree(skeleton, reduced, batch_size)
     shape = (name, dtype, len(reduced.kinds), batch_size, groups, unsharded)
     mixers = assumed(skeleton.model, skeleton.mixers)
-    return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **on_host)
+    without = skeleton.without_adapters
+    found = (*shape, tuple(methods), modules, tuple(left_out), mixers)
+    return Profile(*found, without_adapters=without, **on_host)
 
 
 @contextlib.contextmanager
