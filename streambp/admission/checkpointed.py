@@ -165,6 +165,9 @@ class Repeatable:
             self._states = generator_states(self._generators)
             with watching(self._look.hooks) as acted, self._mismatch_named():
                 result = self._run(*args, **kwargs)
+            trained = Parameters(self._layer, self._device)
+            if trained.names != self._parameters.names:  # a first call may make parameters
+                self._parameters = trained
             self._seen = self._fingerprint.seen(self._layer, self._look, versions, acted)
             self._buffers = written_since(before)
             self._see((args, kwargs), result, again=False)

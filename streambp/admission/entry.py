@@ -20,6 +20,7 @@ from streambp.admission.kept_values import (
     roots_of,
     tell,
     why_kept,
+    why_untestable,
     without_traces,
 )
 from streambp.admission.probe import Verdict, broken, can_stream
@@ -237,6 +238,9 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
     chunks. Return the exception of the test for writes (None: no exception), and the decision
     whether the call streams.
     """
+    because = why_untestable(call)
+    if because is not None:
+        return None, Verdict(False, because)
     with leaving_nothing(call):
         because, error = why_kept(call)
         failed = look_for_writes(call)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
-from streambp.admission.generators import generators_kept, generators_of
+from streambp.admission.generators import on_trial
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import StreamingMismatchError, UnpatchedRun
 from streambp.admission.rehearsal import (
@@ -44,6 +44,7 @@ from streambp.admission.rehearsal import (
     rehearsed,
     rehearsing,
 )
+from streambp.admission.snapshot import Restored, Snapshot
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import RandomState, has_data, is_out_of_memory
@@ -54,7 +55,6 @@ from streambp.fingerprint.snapshots import LayerSnapshot
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
 from streambp.layer.shadows import Parameters, slots_of
-from streambp.layer.side_effects import buffers_of, in_place_of_buffers
 from streambp.layer.site import REACH, LayerSite, remember
 from streambp.recurrent.documents import in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS
@@ -67,6 +67,9 @@ SHORT = 8  # entries of a list whose flags distinguish kinds of calls
 KEEPS_VALUES = (
     "it, or a hook inside it, keeps values for later, of which chunks would leave others than the "
     "whole sequence"
+)
+ADVANCES = (
+    "its code may advance an iterator ({}), whose position could not be restored after a test run"
 )
 OUT_OF_SIGHT = "tensors out of sight"
 MISSING = object()
@@ -252,6 +255,17 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
     )
 
 
+def why_untestable(call: LayerCall) -> str | None:
+    """Return why the layer can have no test run, so that it must run unchunked; None if it can.
+
+    A test run would advance generators and other iterators for good.
+    """
+    if not roots_of(call.site, call.look):
+        return None
+    iterators = Snapshot(call.site.layer).iterators
+    return ADVANCES.format(", ".join(iterators)) if iterators else None
+
+
 def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     """Test if third-party code stores other values in chunks than in the full sequence.
 
@@ -271,19 +285,9 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     failed: Exception | None = None
     because = None
     try:
-        generators, buffers = (
-            generators_kept(generators_of(site, call.look)),
-            in_place_of_buffers(buffers_of(call.site.layer)),
-        )
-        with (
-            nothing_compiled(),
-            _plain_dropout(call),
-            generators,
-            buffers,
-            contextlib.ExitStack() as stack,
-        ):
+        with nothing_compiled(), _plain_dropout(call), contextlib.ExitStack() as stack:
             stack.enter_context(rehearsing(call))
-            because = _why_kept(call, x, roots)
+            because = _why_kept(call, x, roots, stack.enter_context(on_trial(call)))
             if because is None and dict(call.arguments.kind).get(REACH, ("", False))[1]:
                 stack.enter_context(_as_in_a_step(call))
                 because = why_not_at_length(call)
@@ -300,7 +304,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     return because, failed
 
 
-def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
+def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str | None:
     """Return the text that names the stored values in which chunks differ from the full sequence;
     None: all are equal.
 
@@ -308,10 +312,11 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
         call: the call of the layer.
         x: hidden_states of the call; the random tokens of the test have their scale.
         roots: third-party code, and objects from which stored values are reachable.
+        state: restores the layer's state before each run.
     """
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
-    trial = _Trial(call, tokens, upstream, roots)
+    trial = _Trial(call, tokens, upstream, roots, state)
     whole, chunks = trial.left(trial.whole), trial.left(trial.in_chunks)
     call.site.fingerprint.kept |= whole.keys() | chunks.keys()
     differing = _differing(whole, chunks, coarsest(call, x))
@@ -350,10 +355,14 @@ class _Trial:
         x: [..., B, T, h], the tokens.
         upstream: [..., B, T, h], the gradient of its output.
         roots: the places in which values may be stored.
+        state: restores the layer's state before each run.
     """
 
-    def __init__(self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots) -> None:
+    def __init__(
+        self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots, state: Restored
+    ) -> None:
         self.call, self.x, self.upstream, self.roots = call, x, upstream, roots
+        self.state = state
         self.random = RandomState.capture(call.device)
         wanted = (
             call.hidden_states.requires_grad
@@ -368,6 +377,7 @@ class _Trial:
         documents = in_several(named, length) if self.call.packing.told else {}
         rows = None if self.call.packing.rows is None else tried_rows(self.x.shape[-3], length)
         given = self.call.arguments.replaced({**nothing_masked(named, length), **documents}, rows)
+        self.state.rewind()
         with undone(self.roots) as (before, writes):
             # Draw the weights inside, so that each run has the same weights.
             with self.random.replayed(), given, as_trained(self.call) as shadows:

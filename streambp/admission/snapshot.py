@@ -12,15 +12,20 @@ Every run of a trial starts from the first run's state (`Restored.rewind`), as t
 A value that a module takes from its first tokens therefore differs between an unchunked and a
 chunked run, and the layer runs unchunked.
 
-References are not followed into objects and functions of libraries, the position of an iterator,
-files, and other threads' values.
+References are not followed into objects and functions of libraries, files, and other threads'
+values. The position of an iterator cannot be restored: `Snapshot.iterators` names the iterators
+that the code may advance.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import functools
+import gc
+import io
 import itertools
+import os
 import sys
 import threading
 import types
@@ -34,6 +39,7 @@ from transformers import PreTrainedConfig
 
 from streambp.admission.tables import (
     ATTRIBUTES,
+    CALLS,
     CELL,
     CLASS,
     CONTAINERS,
@@ -42,6 +48,7 @@ from streambp.admission.tables import (
     SET,
     SLOTS,
     STRUCTURES,
+    TYPE,
     Kind,
     Table,
     bracketed,
@@ -78,7 +85,7 @@ ATOMS = frozenset(
 TORCHS = frozenset(nn.Module().__dict__) - {"training"}
 MODE = "training"  # an attribute that trials switch
 # standard modules whose objects store a program's values
-OPEN = ("collections", "types", "weakref")
+OPEN = ("collections", "types", "weakref", "queue", "functools", "contextlib")
 KNOWN = frozenset(
     (*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)
 ).difference(OPEN)
@@ -102,10 +109,15 @@ class Change(NamedTuple):
 class Snapshot:
     """Saved Python state of a module and of the code that it runs, to restore after a test run.
     [Note: a trial leaves nothing]
+
+    Attributes:
+        large: tensors too large to be copied beforehand.
+        iterators: names of the iterators and generators that the code may advance.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.large: list[Tensor] = []
+        self.iterators: list[str] = []
         self._tables: list[Table] = []
         self._values: list[Values] = []
         # by id; the object is held, so that no other object can reuse the id
@@ -188,6 +200,7 @@ class Snapshot:
     def _read_module(self, path: str, module: nn.Module, inside: bool) -> None:
         """Save a module's attributes and tables, and queue the values in them."""
         own = self._note(path, module.__dict__, OWN)
+        self._note(f"{path}.__class__", module, TYPE)
         for name, value in own.items():
             if type(value) in ATOMS:
                 continue
@@ -236,6 +249,8 @@ class Snapshot:
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._copy(name, value)
+        elif isinstance(value, array.array | bytearray):
+            self._values.append(Values(name, value, value[:], None))
         elif isinstance(value, np.ndarray):
             if value.dtype != object and value.flags.writeable and value.size <= self._room:
                 self._room -= value.size
@@ -246,8 +261,15 @@ class Snapshot:
             self._follow_function(name, value)
         elif isinstance(value, types.MethodType):
             self._wait([(name, value.__func__), (name, value.__self__)])
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            if not isinstance(value.__self__, types.ModuleType):  # for example a list's `append`
+                self._wait([(name, value.__self__)])
         elif isinstance(value, functools.partial):
             self._wait((name, part) for part in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._follow_cached_function(name, value)
+        elif isinstance(value, functools.cached_property):
+            self._wait([(name, value.func)])
         elif isinstance(value, staticmethod | classmethod):
             self._wait([(name, value.__func__)])
         elif isinstance(value, property):
@@ -269,6 +291,8 @@ class Snapshot:
                 break
         own = type(value)
         if not (is_foreign(own) or isinstance(value, PreTrainedConfig | threading.local)):
+            if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+                self.iterators.append(name)
             return
         if isinstance(getattr(value, "__dict__", None), dict):
             parts = self._note(name, value.__dict__, ATTRIBUTES)
@@ -279,6 +303,21 @@ class Snapshot:
             )
         if own.__module__ not in OPEN:
             self._read_class(own)
+
+    def _follow_cached_function(
+        self, name: str, function: functools._lru_cache_wrapper[Any]
+    ) -> None:
+        """Save the results that a function decorated with `functools.lru_cache` stored, and queue
+        the function itself.
+        """
+        if not is_foreign(function.__wrapped__):
+            return
+        if function.cache_parameters()["maxsize"] is None:
+            # Among the referents are the dict of results and the function's attributes.
+            self._wait((name, part) for part in gc.get_referents(function) if type(part) is dict)
+        else:
+            self._note(name, function, CALLS)
+        self._wait([(name, function.__wrapped__)])
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
         """Save a function's closure, attributes and named globals, and queue the values in them."""
@@ -304,13 +343,15 @@ class Snapshot:
                 lambda _, key: key,
             )
             found = self._note(name, function.__globals__, kind)
-            self._wait(found.items())
+            # Global iterators number objects as a rule, and no forward advances them.
+            self._wait(item for item in found.items() if not isinstance(item[1], Iterator))
             for part in found.values():  # the names also include attributes of these modules
-                if (
-                    isinstance(part, types.ModuleType)
-                    and part.__name__.partition(".")[0] not in KNOWN
-                ):
-                    self._wait(self._note(part.__name__, vars(part), kind).items())
+                if isinstance(part, types.ModuleType):
+                    parts = self._note(part.__name__, vars(part), kind)
+                    if part.__name__.partition(".")[0] not in KNOWN:
+                        self._wait(parts.items())
+                    elif parts.get("environ") is os.environ:
+                        self._wait([("os.environ", os.environ)])
 
     def _copy(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor's values [...], or list the tensor as large."""

@@ -8,6 +8,7 @@ import inspect
 from typing import TypeGuard
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -100,6 +101,12 @@ def find_stacks(model: nn.Module) -> Found:
         )
     if any(OPACUS_MODULE in base.__name__ for base in type(model).__mro__):
         refuse_opacus(type(model).__name__)
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise UnsupportedModelError(
+            f"{lazy[0]} gets its shape in the model's first call, as parameters of "
+            "torch.nn.LazyLinear do. Call the model on one batch before streambp.patch."
+        )
     _refuse_wrapped_layers(model)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     encoded = any(getattr(module.config, "is_encoder_decoder", False) for module in models)

@@ -7,7 +7,9 @@ finds it empty in between.
 from __future__ import annotations
 
 import collections
+import functools
 import operator
+import os
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -119,6 +121,30 @@ def _refill_set(holder: set[Any], kept: dict[int, Any]) -> None:
     set.update(holder, kept.values())
 
 
+def _refill_environment(holder: os._Environ[str], kept: dict[str, str]) -> None:
+    for name in [name for name in holder if name not in kept]:
+        del holder[name]
+    holder.update({name: value for name, value in kept.items() if holder.get(name) != value})
+
+
+def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
+    return {"filled": holder.cache_info().currsize > 0}
+
+
+def _refill_calls(holder: functools._lru_cache_wrapper[Any], kept: dict[str, bool]) -> None:
+    """Clear a cache that was empty. Single entries of a bounded cache cannot be removed."""
+    if not kept["filled"]:
+        holder.cache_clear()
+
+
+def _read_type(holder: Any) -> dict[None, type]:
+    return {None: type(holder)}
+
+
+def _refill_type(holder: Any, kept: dict[None, type]) -> None:
+    holder.__class__ = kept[None]
+
+
 def _read_cell(holder: types.CellType) -> dict[None, Any]:
     try:
         return {None: holder.cell_contents}
@@ -189,6 +215,8 @@ DEQUE = Kind(LIST.read, _refill_deque, None)
 SET = Kind(lambda holder: {value: value for value in holder}, _refill_set, None)
 CLASS = Kind(_read_own, _refill_class, dotted)
 CELL = Kind(_read_cell, _refill_cell, None)
+CALLS = Kind(_read_calls, _refill_calls, None)  # a bounded functools.lru_cache
+TYPE = Kind(_read_type, _refill_type, None)
 SLOTS = Kind(_read_slots, _refill_slots, dotted)
 STRUCTURES = dict(zip(MODULE_TABLES, (NAMES, NAMES, ATTRIBUTES), strict=True))  # tables of a module
 CONTAINERS: tuple[tuple[type, Kind], ...] = (
@@ -196,6 +224,7 @@ CONTAINERS: tuple[tuple[type, Kind], ...] = (
     (list, LIST),
     (collections.deque, DEQUE),
     (set, SET),
+    (os._Environ, Kind(dict, _refill_environment, bracketed)),
 )
 
 

@@ -5,6 +5,7 @@ Small tensors are copied before the trial, large ones before an operation writes
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+ARRAYS = (np.ndarray, array.array, bytearray)  # mutable numbers outside of torch
 
 
 class Values(NamedTuple):
@@ -45,6 +48,9 @@ def put_back(values: Values) -> None:
     now, kept = values.holder, values.kept
     if isinstance(now, np.ndarray):
         now[...] = kept
+        return
+    if isinstance(now, ARRAYS):
+        now[:] = kept
         return
     with _disable_current_modes(), torch.inference_mode(now.is_inference()), torch.no_grad():
         if now.shape != kept.shape or now.dtype != kept.dtype:
@@ -96,8 +102,8 @@ def written(known: Iterable[Values]) -> list[Values]:
     with _disable_current_modes(), torch.no_grad():
         for values in known:
             now, kept = values.holder, values.kept
-            if isinstance(now, np.ndarray):
-                found += [values] if now.tobytes() != kept.tobytes() else []
+            if isinstance(now, ARRAYS):
+                found += [values] if bytes_of(now) != bytes_of(kept) else []
             elif now.shape != kept.shape or now.dtype != kept.dtype:  # replaced through `.data`
                 found.append(values)
             else:
@@ -110,6 +116,11 @@ def written(known: Iterable[Values]) -> list[Values]:
     return found
 
 
+def bytes_of(numbers: np.ndarray[Any, Any] | array.array[Any] | bytearray) -> bytes:
+    """Return the content of an array as bytes."""
+    return bytes(numbers) if isinstance(numbers, bytearray) else numbers.tobytes()
+
+
 def can_be_copied(tensor: Tensor) -> bool:
     """True if a tensor [...] has values that a copy can restore."""
     plain = (
@@ -117,6 +128,6 @@ def can_be_copied(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_quantized
     )
-    if not plain or tensor.is_meta or not tensor.numel():
+    if not plain or tensor.is_meta:
         return False
     return torch._debug_has_internal_overlap(tensor) != 1

@@ -337,7 +337,9 @@ class Writes(TorchDispatchMode):
     def restore(self) -> None:
         """Restore the values before the recorded writes, and forget these writes."""
         for place, before in self._before.items():
-            self._known[place].untyped_storage().copy_(before)
+            storage = self._known[place].untyped_storage()
+            if storage.nbytes() == before.nbytes():  # a resized tensor has other bytes
+                storage.copy_(before)
         for x, values in self._arrays:
             if x.flags.writeable and self.to(x):
                 x[...] = values
