@@ -23,8 +23,8 @@ from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import has_cache
 from streambp.device import has_data
+from streambp.distributed.engines import differentiable_input
 from streambp.distributed.host import engine_host_use
-from streambp.distributed.zero import differentiable_input
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
 from streambp.head.recipe import HeadRequest

@@ -27,8 +27,7 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from streambp.admission.generators import leaving_no_trace
 from streambp.admission.stacks import bare_layers, find_stacks, states_argument
-from streambp.distributed.engines import drops_masks
-from streambp.distributed.zero import full_shape, is_partitioned
+from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import MODULE_HOOKS, MOVES
