@@ -30,13 +30,40 @@ from streambp.head.blocks import (
     product_gradient,
     token_blocks,
 )
-from streambp.head.labels import check_labels
 from streambp.head.version_check import VersionCheck
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast
 from streambp.layer.shadows import Parameters
 from streambp.tensors import check_tensors
 from streambp.torchs_own import torch_own
+
+
+def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
+    """Raise if a label is outside the vocabulary. Synchronizes with the device.
+
+    Such a label would select nothing, and the result would still look like a log-probability.
+
+    Args:
+        labels: [...] integers; labels without data are not checked.
+        vocabulary: V.
+        ignore_index: an additional valid label; None: there is none.
+
+    Raises:
+        StreamBPError: a label is negative, or not below `vocabulary`.
+    """
+    if not has_data(labels) or labels.numel() == 0:
+        return
+    wrong = (labels < 0) | (labels >= vocabulary)
+    ignored = ""
+    if ignore_index is not None:
+        wrong = wrong & (labels != ignore_index)
+        ignored = f" or be {ignore_index} (ignored)"
+    if bool(wrong.any()):
+        raise StreamBPError(
+            f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}){ignored}. "
+            "Check that the tokenizer belongs to this model."
+        )
+
 
 ROWS = 4096
 METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")

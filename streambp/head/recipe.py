@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from streambp.errors import StreamBPError
 from streambp.head.blocks import Projection
-from streambp.head.labels import check_labels
-from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, make_inputs
+from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
 from streambp.head.token_positions import LatePadding, taken
 from streambp.layer.oom import once_more

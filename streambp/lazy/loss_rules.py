@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.head.labels import check_labels
+from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Call
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.row_rules import elementwise, log_softmaxed, note, of_all, picked, sample_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from streambp.head.labels import check_labels
+from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Call, Node, Operand, Reading, names
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.tensor import LazyLogits, flat
