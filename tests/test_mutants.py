@@ -1,7 +1,7 @@
 """Every operator has a mutant, and every mutant turns a named test red.
 
 covers: admission/trials.py, attention/attend.py, attention/kernels.py, attention/kv.py,
-  attention/masks.py, attention/merge.py, attention/self_attending.py, attention/prefix.py, attention/spans.py,
+  attention/masks.py, attention/self_attending.py, attention/prefix.py, attention/spans.py,
   chunks.py, head/blocks.py, head/log_probs.py, head/one_pass.py, head/recipe.py,
   layer/arguments.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/gradients.py,
   layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py, lazy/base.py,
@@ -24,7 +24,7 @@ import torch
 from streambp import accumulate, device
 from streambp.admission import entry, trials
 from streambp.admission.probe import Verdict
-from streambp.attention import attend, kernels, masks, merge, prefix, spans
+from streambp.attention import attend, kernels, masks, prefix, spans
 from streambp.attention import kv as keys
 from streambp.attention import self_attending as cached
 from streambp.attention.spans import Block, Kind, Spans
@@ -258,7 +258,7 @@ def merged_with_garbage(o, lse, part_o, part_lse, out, _):
 
 
 def merged_without_weights_if_read(
-    o, lse, part_o, part_lse, out, all_read, real=merge.merge_in_torch
+    o, lse, part_o, part_lse, out, all_read, real=attend.merge_in_torch
 ):
     return out.copy_(o + part_o) if all_read else real(o, lse, part_o, part_lse, out)
 
@@ -459,20 +459,20 @@ MUTANTS = {
         kernels.CudnnKernel, "takes", lambda self, block: block.kind in self.kinds, of(graph_cache, "left-padded"),
     ),
     "what was there before a first block": (
-        merge, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
+        attend, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
     ),
     "merged outputs without their weights": (
-        merge, "merge_in_torch", lambda o, lse, part, part_lse, out, _: out.copy_(o + part), of(graph_cache, "left-padded"),
+        attend, "merge_in_torch", lambda o, lse, part, part_lse, out, _: out.copy_(o + part), of(graph_cache, "left-padded"),
     ),
     "outputs of read blocks without their weights": (
-        merge, "merge_in_torch", merged_without_weights_if_read, oracle,
+        attend, "merge_in_torch", merged_without_weights_if_read, oracle,
     ),
     "blocks that may read nothing taken for read": (
-        merge, "merge_in_torch", lambda *given, real=merge.merge_in_torch: real(*given[:5], True),
+        attend, "merge_in_torch", lambda *given, real=attend.merge_in_torch: real(*given[:5], True),
         test_merge.test_nothing_read_at_all,
     ),
     "queries' gradient of the last block alone": (
-        merge.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
+        attend.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
         of(graph_cache, "plain"),
     ),
     "accumulators that stay behind": (keys.KVTiles, "_leave", leave_without_sums, streamed_prefix),

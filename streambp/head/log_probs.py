@@ -236,8 +236,11 @@ def token_log_probs(
         hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index
     )
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    further = (("entropy", entropy), ("mean_log_probs", mean_log_probs))
-    wanted = (*(name for name, asked in further if asked), *metrics)
+    wanted = tuple(metrics)
+    if mean_log_probs:
+        wanted = ("mean_log_probs", *wanted)
+    if entropy:
+        wanted = ("entropy", *wanted)
     values = BlockwiseLogProbs.apply(
         inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current()
     )

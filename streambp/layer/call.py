@@ -25,11 +25,11 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
+from streambp.attention.attend import Attended
 from streambp.attention.indexers import indexers_of, picking
 from streambp.attention.interface import routed
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
-from streambp.attention.merge import Attended
 from streambp.attention.prefix import (
     ChunkAttention,
     Prefix,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.attention.merge import Attended
+from streambp.attention.attend import Attended
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory

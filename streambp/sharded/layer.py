@@ -42,10 +42,9 @@ import torch
 from torch import Tensor
 
 from streambp.admission.entry import backward_in_chunks, stream_layer
-from streambp.attention.attend import Params, PrefixAttention, attend_blocks
+from streambp.attention.attend import Attended, Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Use, choose_backend
 from streambp.attention.kv import KVBuffer
-from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionCall
 from streambp.chunks import Chunk
 from streambp.device import RandomState
