@@ -4,8 +4,8 @@ covers: admission/trials.py, attention/attend.py, attention/kernels.py, attentio
   attention/masks.py, attention/self_attending.py, attention/prefix.py, attention/spans.py,
   chunks.py, head/blocks.py, head/log_probs.py, head/one_pass.py, head/recipe.py,
   layer/arguments.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/gradients.py,
-  layer/products.py, layer/recompute.py, layer/saved.py, layer/shadows.py, lazy/base.py,
-  losses/masked.py, model/causal_lm.py, offload/arena.py, offload/manager.py, planner/auto.py,
+  layer/products.py, layer/recompute.py, layer/saved.py, lazy/base.py, losses/masked.py,
+  model/causal_lm.py, offload/arena.py, offload/manager.py, planner/auto.py,
   planner/delta_rules.py, planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
 """
 
@@ -31,7 +31,7 @@ from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.errors import BackwardError
 from streambp.head import blocks, log_probs, one_pass, recipe
-from streambp.layer import arguments, call, products, recompute, shadows
+from streambp.layer import arguments, call, products, recompute
 from streambp.layer import gradients as layer_gradients
 from streambp.layer import saved as kept
 from streambp.lazy import deferred
@@ -341,7 +341,7 @@ MUTANTS = {
         lambda: oracle(saves=("attn_out",)),
     ),
     "shadows are the parameters": (
-        shadows.Parameters, "shadowed", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
+        recompute.Parameters, "shadowed", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
     ),
     "always overwrite the gradient": (
         layer_gradients, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,

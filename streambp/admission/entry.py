@@ -43,8 +43,7 @@ from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_f
 from streambp.layer.gradients import NO_HOOKS, can_keep_graph, counts_when_alone
 from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
-from streambp.layer.recompute import NULL_CONTEXT
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
 from streambp.nested import replaced
 from streambp.recurrent.documents import PackedRows

@@ -32,8 +32,7 @@ from streambp.head.blocks import (
 )
 from streambp.head.version_check import VersionCheck
 from streambp.layer.oom import once_more
-from streambp.layer.recompute import Autocast
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import Autocast, Parameters
 from streambp.tensors import check_tensors
 from streambp.torchs_own import torch_own
 

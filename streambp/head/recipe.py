@@ -18,8 +18,7 @@ from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labe
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
 from streambp.head.token_positions import LatePadding, taken
 from streambp.layer.oom import once_more
-from streambp.layer.recompute import Autocast
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import Autocast, Parameters
 from streambp.torchs_own import nn_own, torch_own
 
 

@@ -49,9 +49,8 @@ from streambp.layer.chunk_states import Carried
 from streambp.layer.oom import RUN_ONCE, with_memory
 from streambp.layer.packing import ONE_DOCUMENT, Packing
 from streambp.layer.products import See, tapped
-from streambp.layer.recompute import NULL_CONTEXT, Autocast, computed_as_written
+from streambp.layer.recompute import NULL_CONTEXT, Autocast, Parameters, computed_as_written
 from streambp.layer.saved import InMemory, SavedForBackward
-from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witness
 from streambp.offload.gradients import Leave

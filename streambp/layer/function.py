@@ -35,8 +35,7 @@ from streambp.layer.gradients import (
 )
 from streambp.layer.oom import RUN_ONCE, explained
 from streambp.layer.products import UnreadProducts, left_out, summed
-from streambp.layer.recompute import NULL_CONTEXT
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import NULL_CONTEXT, Parameters
 from streambp.layer.site import CallReport, LayerSite, remember
 from streambp.recurrent.states import States, leaves_of
 

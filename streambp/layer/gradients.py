@@ -57,8 +57,7 @@ from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER, USE_COUNT
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot
 from streambp.layer.oom import RUN_ONCE
-from streambp.layer.recompute import check_mode
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import Parameters, check_mode, slots_of
 from streambp.layer.side_effects import KEEPS
 from streambp.offload.costs import ObservedCosts
 from streambp.recurrent.states import States

@@ -1,7 +1,7 @@
 """Autocast in backward: restored for what is computed again, off for gradients. [Note: autocast]
 
 covers: attention/attend.py, attention/kernels.py, head/blocks.py, head/log_probs.py,
-  head/one_pass.py, layer/recompute.py, layer/shadows.py
+  head/one_pass.py, layer/recompute.py
 """
 
 from __future__ import annotations
