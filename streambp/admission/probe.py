@@ -35,7 +35,6 @@ from streambp.admission.own_run import (
     small_ones,
     why_unlike_unpatched,
 )
-from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.rehearsal import (
     CHUNK,
     as_trained,
@@ -48,7 +47,11 @@ from streambp.admission.rehearsal import (
     rehearsing,
 )
 from streambp.admission.snapshot import Restored
-from streambp.admission.third_party import watched_hooks
+from streambp.admission.third_party import (
+    distinct_attentions,
+    refuse_foreign_attention,
+    watched_hooks,
+)
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import Chunk, ChunkPlan

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.admission.entry import stream_layer
-from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.stacks import cache_argument, kind_of, states_argument
+from streambp.admission.third_party import distinct_attentions, refuse_foreign_attention
 from streambp.attention.carriers import attention_configs
 from streambp.attention.interface import routed
 from streambp.attention.masks import LazyMask
