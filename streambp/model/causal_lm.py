@@ -26,10 +26,9 @@ from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.oom import explaining
 from streambp.lazy.deferred import LazyHidden
 from streambp.lazy.dispatch import lazy_logits
-from streambp.model.callers import computes_its_own_loss, wants_predictions
+from streambp.model.callers import LOGITS, computes_its_own_loss, left_out, wants_predictions
 from streambp.model.deferring import DeferredForward, HeldHead
 from streambp.model.empty_batches import EmptyBatchWarning, LossOfLabels, any_label
-from streambp.model.left_out import LOGITS, left_out
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, names_cache, wants_cache
