@@ -46,7 +46,6 @@ from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
 from streambp.model.absent_cache import with_absent_cache
 from streambp.model.deferring import DeferredForward, can_be_deferred
-from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import (
     PatchState,
@@ -54,6 +53,8 @@ from streambp.model.state import (
     models_around,
     names_cache,
     wants_cache,
+    warn_of_documents,
+    warn_of_trials,
 )
 from streambp.prefixes.admission import check_streamed, tell
 from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes, Unseen
