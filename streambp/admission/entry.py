@@ -45,10 +45,10 @@ from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
 from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
-from streambp.nested import replaced
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
+from streambp.tensors import replaced
 
 backward_in_chunks = functools.partial(run_backward, without_traces(unread_products))
 

@@ -62,9 +62,9 @@ from streambp.layer.call import LayerCall
 from streambp.layer.gradients import GraphMarker, MarkGraphStart, is_kept, nodes_behind
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import remember
-from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one, in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS, leaves_of
+from streambp.tensors import rebuilt
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"

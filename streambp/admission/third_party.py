@@ -62,8 +62,8 @@ from streambp.known_names import (
     SOFTMAX,
     VERLS_SIZE,
 )
-from streambp.nested import tensors_in
 from streambp.source import written, written_forward
+from streambp.tensors import tensors_in
 
 
 def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:

@@ -23,8 +23,8 @@ from streambp.cache_arguments import is_cache
 from streambp.chunks import Chunk, Forks
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, PICKED, TOKEN_DIMS
-from streambp.nested import Slot, rebuilt
 from streambp.recurrent.documents import Documents, PackedRows
+from streambp.tensors import Slot, rebuilt
 
 
 @dataclasses.dataclass

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from streambp.errors import StreamBPError
 from streambp.known_names import SCALING_HOOK, TENSOR_HOOKS
-from streambp.nested import changed_arguments, tensors_in
+from streambp.tensors import changed_arguments, tensors_in
 from streambp.torchs_own import asked_of, method, rule_name, torch_own
 
 

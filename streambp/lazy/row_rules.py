@@ -20,7 +20,7 @@ from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Call, Node, Operand, Reading, names
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.tensor import LazyLogits, flat
-from streambp.nested import tensors_in
+from streambp.tensors import tensors_in
 from streambp.torchs_own import torch_own
 
 ROW_BY_ROW = frozenset({"log_softmax", "softmax", "softmin"})

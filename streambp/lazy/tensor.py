@@ -37,7 +37,7 @@ from streambp.lazy.base import (
 )
 from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, LazyResult, RunInBackward, Statistic
-from streambp.nested import changed_arguments, tensors_in
+from streambp.tensors import changed_arguments, tensors_in
 from streambp.torchs_own import method
 
 METADATA_OF_ROWS = METADATA | {

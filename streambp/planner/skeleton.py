@@ -33,13 +33,13 @@ from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import MODULE_HOOKS, MOVES
 from streambp.libraries import required
 from streambp.model.patching import unpatch
-from streambp.nested import replaced
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
 from streambp.planner.count import Replayed
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
 from streambp.planner.kernels import no_launches
 from streambp.planner.mixers import Mixers, standing_in
+from streambp.tensors import replaced
 
 Device = Literal["cuda", "cpu"]
 INNER = 2
