@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
 from streambp.admission.third_party import refuse_foreign_attention
-from streambp.alive import Home
 from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import (
     PATCH,
     REDUCES,
     WRAPPERS,
+    Home,
     InstanceForward,
     as_unpatched,
     forwards,

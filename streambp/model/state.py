@@ -14,7 +14,6 @@ from torch.distributed import is_initialized
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.admission.third_party import named_hooks
-from streambp.alive import Home, Living
 from streambp.attention.interface import own_implementation
 from streambp.config import StreamConfig
 from streambp.device import has_data
@@ -23,7 +22,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.foreign import wrapped_functions
 from streambp.head.one_pass import Pending
 from streambp.head.recipe import HeadRequest
-from streambp.instance_forward import InstanceForward, StepOwner
+from streambp.instance_forward import Home, InstanceForward, Living, StepOwner
 from streambp.known_names import CHECKPOINTING, DOCUMENT_ENDS, FILLED_IN, FLASH
 from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witnesses
