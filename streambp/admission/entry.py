@@ -26,7 +26,7 @@ from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.third_party import hooks_of_others, may_edit_gradients
 from streambp.admission.trials import look_for_writes, unread_products
-from streambp.attention.carriers import attention_mask_of
+from streambp.attention.interface import attention_mask_of
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Forks
 from streambp.device import MEMORY_ERRORS, has_data, is_out_of_memory

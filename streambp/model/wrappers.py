@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from streambp.admission.entry import stream_layer
 from streambp.admission.stacks import cache_argument, kind_of, states_argument
 from streambp.admission.third_party import distinct_attentions, refuse_foreign_attention
-from streambp.attention.carriers import attention_configs
-from streambp.attention.interface import routed
+from streambp.attention.interface import attention_configs, routed
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import has_cache
 from streambp.device import has_data
