@@ -462,7 +462,8 @@ MUTANTS = {
         attend, "merge_in_torch", merged_with_garbage, test_merge.test_nothing_read_at_all,
     ),
     "merged outputs without their weights": (
-        attend, "merge_in_torch", lambda o, lse, part, part_lse, out, _: out.copy_(o + part), of(graph_cache, "left-padded"),
+        attend, "merge_in_torch", lambda o, lse, part, part_lse, out, _: out.copy_(o + part),
+        of(graph_cache, "left-padded"),
     ),
     "outputs of read blocks without their weights": (
         attend, "merge_in_torch", merged_without_weights_if_read, oracle,

@@ -282,9 +282,11 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     Another thread may find our name without a `routed` of its own. Its calls go on to the
     implementation that the config names.
     """
-    if all(map(_is_here, configs)):
-        return contextlib.nullcontext()
-    return _routed(configs)
+    here = HERE.get()
+    for config in configs:
+        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in here:
+            return _routed(configs)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -322,11 +324,6 @@ def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
             _plain(config, "__dict__")[IMPLEMENTATION] = name.own
 
 
-def _is_here(config: PreTrainedConfig) -> bool:
-    """True if this thread is within `routed` with the config."""
-    return id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get()
-
-
 @contextlib.contextmanager
 def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
     """Context manager within `routed`: models with these configs attend with these implementations
@@ -347,7 +344,7 @@ def _met_by_chance(config: object) -> str | None:
     if not isinstance(config, PreTrainedConfig):
         return None
     compared = COMPARED.get().get(id(config))
-    if compared is not None or _is_here(config):
+    if compared is not None or id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get():
         return compared
     own = own_implementation(config)
     return None if own == NAME else own

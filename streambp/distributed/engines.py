@@ -193,7 +193,7 @@ def held(module: nn.Module) -> Hold:
     weights = any(map(is_fsdp_unit, one_of_each_class.values()))
     gradients = False
     for parameter in parameters:
-        if is_partitioned(parameter) or isinstance(parameter, DTensor):
+        if hasattr(parameter, PARTITIONED) or isinstance(parameter, DTensor):
             weights = True
         gradients = gradients or hasattr(parameter, GRADIENT_HOOKED)
     return Hold(weights, weights or gradients)

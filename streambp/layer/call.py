@@ -243,21 +243,17 @@ class LayerParts:
     checkpointed: list[nn.Module]
 
     @classmethod
-    def of_site(cls, site: LayerSite) -> LayerParts:
-        """Return the facts, cached until the layer's structure changes."""
-
-        def find(layer: nn.Module) -> LayerParts:
-            hooks, checkpointed = switched_off(layer)
-            return cls(
-                site.forward,
-                site.of(site.kind.attention.configs),
-                site.of(indexers_of),
-                bool(site.of(compiled_inside)),
-                hooks,
-                checkpointed,
-            )
-
-        return site.of(find, "parts")
+    def find(cls, site: LayerSite, layer: nn.Module) -> LayerParts:
+        """Return the facts about the site's layer."""
+        hooks, checkpointed = switched_off(layer)
+        return cls(
+            site.forward,
+            site.of(site.kind.attention.configs),
+            site.of(indexers_of),
+            bool(site.of(compiled_inside)),
+            hooks,
+            checkpointed,
+        )
 
 
 @dataclasses.dataclass
@@ -341,7 +337,7 @@ class LayerCall:
             )
         self.plan = plan_of(site, self.rows, length, self.device)
         self.why_longer = ""
-        self.parts = LayerParts.of_site(site)
+        self.parts = site.of(functools.partial(LayerParts.find, site), "parts")
         self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         self.autocast = Autocast.capture(self.device)
         self.look: LayerSnapshot

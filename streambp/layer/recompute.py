@@ -219,7 +219,10 @@ class Parameters:
 
     def current(self) -> list[Tensor]:
         """Return the module's current parameters [...], one for each distinct parameter."""
-        return [slots[0][0]._parameters[slots[0][1]] for slots in self.groups]  # type: ignore[misc]
+        found: list[Any] = []
+        for (owner, name), *_ in self.groups:
+            found.append(owner._parameters[name])
+        return found
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
         """Raise BackwardError if a parameter was written to or replaced since this object was

@@ -14,7 +14,6 @@ libraries do not warn.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import warnings
 from collections.abc import Iterator
@@ -31,29 +30,29 @@ MAX_FRAMES = 24  # maximal number of frames between a model's forward and its ca
 
 def computes_its_own_loss() -> bool:
     """True if the caller is peft's CPT, or a method `compute_loss` that overrides a Trainer's."""
-    return any(map(_is_cpts, _near())) or any(map(_overrides, _near()))
-
-
-def _near() -> Iterator[FrameType]:
-    return itertools.islice(_running(), MAX_FRAMES)
-
-
-def _is_cpts(frame: FrameType) -> bool:
-    home = str(frame.f_globals.get("__name__"))
-    return frame.f_code.co_name == CPT_FORWARD and home.startswith("peft.")
+    frame: FrameType | None = sys._getframe()
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return False
+        name = frame.f_code.co_name
+        if name == CPT_FORWARD and str(frame.f_globals.get("__name__")).startswith("peft."):
+            return True
+        if name == TRAINERS_LOSS[0] and _overrides(frame):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _overrides(frame: FrameType) -> bool:
-    """True if a running function is a `compute_loss` method of a Trainer's subclass outside of the
-    known libraries.
+    """True if the `compute_loss` that runs is a method of a Trainer's subclass outside of the known
+    libraries.
     """
-    method, kind = TRAINERS_LOSS
-    if frame.f_code.co_name != method:
-        return False
     if str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES:
         return False
-    named = (own for own in type(frame.f_locals.get("self")).__mro__ if own.__name__ == kind)
-    return any(own.__module__.partition(".")[0] == LIBRARIES[0] for own in named)
+    for own in type(frame.f_locals.get("self")).__mro__:
+        if own.__name__ == TRAINERS_LOSS[1] and own.__module__.partition(".")[0] == LIBRARIES[0]:
+            return True
+    return False
 
 
 def wants_predictions() -> bool:
