@@ -5,7 +5,7 @@ covers: admission/trials.py, attention/attend.py, attention/kernels.py, attentio
   chunks.py, head/blocks.py, head/log_probs.py, head/one_pass.py, head/recipe.py,
   layer/arguments.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/gradients.py,
   layer/products.py, layer/recompute.py, layer/saved.py, lazy/base.py, losses/masked.py,
-  model/causal_lm.py, offload/arena.py, offload/manager.py, planner/auto.py,
+  model/causal_lm.py, offload/free_memory.py, offload/manager.py, planner/auto.py,
   planner/delta_rules.py, planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
 """
 
@@ -37,7 +37,7 @@ from streambp.layer import saved as kept
 from streambp.lazy import deferred
 from streambp.losses import masked
 from streambp.model import causal_lm
-from streambp.offload import arena, manager
+from streambp.offload import free_memory, manager
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import count, delta_rules, laws, profile
 from streambp.sharded import call as sharded_call
@@ -405,7 +405,7 @@ MUTANTS = {
         lambda self, other, real=blocks.Fold.merge: dataclasses.replace(real(self, other), sum=self.sum + other.sum),
         several_blocks,
     ),
-    "host memory of other ranks taken": (arena, "local_ranks", lambda: 1, shared_memory),
+    "host memory of other ranks taken": (free_memory, "local_ranks", lambda: 1, shared_memory),
     "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
     "inner leaves not reduced": (
         entry.EngineReduce, "apply", lambda hidden_states, reductions: hidden_states, inner_leaves,
