@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from streambp.accumulate import GradientSum, add_product
 from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
+from streambp.foreign import torch_own
 from streambp.head.blocks import (
     Products,
     Projection,
@@ -34,7 +35,6 @@ from streambp.head.version_check import VersionCheck
 from streambp.layer.oom import once_more
 from streambp.layer.recompute import Autocast, Parameters
 from streambp.tensors import check_tensors
-from streambp.torchs_own import torch_own
 
 
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:

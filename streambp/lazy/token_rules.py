@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._C import TensorBase
 
 from streambp.device import is_elsewhere
+from streambp.foreign import method, torch_own
 from streambp.lazy.base import LazyTensor
 from streambp.lazy.expression import Call
 from streambp.lazy.row_rules import gather
 from streambp.lazy.tensor import LazyLogits
-from streambp.torchs_own import method, torch_own
 
 
 def index(x: LazyTensor, at: Any) -> Any:
