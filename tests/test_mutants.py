@@ -31,8 +31,7 @@ from streambp.attention.spans import Block, Kind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.errors import BackwardError
 from streambp.head import blocks, log_probs, one_pass, recipe
-from streambp.layer import arguments, call, products, recompute
-from streambp.layer import gradients as layer_gradients
+from streambp.layer import arguments, call, function, products, recompute
 from streambp.layer import saved as kept
 from streambp.lazy import deferred
 from streambp.losses import masked
@@ -224,12 +223,12 @@ def of(check, *args):
     return functools.partial(check, *args)
 
 
-def only_hidden_states(self, output, chunk, real=layer_gradients.BackwardPass.upstream):
+def only_hidden_states(self, output, chunk, real=function.BackwardPass.upstream):
     self.of_extras = {}
     return real(self, output, chunk)
 
 
-def hidden_states_alone(self, chunk, gradients, real=layer_gradients.BackwardPass.add):
+def hidden_states_alone(self, chunk, gradients, real=function.BackwardPass.add):
     real(self, chunk, [gradients[0], *[None] * (len(gradients) - 1)])
 
 
@@ -290,7 +289,7 @@ def split(family="qwen3", mode="plain", saves=()):
         test_sharded.test_gradients_are_exact(family, mode, saves, None, None)
 
 
-def second_half_alone(self, chunk, gradients, again=False, real=layer_gradients.BackwardPass.add):
+def second_half_alone(self, chunk, gradients, again=False, real=function.BackwardPass.add):
     real(self, chunk, [None] * len(gradients) if again else gradients, again)
 
 
@@ -344,7 +343,7 @@ MUTANTS = {
         recompute.Parameters, "shadowed", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
     ),
     "always overwrite the gradient": (
-        layer_gradients, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
+        function, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
     ),
     "leave out every product": (
         trials, "_find_unread",
@@ -388,13 +387,13 @@ MUTANTS = {
     "sink without its gradient": (
         attend.PrefixAttention, "backward", staticmethod(without_sink_gradient), of(family, "gpt_oss"),
     ),
-    "router outputs without their gradient": (layer_gradients.BackwardPass, "upstream", only_hidden_states, router_loss),
+    "router outputs without their gradient": (function.BackwardPass, "upstream", only_hidden_states, router_loss),
     "router outputs of chunks taken for layers": (call, "recording", lambda keys: contextlib.nullcontext({}), router_loss),
     "shared keys and values without their gradient": (
-        layer_gradients.BackwardPass, "upstream", only_hidden_states, of(family, "gemma3n_text"),
+        function.BackwardPass, "upstream", only_hidden_states, of(family, "gemma3n_text"),
     ),
     "differentiable arguments without their gradient": (
-        layer_gradients.BackwardPass, "add", hidden_states_alone, of(family, "gemma3n_text"),
+        function.BackwardPass, "add", hidden_states_alone, of(family, "gemma3n_text"),
     ),
     "positions counted from 0 in every chunk": (
         arguments.ChunkCache, "get_seq_length", lambda self, *_: 0,
@@ -491,7 +490,7 @@ MUTANTS = {
         shards.Shards, "tokens", first_copy_alone, lambda: test_shards.check_exchange(4, 2),
     ),
     "half before attention without its gradient of the input": (
-        layer_gradients.BackwardPass, "add", second_half_alone, split,
+        function.BackwardPass, "add", second_half_alone, split,
     ),
     "half after attention without its gradient of o": (
         sharded, "_add", lambda *args, real=sharded._add, **named: [real(*args, **named), None][1], split,
