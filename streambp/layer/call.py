@@ -342,7 +342,8 @@ class LayerCall:
         self.autocast = Autocast.capture(self.device)
         self.look: LayerSnapshot
         self.carried = self._carry()
-        self._move_ends(arguments, site.kind.states.least)
+        if self.carried.layout.barriers or site.kind.states.carries:
+            self._move_ends(arguments, site.kind.states.least)
         self.kept = self._keep()
         self.attempt = RUN_ONCE
         if site.saves_policy is not None and site.repeats:
