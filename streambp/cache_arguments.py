@@ -60,7 +60,8 @@ def has_cache(kwargs: Mapping[str, Any]) -> bool:
     for name, value in kwargs.items():
         if value is None:
             continue
-        if is_cache(value) or name == STATE or name in UNTYPED_CACHES:
+        kind: Any = type(value)
+        if is_cache_class(kind) or name == STATE or name in UNTYPED_CACHES:
             return True
     return False
 

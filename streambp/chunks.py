@@ -14,7 +14,8 @@ from streambp.errors import ConfigError
 if TYPE_CHECKING:  # the command line reads settings without torch
     from torch import Tensor
 
-MIN_CHUNKS, NEAR = 4, 64  # chunks of a verified step; search range around the ideal size
+MIN_CHUNKS = 4  # chunks of a verified step
+NEAR = 64  # search range around the ideal size
 AUTO_CHUNKS = 8
 AUTO_MIN_TOKENS = 2048
 AUTO_MAX_TOKENS = 8192

@@ -68,7 +68,11 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "
     `torch.cuda.memory_allocated` builds a sorted list of all statistics, half a millisecond in
     Python. Each layer of each pass asks several times.
     """
-    name, when = ("allocated", "peak") if kind == "peak" else (kind, "current")
+    name: str = kind
+    when = "current"
+    if kind == "peak":
+        name = "allocated"
+        when = "peak"
     if device.type != "cuda":
         return int(torch.accelerator.memory_stats(device).get(f"{name}_bytes.all.{when}", 0))
     counts = torch.cuda.memory_stats_as_nested_dict(device)

@@ -1,4 +1,4 @@
-"""Detect forwards that another library wrote, on a module's class or instance.
+"""Functions that other code puts in place of a module's forward or of torch's functions.
 
 [Note: foreign forwards] The head's stand-ins (`lazy/deferred.py`) work in forwards that compute a
 loss with torch's operations, like transformers' forwards. A fused loss of another library passes
@@ -6,18 +6,39 @@ the hidden states to an autograd.Function or a kernel, which need real tensors. 
 deferred inside a forward that another library wrote. Such a forward may be on the class or on the
 instance, set before or after `patch`. A function's globals show its module; `__module__` does not,
 since `functools.wraps` copies it from the wrapped function.
+
+[Note: torch's own functions] A program may replace a torch function by a wrapper (a z-loss around
+`F.cross_entropy`, a counter). When the wrapper calls torch's function, torch looks up the name for
+`__torch_function__` and passes the wrapper. Code that calls the wrapper then applies it twice. The
+function is therefore found by its caller: by the code of the frame that called
+`handle_torch_function`. For a call from C, it is found by the wrapper's name in `torch.Tensor`.
+Functions are stored by name when streambp is imported. A function that was wrapped before is
+rebuilt from its code. streambp's own arithmetic on logits uses `torch_own` and `nn_own`, which no
+program replaces.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C import TensorBase, _nn, _VariableFunctions
+from torch.overrides import handle_torch_function
 from transformers import PreTrainedModel
 
+from streambp.errors import StreamBPError
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import (
     COMPILED,
@@ -195,7 +216,7 @@ def compiled_around(
     for m in root.modules():
         if isinstance(m, PreTrainedModel):
             heads.add(id(m.get_output_embeddings()))
-    computing = {id(module) for module in root.modules()} - heads
+    computing = set(map(id, root.modules())) - heads
     forwards = set(map(id, ours))
     around = False
     apart = set()
@@ -229,8 +250,93 @@ def name_of(function: Any) -> str:
     class's.
     """
     code = getattr(function, "__code__", None)
-    return str(
-        code.co_name
-        if code is not None
-        else getattr(function, "__qualname__", type(function).__name__)
-    )
+    if code is not None:
+        return str(code.co_name)
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+torch_own = _VariableFunctions  # torch's functions of C, which no program replaces
+nn_own = _nn
+OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
+HOMES = (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
+
+
+# Torch's Python functions and methods that no program replaced, by module and name.
+KEPT = {
+    (home.__name__, value.__name__): value
+    for home in HOMES
+    for value in (*vars(home).values(), *vars(Tensor).values())
+    if isinstance(value, FunctionType)
+    and value.__globals__ is vars(home)
+    and not value.__code__.co_freevars
+}
+OF_PYTHON = vars(torch._tensor)
+METHODS = {
+    name: value
+    for name, value in vars(Tensor).items()
+    if getattr(value, "__globals__", None) is OF_PYTHON
+}
+
+
+def asked_of(func: Any) -> Any:
+    """Return the torch function of a `__torch_function__` call. [Note: torch's own functions]
+
+    Call it directly in `__torch_function__`.
+
+    Args:
+        func: the function that torch found under the name.
+
+    Raises:
+        StreamBPError: `func` replaces several methods of `torch.Tensor`, and C does not report
+            which was called.
+    """
+    if isinstance(func, OF_C):
+        return func
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        "torch._dynamo"
+    ):
+        frame = frame.f_back  # the frame of `torch.compiler.disable`
+    if frame.f_code is handle_torch_function.__code__ and frame.f_back is not None:
+        code = frame.f_back.f_code
+        names = frame.f_back.f_globals
+        if getattr(func, "__code__", None) is code or func not in (
+            names.get(code.co_name),
+            vars(Tensor).get(code.co_name),
+        ):
+            return func  # an inner function, or a call in another function's name
+        kept = KEPT.get((names["__name__"], code.co_name))
+        # The function was wrapped before the import. Torch passes all arguments, so defaults are
+        # not needed.
+        return kept or FunctionType(code, names, code.co_name)
+    stands_for = []
+    for name, value in vars(Tensor).items():
+        if value is func and hasattr(TensorBase, name):
+            stands_for.append(name)
+    if len(stands_for) > 1:
+        raise StreamBPError(
+            f"{getattr(func, '__qualname__', func)} replaces several methods of torch.Tensor "
+            f"({', '.join(stands_for)}), and was called with logits that do not exist yet. Write a "
+            "function for each method, or use StreamConfig(head=False)."
+        )
+    if stands_for:
+        return getattr(TensorBase, stands_for[0])
+    return func
+
+
+def rule_name(func: Any) -> str:
+    """Return the name by which a torch function has a rule.
+
+    Other functions (custom operators) get a name without a rule.
+    """
+    if isinstance(func, OF_C) or any(
+        getattr(func, "__globals__", None) is vars(home) for home in HOMES
+    ):
+        return str(func.__name__)
+    return f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}"
+
+
+def method(name: str) -> Callable[..., Any] | None:
+    """Return torch's own method of a tensor."""
+    found: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
+    return found

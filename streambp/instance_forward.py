@@ -24,6 +24,13 @@ end. A call by another thread raises. The owner is
     a forward     a backward inside the forward runs in a thread of autograd
 
 Threads that take turns never meet. Each forward may run in another thread, like its backward.
+
+The wrappers of a patch share one state. A program may copy a part of the module that was given to
+`patch` (an EMA of the model inside of DDP, a reference policy out of a wrapper of two models). The
+copy includes the wrappers in that part, and their state. If the state held the other parts, the
+copy would have them too, and the parts would stay alive. The state therefore refers to modules and
+wrappers weakly (`Living`, `Home`). A copied or pickled state refers to none, and each copied
+wrapper enters itself.
 """
 
 from __future__ import annotations
@@ -35,9 +42,9 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -326,3 +333,68 @@ class InstanceForward:
         if not wrappers:
             del self.module.__dict__[WRAPPERS]
         unmark(self.module)
+
+
+T = TypeVar("T")
+
+
+class Living(Sequence[T], Generic[T]):
+    """Objects in their order, as long as somebody else keeps them; none in a copy."""
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._items = [weakref.ref(item) for item in items]
+
+    def __iter__(self) -> Iterator[T]:
+        for item in self._items:
+            found = item()
+            if found is not None:
+                yield found
+
+    def __len__(self) -> int:
+        return sum(item() is not None for item in self._items)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+    def __reduce__(self) -> Any:
+        return Living, ()
+
+    def enter(self, item: T, order: Any) -> None:
+        """Put an item in its place.
+
+        Args:
+            order: a function of an item, by which they stand.
+        """
+        self._items = [weakref.ref(one) for one in sorted((*self, item), key=order)]
+
+
+class Home:
+    """The module that was given to `patch`, as long as somebody else keeps it; then the outermost
+    one that streams."""
+
+    def __init__(self, given: nn.Module | None = None) -> None:
+        self._given = None if given is None else weakref.ref(given)
+        self._inside = Living[nn.Module]()
+
+    def __call__(self) -> nn.Module | None:
+        found = None if self._given is None else self._given()
+        if found is None:
+            found = max(self._inside, key=lambda module: len(list(module.modules())), default=None)
+            self._given = None if found is None else weakref.ref(found)
+        return found
+
+    def __reduce__(self) -> Any:
+        return Home, ()
+
+    @property
+    def known(self) -> bool:
+        """True if a module was named, or found, and is still there."""
+        return self._given is not None and self._given() is not None
+
+    def name(self, module: nn.Module) -> None:
+        """Say which module it is."""
+        self._given = weakref.ref(module)
+
+    def enter(self, module: nn.Module) -> None:
+        """A module of it streams."""
+        self._inside.enter(module, lambda _: 0)

@@ -1,12 +1,17 @@
-"""Check the tensors that programs pass to public functions."""
+"""Check tensors that programs pass to public functions, and replace tensors in containers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
 
@@ -93,3 +98,83 @@ def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         shape = result.shape
     own: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return own
+
+
+T = TypeVar("T", bound=Tensor)
+# types without inner tensors
+LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Placeholder for a differentiable tensor.
+
+    Attributes:
+        number: the tensor's index.
+    """
+
+    number: int
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with `change` applied to all tensors and slots in nested containers."""
+    if isinstance(value, Tensor | Slot):
+        return change(value)
+    if isinstance(value, tuple | list):
+        parts = list(map(rebuilt, value, itertools.repeat(change)))
+        if type(value) in (tuple, list):
+            return type(value)(parts)
+        return value
+    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
+        changed = copy.copy(value)
+        for key, part in value.items():
+            changed[key] = rebuilt(part, change)
+        return changed
+    return value
+
+
+@contextlib.contextmanager
+def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
+    """Context manager that sets an attribute of these objects to these values, one for each."""
+    before = [getattr(one, name) for one in objects]
+    try:
+        for one, value in zip(objects, values, strict=False):
+            setattr(one, name, value)
+        yield
+    finally:
+        for one, own in zip(objects, before, strict=True):
+            setattr(one, name, own)
+
+
+def tensors_in(value: Any, kind: type[T]) -> list[T]:
+    """Return the tensors of type `kind` in nested containers."""
+    if isinstance(value, LEAVES):
+        return [value] if isinstance(value, kind) else []
+    if type(value) in (tuple, list, dict):
+        parts = value.values() if type(value) is dict else value
+        leaves: list[T] = []
+        for part in parts:
+            leaves.extend(tensors_in(part, kind))
+        return leaves
+    leaves = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, kind):
+            leaves.append(leaf)
+    return leaves
+
+
+def changed_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[T], change: Callable[[T], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with `change` applied to tensors of type `kind`, nested ones
+    included.
+    """
+    # torch's tree functions are many times slower
+    if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
+        own = tuple([change(value) if isinstance(value, kind) else value for value in args])
+        return own, {
+            name: change(value) if isinstance(value, kind) else value
+            for name, value in kwargs.items()
+        }
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(kind, change, (args, kwargs))
+    return found

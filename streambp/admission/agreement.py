@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streambp.layer.call import LayerCall
 from streambp.layer.choices import ReplayedChoices
-from streambp.nested import replaced
+from streambp.tensors import replaced
 
 # relative to the layer's addition to its input
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}

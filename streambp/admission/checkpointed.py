@@ -25,8 +25,7 @@ from streambp.fingerprint.hooks import again, described, watching
 from streambp.fingerprint.snapshots import changed, versions_of
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import switched_off
-from streambp.layer.recompute import Autocast, check_mode, computed_as_written
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import Autocast, Parameters, check_mode, computed_as_written
 from streambp.layer.side_effects import Buffers, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import CallReport, LayerSite
 from streambp.recurrent.segments import in_segments, mixers_of

@@ -27,7 +27,7 @@ from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.third_party import hooks_of_others, may_edit_gradients
 from streambp.admission.trials import look_for_writes, unread_products
-from streambp.attention.carriers import attention_mask_of
+from streambp.attention.interface import attention_mask_of
 from streambp.attention.masks import LazyMask
 from streambp.chunks import Forks
 from streambp.device import MEMORY_ERRORS, has_data, is_out_of_memory
@@ -44,13 +44,12 @@ from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_f
 from streambp.layer.gradients import NO_HOOKS, can_keep_graph, counts_when_alone
 from streambp.layer.oom import explained
 from streambp.layer.products import hooked_everywhere
-from streambp.layer.recompute import NULL_CONTEXT
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
 from streambp.layer.site import CallReport, LayerSite
-from streambp.nested import replaced
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
 from streambp.recurrent.segments import arguments_that_tell, mixers_of
+from streambp.tensors import replaced
 
 backward_in_chunks = functools.partial(run_backward, without_traces(unread_products))
 

@@ -54,7 +54,7 @@ from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, undone
 from streambp.fingerprint.snapshots import LayerSnapshot
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import Parameters, slots_of
 from streambp.layer.site import REACH, LayerSite, remember
 from streambp.recurrent.documents import in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS

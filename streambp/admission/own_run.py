@@ -5,7 +5,7 @@ therefore does not test this attention. The layer also runs with the attention f
 model calls, the mask function of the same name, and the forward that `patch` found. If the result
 differs, the layer computes something that streaming does not, and is refused. Some functions are
 known to be equivalent, but cannot run a few tokens: they compile, need half precision, or read
-documents from position_ids. `admission/registry.py` checks these functions, and eager attention
+documents from position_ids. `admission/third_party.py` checks these functions, and eager attention
 runs in their place.
 """
 
@@ -20,8 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, agree, chose_alike, coarsest
-from streambp.admission.registry import distinct_attentions
-from streambp.admission.third_party import foreign_parts, watched_hooks
+from streambp.admission.third_party import distinct_attentions, foreign_parts, watched_hooks
 from streambp.attention.interface import own_implementation, unrouted
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import without_caches

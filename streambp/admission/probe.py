@@ -35,7 +35,6 @@ from streambp.admission.own_run import (
     small_ones,
     why_unlike_unpatched,
 )
-from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.rehearsal import (
     CHUNK,
     as_trained,
@@ -48,7 +47,11 @@ from streambp.admission.rehearsal import (
     rehearsing,
 )
 from streambp.admission.snapshot import Restored
-from streambp.admission.third_party import watched_hooks
+from streambp.admission.third_party import (
+    distinct_attentions,
+    refuse_foreign_attention,
+    watched_hooks,
+)
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Run, Spans
 from streambp.chunks import Chunk, ChunkPlan
@@ -59,9 +62,9 @@ from streambp.layer.call import LayerCall
 from streambp.layer.gradients import GraphMarker, MarkGraphStart, is_kept, nodes_behind
 from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
 from streambp.layer.site import remember
-from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one, in_several, tried_rows
 from streambp.recurrent.states import LEAST_TOKENS, leaves_of
+from streambp.tensors import rebuilt
 
 MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
 DRAWS = "it draws random numbers elsewhere than from torch's default generators"

@@ -23,7 +23,7 @@ from streambp.device import RandomState
 from streambp.known_names import PICKED
 from streambp.layer.call import ChunkOutput, LayerCall
 from streambp.layer.products import TENSOR_TYPES
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import Parameters, slots_of
 from streambp.recurrent.states import States
 
 TOKENS = 12

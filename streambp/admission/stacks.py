@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streambp.admission.third_party import refuse_opacus
-from streambp.attention.carriers import (
+from streambp.attention.indexers import indexers_of
+from streambp.attention.interface import (
     ForeignAttention,
     NoAttention,
     OverCache,
     Picking,
     ThroughInterface,
 )
-from streambp.attention.indexers import indexers_of
 from streambp.attention.self_attending import biases_positions
 from streambp.cache_arguments import cache_arguments, cache_parameters
 from streambp.errors import UnsupportedModelError

@@ -1,4 +1,4 @@
-"""Third-party modules, forwards and hooks inside a layer, which may depend on token positions.
+"""Third-party code: attention functions of a model; modules, forwards and hooks inside a layer.
 
 [Note: foreign insides] Outside of attention, modules of transformers, torch and adapter libraries
 treat every token alike. Third-party code may not: a hook that adds to positions 100 to 120, a mask
@@ -13,6 +13,14 @@ forwards of third parties then act differently: some add to a position, some sto
 the loss, some count tokens. No trial can tell the effect. All these cases therefore ask one
 function, `hooks_of_others`. Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count,
 because they treat tokens alike and store nothing; all other hooks count.
+
+Streamed layers compute softmax attention themselves, with the masks that
+transformers describes. transformers' own functions compute the same. A third-party function under
+the same name would never be called, and another model would be trained. Such a function may be
+registered, or replace transformers' function or a modeling file's eager function. A few tokens may
+not show the difference: a local window is wider, a counter changes no number. Functions are
+therefore identified by the module that defines them. The check runs once in each forward of a
+model, because functions may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -21,28 +29,191 @@ import contextlib
 import dis
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from streambp.attention.interface import NAME, own_implementation
+from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import short_name
 from streambp.fingerprint.observed_values import version_of
-from streambp.foreign import full_name, home_of, package_of, trls_head
+from streambp.foreign import full_name, home_of, package_of, trls_head, undecorated
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
+    ATTENTION_TABLE,
     BACKWARD_HOOKS,
+    EAGER,
+    EAGER_FORWARD,
+    FLASH_FORWARD,
     FORWARD_HOOKS,
     GLOBAL_HOOKS,
     HOOKS_ARE_HARMLESS,
+    HUB_KERNEL,
+    MASKING,
     MODULE_HOOKS,
     MODULES_ARE_HARMLESS,
     OPACUS,
+    SOFTMAX,
+    VERLS_SIZE,
 )
-from streambp.nested import tensors_in
+from streambp.source import written, written_forward
+from streambp.tensors import tensors_in
+
+
+def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
+    """Raise if an attention function or mask function is not transformers' own.
+
+    Args:
+        attentions: one module of each distinct class and config is enough.
+
+    Raises:
+        UnsupportedModelError: a third-party function computes their attention or makes their masks.
+    """
+    for module in attentions:
+        implementation = own_implementation(module.config)  # type: ignore[arg-type]
+        if implementation == NAME:
+            continue  # routed by another forward, which has checked already
+        found = foreign_function(module, implementation)
+        if found is not None:
+            raise UnsupportedModelError(
+                f"{found}. A streamed layer would not call it: streambp computes softmax attention "
+                "itself, with the masks that transformers describes, so another model would be "
+                "trained. Choose one of transformers' own "
+                "(model.set_attn_implementation('sdpa')), or run the model unpatched "
+                "(streambp.unpatch(model)). Sequences are split over ranks by DeepSpeed Ulysses "
+                "or torch's context parallelism (accelerate's sp_size with "
+                "sp_backend='deepspeed', or cp_size)."
+            )
+
+
+def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return one module of each class and config that attends through transformers' interface."""
+    found: dict[tuple[int, type], nn.Module] = {}
+    for layer in layers:
+        for module in layer.modules():
+            config = getattr(module, "config", None)
+            if config is not None and ATTENTION_TABLE in getattr(
+                getattr(written_forward(module), "__code__", None), "co_names", ()
+            ):
+                found.setdefault((id(config), type(module)), module)
+    return list(found.values())
+
+
+def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
+    """Describe the third-party function behind an attention implementation, as the start of a
+    sentence.
+
+    Return None if every function is transformers' own.
+    """
+    forward = written(type(module).forward)
+    names = forward.__globals__
+    table = names.get(ATTENTION_TABLE, ALL_ATTENTION_FUNCTIONS)
+    function = _inside(table.get(implementation)) if implementation else None
+    registered = function is not None
+    if not registered:
+        function = next(filter(callable, map(names.get, _eager_names(forward))), None)
+    inner = getattr(_inside(function), "__globals__", {}).get(FLASH_FORWARD)
+    if inner is not None:  # verl's function passes its tensors on where sequences are not split
+        size = getattr(inner, "__globals__", {}).get(VERLS_SIZE)
+        plain = home_of(inner).startswith("verl.") and callable(size) and size() == 1
+        inner = None if plain or home_of(inner).startswith("transformers.") else inner
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or EAGER)
+    return _why_foreign(
+        type(module).__name__, names["__name__"], implementation, function, registered, inner, mask
+    )
+
+
+def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache the results of `ask`, except for arguments without a hash (a callable dataclass)."""
+    kept = functools.lru_cache(ask)
+
+    @functools.wraps(ask)
+    def answer(*args: Any) -> Any:
+        try:
+            return kept(*args)
+        except TypeError:  # the argument has no hash
+            return ask(*args)
+
+    return answer
+
+
+_inside = _remembered(undecorated)
+
+
+@functools.lru_cache
+def _eager_names(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of the eager functions that an attention's forward can fall back to."""
+    return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
+
+
+@_remembered
+def _why_foreign(
+    kind: str,
+    home: str,
+    implementation: str | None,
+    function: Any,
+    registered: bool,
+    inner: Any,
+    mask: Any,
+) -> str | None:
+    """Compute `foreign_function` for these functions, which are the same in each call of a model.
+
+    Args:
+        kind: the attention module's class.
+        home: the module that defines the class.
+        implementation: the name of the attention implementation.
+        function: the attention function.
+        registered: the function is in transformers' table.
+        inner: a third-party function that `function` calls; None: none.
+        mask: the mask function.
+    """
+    function, mask = undecorated(function), undecorated(mask)
+    who = f"The attention function of {kind} (attn_implementation={implementation!r})"
+    if not registered:
+        # The expected place is its modeling file (transformers' or a user's), or elsewhere in
+        # transformers.
+        if (
+            function is not None
+            and home_of(function) != home
+            and not home_of(function).startswith("transformers.")
+        ):
+            return f"{who} is {full_name(function)}, where {home}.{EAGER_FORWARD} is expected"
+    elif not _is_softmax(function, implementation):
+        return f"{who} is {full_name(function)}, where a function of transformers is expected"
+    if inner is not None:
+        return (
+            f"{who} calls {full_name(inner)}, where transformers' own {FLASH_FORWARD} is expected"
+        )
+    if mask is None:
+        return (
+            f"{who} has no mask function registered by its name, so that the unpatched model "
+            "ignores padding and windows"
+        )
+    if home_of(mask) != MASKING:
+        return (
+            f"The mask function for attn_implementation={implementation!r} is {full_name(mask)}, "
+            "not transformers' own"
+        )
+    return None
+
+
+def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:
+    """True if a registered attention function is known to compute softmax attention."""
+    if isinstance(function, functools.partial):
+        return False  # transformers registers no partial: its arguments would change the result
+    home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")
+    if home.startswith("transformers.integrations."):
+        return name in SOFTMAX
+    if "/" in (implementation or "") and name == HUB_KERNEL[0]:
+        return all(known in getattr(function, "__globals__", {}) for known in HUB_KERNEL)
+    return find_ulysses(implementation) is not None
+
 
 NAMED_AT_MOST = 3  # hooks in a message
 

@@ -49,9 +49,9 @@ from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
 from streambp.layer.site import Overwritten
-from streambp.nested import rebuilt
 from streambp.recurrent.documents import in_one
 from streambp.recurrent.states import States, leaves_of
+from streambp.tensors import rebuilt
 
 
 def unread_products(

@@ -25,7 +25,7 @@ from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention, Stag
 from streambp.cache import ChunkCache
 from streambp.cache_arguments import cache_parameters
 from streambp.known_names import INDEX_HEADS, INDEXER
-from streambp.nested import rebuilt
+from streambp.tensors import rebuilt
 
 SCORES = 2**28  # bytes of an indexer's scores in all of its heads; its operators hold a few copies
 

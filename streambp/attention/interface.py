@@ -1,14 +1,27 @@
-"""Register streambp in transformers' attention interface, and route a model's attention to it."""
+"""Register streambp in transformers' attention interface, route a model's attention to it, and
+connect a layer's chunks to the keys and values of earlier chunks.
+
+[Note: carriers] `admission/stacks.py` chooses a layer's kind once. A kind is two objects: an
+attention carrier from this module, and a state carrier (`recurrent/carriers.py`). The step asks the
+two carriers for a chunk's arguments, and never which kind a layer is. An attention carrier replaces
+the layer's mask and cache:
+
+    `NoAttention`        the layer reads no keys                                nothing is replaced
+    `ThroughInterface`   it attends through transformers' attention interface   an `ChunkAttention` for its mask
+    `Picking`            the same, over keys that an indexer picks              the point, and the indexer's forward
+    `OverCache`          it attends by itself over what its cache returns       a `ChunkCache`, and its mask cut
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +29,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.masks import LazyMask, resolve
+from streambp.attention.masks import DenseMask, LazyMask, resolve
 from streambp.attention.prefix import (
     AttentionCall,
     ChunkAttention,
@@ -24,14 +37,24 @@ from streambp.attention.prefix import (
     PrefixChunkAttention,
     Stage,
 )
-from streambp.chunks import Chunk
+from streambp.attention.self_attending import (
+    OwnMask,
+    biases_positions,
+    own_mask,
+    why_picked_blocks_stay_whole,
+)
+from streambp.attention.spans import Spans
+from streambp.cache import ChunkCache
+from streambp.chunks import Barrier, Chunk
 from streambp.device import autocast_dtype, without_autocast
-from streambp.errors import UnsupportedModelError
+from streambp.errors import UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import (
     DOCUMENT_ENDS,
+    EAGER,
     EAGER_FORWARD,
     FOREIGN_ARGUMENTS,
     IMPLEMENTATION,
+    PER_KEY,
     PICKS,
     SINKS,
 )
@@ -259,9 +282,11 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     Another thread may find our name without a `routed` of its own. Its calls go on to the
     implementation that the config names.
     """
-    if all(map(_is_here, configs)):
-        return contextlib.nullcontext()
-    return _routed(configs)
+    here = HERE.get()
+    for config in configs:
+        if id(_plain(config, "__dict__")[IMPLEMENTATION]) not in here:
+            return _routed(configs)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -299,11 +324,6 @@ def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
             _plain(config, "__dict__")[IMPLEMENTATION] = name.own
 
 
-def _is_here(config: PreTrainedConfig) -> bool:
-    """True if this thread is within `routed` with the config."""
-    return id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get()
-
-
 @contextlib.contextmanager
 def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
     """Context manager within `routed`: models with these configs attend with these implementations
@@ -324,7 +344,403 @@ def _met_by_chance(config: object) -> str | None:
     if not isinstance(config, PreTrainedConfig):
         return None
     compared = COMPARED.get().get(id(config))
-    if compared is not None or _is_here(config):
+    if compared is not None or id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get():
         return compared
     own = own_implementation(config)
     return None if own == NAME else own
+
+
+Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Layout(NamedTuple):
+    """Keys that the queries of a full sequence may read, and positions where no chunk may end.
+    [Note: chunk ends]
+
+    Attributes:
+        spans: keys of each query.
+        barriers: positions where no chunk may end.
+        told: name of the argument that marks the documents of packed rows, and the number of
+            documents; None: no argument marks documents.
+    """
+
+    spans: Spans | DenseMask
+    barriers: tuple[Barrier, ...] = ()
+    told: tuple[str, int] | None = None
+
+
+class NoAttention:
+    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers:
+    descriptions of how a layer's chunks read keys and values.
+
+    Attributes:
+        costs: text of `describe` about the costs.
+        why_not_split: reason why the tokens cannot be sharded over ranks.
+        in_tiles: True if K and V may be stored in tiles (K and V of one chunk each), some of which
+            are in host memory.
+        reads_a_mask: True if the layer passes attention_mask to attention only.
+        ours: True if a streamed layer's attention is replaced, so that a test run can hide the keys
+            of other chunks from queries.
+        picks_keys: True if the keys of a query are selected by the contents of the keys.
+        returns_weights: True if floating tensors after the hidden states are attention weights that
+            nobody requested.
+    """
+
+    costs: str | None = None
+    why_not_split: str | None = None
+    in_tiles = True
+    reads_a_mask = False
+    ours = True
+    picks_keys = False
+    returns_weights = False
+
+    def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
+        """Return the configs that route the layer's attention to streambp while the layer streams;
+        an empty list if the layer keeps its own attention."""
+        return attention_configs(layer) if self.ours else []
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Return the reason why the layer cannot be chunked with these arguments, or None. The mask
+        among the arguments may be replaced.
+
+        Args:
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
+        """
+        return None
+
+    def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
+        """Read from the mask, of whichever type, the keys that each query of hidden_states x [...,
+        B, T, h] may read."""
+        mask = attention_mask_of(named)
+        batch_size, length = x.shape[-3:-1]
+        barriers: tuple[Barrier, ...] = ()
+        # attention does not read the mask, or the layer reads it itself
+        if not self.reads_a_mask and not isinstance(mask, LazyMask):
+            if isinstance(mask, OwnMask):
+                barriers = mask.barriers
+            return Layout(Spans.causal(batch_size, length), barriers)
+        spans = resolve(
+            mask, batch_size, length, named.get("position_ids"), named.get(DOCUMENT_ENDS), x.device
+        )
+        if isinstance(spans, DenseMask):
+            barriers = spans.barriers
+        told = mask.told if isinstance(mask, LazyMask) else None
+        return Layout(spans, barriers, told)
+
+    def hand(
+        self, named: dict[str, Any], point: ChunkAttention
+    ) -> tuple[dict[str, Any], Read | None]:
+        """Return the chunk's arguments with mask and cache replaced, and the function that the
+        cache calls on new keys and values (None: no cache)."""
+        return named, None
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """Return the context manager and the arguments for running the layer unchunked."""
+        return routed(configs), args, kwargs
+
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of the first `length` tokens, with the masks that the unpatched
+        model passes to the layer.
+
+        Args:
+            mask: function from a `LazyMask` to the mask of the model's own mask function.
+        """
+        return named
+
+
+class ThroughInterface(NoAttention):
+    """A layer that attends through transformers' attention interface. The layer receives the
+    `ChunkAttention` as its mask."""
+
+    reads_a_mask = True
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Return the reason why the layer cannot be chunked with its attention_mask; None if it
+        can. Accepted are a `LazyMask`, a tensor [B or 1, H or 1, T, T] and None.
+
+        Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark; not read here.
+
+        Raises:
+            UnsupportedMaskError: the mask is bool and the model's attention is eager, which would
+                add the values of the mask to the scores.
+        """
+        mask = attention_mask_of(named)
+        if mask is None or isinstance(mask, LazyMask):
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 4:
+            return "its attention_mask is not for attention alone"
+        if mask.dtype == torch.bool:
+            _refuse_added_bools(self.configs(layer))
+        return None
+
+    def hand(
+        self, named: dict[str, Any], point: ChunkAttention
+    ) -> tuple[dict[str, Any], Read | None]:
+        """Return the arguments in which `point` replaces the attention mask, and None.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that attends for the layer's chunk.
+        """
+        point.takes_picks = self.picks_keys
+        found: dict[str, Any] = {}
+        for name, value in named.items():
+            if type(value) in VALUE_TYPES:
+                continue
+            if isinstance(value, LazyMask):
+                found[name] = point
+            elif isinstance(value, Mapping):
+                parts: dict[Any, Any] = {}
+                has_mask = False
+                for key, part in value.items():
+                    parts[key] = part
+                    if isinstance(part, LazyMask):
+                        parts[key] = point
+                        has_mask = True
+                if has_mask:
+                    found[name] = parts
+        return {**named, **(found or {"attention_mask": point})}, None
+
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """Return the arguments with the model's own mask in place of each `LazyMask`. A layer
+        without a `LazyMask` receives a causal mask."""
+        found = {name: _own_masks(value, mask) for name, value in named.items()}
+        if not isinstance(attention_mask_of(named), LazyMask):
+            found["attention_mask"] = mask(LazyMask())
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignAttention(NoAttention):
+    """A layer whose attention class has another forward than its source code. The layer runs
+    unchunked, with the model's own masks.
+
+    Attributes:
+        by: name of the forward that replaces the original.
+    """
+
+    by: str
+
+    ours = False
+
+    @property
+    def why_not_split(self) -> str:  # type: ignore[override]
+        """Return the reason: the replacement attends to this rank's shard alone."""
+        return f"{self.by} attends in its place, to this rank's shard"
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str:
+        """Return the reason to refuse every chunk, whatever the hidden states x [..., B, T, h]."""
+        return (
+            f"{self.by} stands in the place of its attention's forward, and attends in its own way"
+        )
+
+
+# types of arguments that contain no `LazyMask`
+VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Picking(ThroughInterface):
+    """A layer whose attention names the keys that its queries read: sparse attention with an
+    indexer. [Note: indexers]
+
+    Attributes:
+        kept: number of keys that the layer's own indexer picks for a query; None: the layer reads
+            the picks of an earlier layer.
+    """
+
+    kept: int | None = None
+
+    why_not_split = "its indexer compares all keys of the sequence, of which this rank has a shard"
+    picks_keys = True
+
+    @property
+    def costs(self) -> str:  # type: ignore[override]
+        """Return the text of `describe` about the costs."""
+        found = (
+            "sparse attention: plain products with all keys before, which are masked if they are "
+            "not picked"
+        )
+        if self.kept is None:
+            return found
+        return f"{found}; its indexer's picks are kept, {4 * self.kept:,} bytes a token"
+
+    def whole(
+        self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
+    ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
+        """Return the context manager and the arguments for running the layer unchunked, with the
+        model's own masks. Its indexer is not replaced there."""
+        own = [own_implementation(config) or EAGER for config in configs]
+
+        def mask(lazy: LazyMask) -> Any:
+            return AttentionMaskInterface()[own[0]](**lazy.description)
+
+        args = tuple(_own_masks(value, mask) for value in args)
+        return (
+            unrouted(configs, own),
+            args,
+            {name: _own_masks(value, mask) for name, value in kwargs.items()},
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OverCache(NoAttention):
+    """A layer that attends by itself over the prefix that its cache returns. See
+    `attention/self_attending.py`.
+
+    Attributes:
+        argument: name of the argument that takes the cache.
+    """
+
+    argument: str
+
+    costs = (
+        "its own attention: the model builds its [T, T] mask, and a chunk's scores against all "
+        "before exist"
+    )
+    why_not_split = "it attends by itself, to this rank's shard"
+    in_tiles = False  # the layer reads all keys at once
+    returns_weights = True
+    ours = False
+
+    def take_mask(
+        self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Replace the layer's mask by an `OwnMask`. Return the reason why the layer cannot be
+        chunked, or None.
+
+        Args:
+            x: hidden_states [..., B, T, h].
+
+        Raises:
+            UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
+                layers separate and this layer's attention does not.
+        """
+        mask = attention_mask_of(named)
+        length = x.shape[-2]
+        by_sdpa = {config._attn_implementation for config in attention_configs(layer)} == {"sdpa"}
+        found: OwnMask | str
+        if mask is None and by_sdpa:
+            found = OwnMask(torch.empty(0, device=x.device))
+        else:
+            found = own_mask(mask, length, by_sdpa)
+        if isinstance(found, str):
+            return found
+        if documents is not None and found.mask.dim() < 4:
+            raise UnsupportedModelError(
+                f"position_ids mark {documents} documents of packed rows, but the attention of "
+                f"{type(layer).__name__} does not separate them: its mask marks padding alone. The "
+                "model's recurrent layers would separate the documents. Pass one document per "
+                "row, or set StreamConfig(documents='as_given') so that no layer separates "
+                "documents, as in the unpatched model."
+            )
+        because = why_picked_blocks_stay_whole(
+            layer, named.get("position_ids"), found, length, by_sdpa
+        )
+        if because is not None:
+            return because
+        # sdpa gives an empty query 0, in a chunk and in the sequence. A position bias gives
+        # sdpa another mask.
+        if by_sdpa and found.mask.dtype == torch.bool and not biases_positions(layer):
+            found = dataclasses.replace(found, empty=None)
+        named["attention_mask"] = found
+        return None
+
+    def hand(
+        self, named: dict[str, Any], point: ChunkAttention
+    ) -> tuple[dict[str, Any], Read | None]:
+        """Return the chunk's arguments and the function that its cache calls. The cache returns the
+        prefix; the mask is cut to the chunk."""
+        assert isinstance(point, PrefixChunkAttention)
+        chunk = point.chunk
+        mask = named["attention_mask"]
+
+        def read(
+            k: Tensor, v: Tensor
+        ) -> tuple[Tensor, Tensor]:  # [B, H_kv, C, D] -> all up to the chunk's end
+            return point.read(k, mask.values(v, chunk))
+
+        changed: dict[str, Any] = {
+            self.argument: ChunkCache(chunk.start, read),
+            "attention_mask": mask.cut(chunk),
+        }
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., : chunk.stop]
+        return {**named, **changed}, read
+
+    def unpatched(
+        self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
+    ) -> dict[str, Any]:
+        """Return the arguments with the model's own mask, cut to the first `length` tokens."""
+        changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
+        for name in PER_KEY:
+            if isinstance(named.get(name), Tensor):
+                changed[name] = named[name][..., :length]
+        return {**named, **changed}
+
+
+def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
+    """Return every distinct config from which the layer's modules read their attention
+    implementation."""
+    found: dict[int, PreTrainedConfig] = {}
+    for module in layer.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def attention_mask_of(named: Mapping[str, Any]) -> Any:
+    """Return the mask that the layer will pass to its attention.
+
+    Some layers receive a second mask, of padding, for other modules that mix tokens. The second
+    mask is named attention_mask, or shares a dictionary with attention's mask. Attention's mask is
+    the one that streambp's mask function made.
+    """
+    for value in named.values():
+        if type(value) in VALUE_TYPES:
+            continue
+        if isinstance(value, LazyMask):
+            return value
+        if isinstance(value, Mapping):
+            for part in value.values():
+                if isinstance(part, LazyMask):
+                    return part
+    return named.get("attention_mask")
+
+
+def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
+    """Raise UnsupportedMaskError if the model's own attention is eager, which adds bool masks."""
+    for config in configs:
+        if own_implementation(config) == EAGER:
+            raise UnsupportedMaskError(
+                "The 4-D attention mask is of torch.bool, and the model's attention is eager: it "
+                "adds the mask to the scores, True as 1, so that the unpatched model reads every "
+                "key. Pass an added mask (0 where a key is read, -inf elsewhere), or set sdpa "
+                "(model.set_attn_implementation('sdpa')), which reads bool masks."
+            )
+
+
+def _own_masks(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
+    if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
+        return {key: _own_masks(part, mask) for key, part in value.items()}
+    return mask(value) if isinstance(value, LazyMask) else value

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streambp.attention.attend import Params, PrefixAttention, PrefixRead, attend_blocks
+from streambp.attention.attend import Attended, Params, PrefixAttention, PrefixRead, attend_blocks
 from streambp.attention.backend import AsSdpa, Backend, BlockPlan, Use, Used, choose_backend
 from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory, Site
 from streambp.attention.masks import DenseMask
-from streambp.attention.merge import Attended
 from streambp.attention.picked_keys import PickedMask
 from streambp.attention.spans import Kind, Spans, Tiling
 from streambp.chunks import Chunk

@@ -1,7 +1,7 @@
 """Merge two blocks' attention outputs in Triton: every element is read and written once.
 
 torch would write the weights' products and read them again. The kernel computes the numbers of
-`merge.merge_in_torch`, with which tests compare it (in Triton's interpreter without a GPU).
+`attend.merge_in_torch`, with which tests compare it (in Triton's interpreter without a GPU).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fits_triton(*tensors: Tensor) -> bool:
 
 
 def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """Merge like `merge.merge`, in one kernel that computes in float32.
+    """Merge like `attend.merge`, in one kernel that computes in float32.
 
     Args:
         o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.

@@ -15,13 +15,31 @@ input and its parameters then pass through one autograd node, which keeps the sa
 initialised. Only the block's full-backward hook reduces its gradients, and streaming silences this
 hook. If the layer was patched too late to be the leaf itself, the hook runs after the layer's
 backward, when all gradients exist.
+
+[Note: ZeRO-3 leaves] DeepSpeed gathers a module's parameters in its forward and backward hooks.
+Inside a streamed layer these hooks would run once for each chunk. The layer is therefore marked as
+a leaf. DeepSpeed gathers a leaf completely: once for its forward, once for its backward. A
+full-backward hook reduces a leaf's gradients. The hook runs too early unless hidden_states is a
+positional argument that requires a gradient. A hook before DeepSpeed's ensures this; a layer gets
+the hook once DeepSpeed was imported. The mark and the hook have no effect without ZeRO-3.
+
+[Note: what a rank decides alone] Ranks differ in their batch, their free memory and their hooks.
+Each rank therefore decides alone how to compute its micro-batch, and no collective may depend on
+the decision: a rank that is alone in a collective waits forever. Under DDP, ZeRO-1 and ZeRO-2 all
+collectives are in backward. Each gradient has one collective, however the gradient was computed.
+
+Under ZeRO-3 and FSDP2 each call of a unit is a collective, in forward and backward. A rank may
+there neither repeat a forward nor add one, unless all ranks do. docs/explanation/distributed.md
+lists every decision. For split sequences, `sharded/shards.py` agrees on every value that decides an
+exchange.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,19 +47,55 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from streambp.distributed.zero import is_partitioned
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import (
     DROPS_MASKS,
     ENGINES,
     FLAT_PARAMETER,
+    FSDP_GATHERS,
+    FSDP_GROUPS,
+    FULL_SHAPE,
     GRADIENT_HOOKED,
     MODULE_HOOKS,
     MODULE_TABLES,
+    PARTITIONED,
     Z3_LEAF,
+    ZERO_GROUP,
 )
 
-T = TypeVar("T")
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """True if ZeRO-3 manages a parameter [...], gathered or not."""
+    return hasattr(parameter, PARTITIONED)
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter when gathered.
+
+    Between gathers, ZeRO-3 replaces a parameter of shape [V, h], say, by a tensor of 0 elements.
+    """
+    shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
+    return shape
+
+
+def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Pass hidden_states as a positional argument that requires a gradient, if ZeRO-3 is active.
+
+    Registered as a forward pre-hook of streamed layers.
+    """
+    if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
+        return None
+    kwargs = dict(kwargs)
+    hidden_states: Tensor
+    if args:
+        hidden_states = args[0]
+    else:
+        hidden_states = kwargs.pop("hidden_states")
+    if torch.is_grad_enabled() and not hidden_states.requires_grad:
+        hidden_states = hidden_states.detach().requires_grad_()
+    return (hidden_states, *args[1:]), kwargs
+
+
 DDP = "DDP"  # the names in errors
 FSDP2 = "FSDP2"
 
@@ -119,32 +173,30 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
     Takes a third of the time of `modules()` and `parameters()`.
     """
     parameters_table, _, modules_table = MODULE_TABLES
-    modules: list[nn.Module | None] = [module]
-    parameters: list[nn.Parameter | None] = []
+    modules = [module]
+    parameters: list[nn.Parameter] = []
     for inner in modules:  # the loop appends to this list
-        if inner is not None:
-            own = inner.__dict__
-            if own[modules_table]:
-                modules += own[modules_table].values()
-            if own[parameters_table]:
-                parameters += own[parameters_table].values()
-    return _present(modules), _present(parameters)
-
-
-def _present(values: list[T | None]) -> list[T]:
-    """Return the values that are not None."""
-    return [value for value in values if value is not None]
+        own = inner.__dict__
+        for child in own[modules_table].values():
+            if child is not None:
+                modules.append(child)
+        for parameter in own[parameters_table].values():
+            if parameter is not None:
+                parameters.append(parameter)
+    return modules, parameters
 
 
 def held(module: nn.Module) -> Hold:
     """Return how an engine manages the parameters of a module and its inner modules."""
     modules, parameters = contents_of(module)
-    weights = any(map(is_fsdp_unit, {type(inner): inner for inner in modules}.values())) or any(
-        is_partitioned(parameter) or isinstance(parameter, DTensor) for parameter in parameters
-    )
-    return Hold(
-        weights, weights or any(hasattr(parameter, GRADIENT_HOOKED) for parameter in parameters)
-    )
+    one_of_each_class = dict(zip(map(type, modules), modules, strict=True))
+    weights = any(map(is_fsdp_unit, one_of_each_class.values()))
+    gradients = False
+    for parameter in parameters:
+        if hasattr(parameter, PARTITIONED) or isinstance(parameter, DTensor):
+            weights = True
+        gradients = gradients or hasattr(parameter, GRADIENT_HOOKED)
+    return Hold(weights, weights or gradients)
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
@@ -241,7 +293,7 @@ class JoinGradients(torch.autograd.Function):
 
 
 def drops_masks(hook: Callable[..., Any]) -> bool:
-    """True for the hook that accelerate registers on attention under context parallelism.
+    """True if a hook is the one of accelerate on attention under context parallelism.
 
     The hook replaces the mask by None, because torch's ring attention supports causal masks alone.
     Streamed layers use the model's own mask.
@@ -266,4 +318,50 @@ def zeros_for_engines(parameter: Tensor) -> Tensor | None:
     The gradient is None, or zeros [...] if DeepSpeed's hooks wait for one.
     """
     managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
-    return torch.zeros_like(parameter) if managed else None
+    if managed:
+        return torch.zeros_like(parameter)
+    return None
+
+
+def must_agree(module: nn.Module) -> bool:
+    """True if a forward of the module is a collective that other ranks take part in."""
+    return (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+        and held(module).weights
+    )
+
+
+def everyones_numbers(
+    module: nn.Module, mine: Sequence[int], device: torch.device
+) -> list[list[int]]:
+    """Gather `mine` from each rank, as many numbers on each.
+
+    The ranks are the group over which an engine has partitioned the module's parameters, or all
+    ranks if the engine names no group. Every rank of the group calls this before each of its
+    forwards.
+
+    Args:
+        module: the module whose parameters are partitioned.
+        mine: this rank's numbers.
+        device: the device of the model's inputs.
+    """
+    ranks = None
+    for parameter in module.parameters():
+        if hasattr(parameter, ZERO_GROUP):
+            ranks = getattr(parameter, ZERO_GROUP)
+            break
+    for unit in filter(is_fsdp_unit, () if ranks is not None else module.modules()):
+        state = unit._get_fsdp_state()  # type: ignore[operator]
+        for group in getattr(state, FSDP_GROUPS[0], None) or [getattr(state, FSDP_GROUPS[1], None)]:
+            found = getattr(getattr(group, FSDP_GATHERS[0], None), FSDP_GATHERS[1], None)
+            ranks = found if ranks is None else ranks
+    return [said.tolist() for said in all_gather(ranks, torch.tensor(mine, device=device))]
+
+
+def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
+    """Return every rank's `tensor`, all of the same shape [...]."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return parts

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from streambp.distributed.zero import is_partitioned
+from streambp.distributed.engines import is_partitioned
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import (
     FSDP_GROUPS,

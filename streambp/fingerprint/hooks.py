@@ -23,7 +23,7 @@ from streambp.device import has_data
 from streambp.distributed.engines import belongs_to_engine
 from streambp.fingerprint.observed_values import leaves, name_of, version_of
 from streambp.known_names import ALORA_OFFSETS, FOR_ONE_FORWARD, MODULE_HOOKS, UNSEEN_WRITES
-from streambp.nested import tensors_in
+from streambp.tensors import tensors_in
 
 # module name in the layer, kind of hook, hook name, number among equal ones
 HookKey = tuple[str, str, str, int]

@@ -48,7 +48,7 @@ from streambp.fingerprint.snapshots import THEIRS, TORCHS, Generator
 from streambp.foreign import home_of, wrapped_functions
 from streambp.instance_forward import InstanceForward, Unbound
 from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
-from streambp.nested import tensors_in
+from streambp.tensors import tensors_in
 
 MOST = 4000
 PATIENCE = 0.2  # seconds before a live tensor counts as stored

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from streambp.device import without_autocast
+from streambp.foreign import nn_own, torch_own
 from streambp.head.triton_fold import fold_rows, serves
 from streambp.head.triton_gradient import write_gradient
-from streambp.torchs_own import nn_own, torch_own
 
 LOGITS_PER_BLOCK = 2**25  # logits of a block for torch: 128 MiB in float32, several times
 BYTES_PER_BLOCK = 2**29  # bytes of a block for the kernels: 2**28 logits in half precision, once

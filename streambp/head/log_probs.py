@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from streambp.accumulate import GradientSum, add_product
 from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
+from streambp.foreign import torch_own
 from streambp.head.blocks import (
     Products,
     Projection,
@@ -30,13 +31,38 @@ from streambp.head.blocks import (
     product_gradient,
     token_blocks,
 )
-from streambp.head.labels import check_labels
 from streambp.head.version_check import VersionCheck
 from streambp.layer.oom import once_more
-from streambp.layer.recompute import Autocast
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import Autocast, Parameters
 from streambp.tensors import check_tensors
-from streambp.torchs_own import torch_own
+
+
+def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
+    """Raise if a label is outside the vocabulary. Synchronizes with the device.
+
+    Such a label would select nothing, and the result would still look like a log-probability.
+
+    Args:
+        labels: [...] integers; labels without data are not checked.
+        vocabulary: V.
+        ignore_index: an additional valid label; None: there is none.
+
+    Raises:
+        StreamBPError: a label is negative, or not below `vocabulary`.
+    """
+    if not has_data(labels) or labels.numel() == 0:
+        return
+    wrong = (labels < 0) | (labels >= vocabulary)
+    ignored = ""
+    if ignore_index is not None:
+        wrong = wrong & (labels != ignore_index)
+        ignored = f" or be {ignore_index} (ignored)"
+    if bool(wrong.any()):
+        raise StreamBPError(
+            f"labels hold {int(labels[wrong][0])}; they must lie in [0, {vocabulary}){ignored}. "
+            "Check that the tokenizer belongs to this model."
+        )
+
 
 ROWS = 4096
 METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
@@ -209,8 +235,11 @@ def token_log_probs(
         hidden_states, labels, Projection(logit_scale, softcap, temperature), norm, ignore_index
     )
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    further = (("entropy", entropy), ("mean_log_probs", mean_log_probs))
-    wanted = (*(name for name, asked in further if asked), *metrics)
+    wanted = tuple(metrics)
+    if mean_log_probs:
+        wanted = ("mean_log_probs", *wanted)
+    if entropy:
+        wanted = ("entropy", *wanted)
     values = BlockwiseLogProbs.apply(
         inputs, wanted, flat, weight, bias, *inputs.norm_parameters.current()
     )

@@ -32,10 +32,10 @@ from torch import Tensor
 
 from streambp.device import autocast_dtype
 from streambp.errors import BackwardError
+from streambp.foreign import torch_own
 from streambp.head.blocks import Products, TokenGradients, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
 from streambp.layer.oom import explaining, once_more
-from streambp.torchs_own import torch_own
 
 SMALLEST = 2.0**-64
 

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import StreamBPError
+from streambp.foreign import nn_own, torch_own
 from streambp.head.blocks import Projection
-from streambp.head.labels import check_labels
-from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, make_inputs
+from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
 from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
 from streambp.head.token_positions import LatePadding, taken
 from streambp.layer.oom import once_more
-from streambp.layer.recompute import Autocast
-from streambp.layer.shadows import Parameters
-from streambp.torchs_own import nn_own, torch_own
+from streambp.layer.recompute import Autocast, Parameters
 
 
 @dataclasses.dataclass(eq=False)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from streambp.cache import ChunkCache
-from streambp.cache_arguments import is_cache
+from streambp.cache_arguments import is_cache_class
 from streambp.chunks import Chunk, Forks
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, PICKED, TOKEN_DIMS
-from streambp.nested import Slot, rebuilt
 from streambp.recurrent.documents import Documents, PackedRows
+from streambp.tensors import Slot, rebuilt
 
 
 @dataclasses.dataclass
@@ -308,7 +308,8 @@ def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
     if rest is not None:
         named.update(named.pop(rest, {}))
     for name, value in named.items():
-        if is_cache(value):
+        kind: Any = type(value)
+        if value is not None and is_cache_class(kind):
             named[name] = None
     if "use_cache" in named:
         named["use_cache"] = False

@@ -25,11 +25,11 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
+from streambp.attention.attend import Attended
 from streambp.attention.indexers import indexers_of, picking
 from streambp.attention.interface import routed
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
-from streambp.attention.merge import Attended
 from streambp.attention.prefix import (
     ChunkAttention,
     Prefix,
@@ -49,9 +49,8 @@ from streambp.layer.chunk_states import Carried
 from streambp.layer.oom import RUN_ONCE, with_memory
 from streambp.layer.packing import ONE_DOCUMENT, Packing
 from streambp.layer.products import See, tapped
-from streambp.layer.recompute import NULL_CONTEXT, Autocast, computed_as_written
+from streambp.layer.recompute import NULL_CONTEXT, Autocast, Parameters, computed_as_written
 from streambp.layer.saved import InMemory, SavedForBackward
-from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite
 from streambp.layer.witness import Witness
 from streambp.offload.gradients import Leave
@@ -244,21 +243,17 @@ class LayerParts:
     checkpointed: list[nn.Module]
 
     @classmethod
-    def of_site(cls, site: LayerSite) -> LayerParts:
-        """Return the facts, cached until the layer's structure changes."""
-
-        def find(layer: nn.Module) -> LayerParts:
-            hooks, checkpointed = switched_off(layer)
-            return cls(
-                site.forward,
-                site.of(site.kind.attention.configs),
-                site.of(indexers_of),
-                bool(site.of(compiled_inside)),
-                hooks,
-                checkpointed,
-            )
-
-        return site.of(find, "parts")
+    def find(cls, site: LayerSite, layer: nn.Module) -> LayerParts:
+        """Return the facts about the site's layer."""
+        hooks, checkpointed = switched_off(layer)
+        return cls(
+            site.forward,
+            site.of(site.kind.attention.configs),
+            site.of(indexers_of),
+            bool(site.of(compiled_inside)),
+            hooks,
+            checkpointed,
+        )
 
 
 @dataclasses.dataclass
@@ -342,12 +337,13 @@ class LayerCall:
             )
         self.plan = plan_of(site, self.rows, length, self.device)
         self.why_longer = ""
-        self.parts = LayerParts.of_site(site)
+        self.parts = site.of(functools.partial(LayerParts.find, site), "parts")
         self.packing = Packing(site, arguments) if site.kind.states.carries else ONE_DOCUMENT
         self.autocast = Autocast.capture(self.device)
         self.look: LayerSnapshot
         self.carried = self._carry()
-        self._move_ends(arguments, site.kind.states.least)
+        if self.carried.layout.barriers or site.kind.states.carries:
+            self._move_ends(arguments, site.kind.states.least)
         self.kept = self._keep()
         self.attempt = RUN_ONCE
         if site.saves_policy is not None and site.repeats:

@@ -19,7 +19,7 @@ import dataclasses
 
 import torch
 
-from streambp.attention.carriers import Layout
+from streambp.attention.interface import Layout
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.recurrent.states import States

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.attention.merge import Attended
+from streambp.accumulate import GradientSum
+from streambp.attention.attend import Attended
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory
@@ -21,13 +22,17 @@ from streambp.distributed.engines import zeros_for_engines
 from streambp.fingerprint.hooks import watching
 from streambp.fingerprint.snapshots import versions_of
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import ChunkOutput, LayerCall, Whole, put
+from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot, Whole, put
 from streambp.layer.gradients import (
     NO_HOOKS,
-    BackwardPass,
+    Counts,
+    Graph,
+    GraphMarker,
+    MarkGraphStart,
     begin_backward,
-    computed_with_graph,
     counting,
+    mark,
+    may_overwrite,
     recomputing,
     reference_counts,
     refuse_kept,
@@ -35,8 +40,7 @@ from streambp.layer.gradients import (
 )
 from streambp.layer.oom import RUN_ONCE, explained
 from streambp.layer.products import UnreadProducts, left_out, summed
-from streambp.layer.recompute import NULL_CONTEXT
-from streambp.layer.shadows import Parameters
+from streambp.layer.recompute import NULL_CONTEXT, Parameters
 from streambp.layer.site import CallReport, LayerSite, remember
 from streambp.recurrent.states import States, leaves_of
 
@@ -176,6 +180,120 @@ def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
     result = whole.pop(None)
     call.form.extras = [place for place in whole if place is not None]
     return result, *(whole[place] for place in call.form.extras)
+
+
+class BackwardPass:
+    """One backward pass through a layer: its incoming gradients and its accumulators.
+
+    Args:
+        of_output: gradient of hidden_states [..., B, T, h]; None: hidden_states were not used.
+        of_extras: gradients of the extra outputs.
+
+    Attributes:
+        needs_input: True if hidden_states need a gradient.
+        wanted: True for each differentiable argument that needs a gradient.
+        hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. It may be the
+            incoming gradient itself: a chunk's part is written after the last read. [Note: gradient
+            reuse]
+        sums: accumulators of the parameters' gradients.
+        shadows: the tensors in the parameters' slots. [Note: shadows]
+    """
+
+    def __init__(
+        self,
+        call: LayerCall,
+        parameters: int,
+        of_output: Tensor | None,
+        of_extras: dict[OutputSlot, Tensor | None],
+    ) -> None:
+        self.of_output, self.of_extras = of_output, of_extras
+        self.needs_input, self.wanted = call.backward.wanted
+        self.hidden_states: Tensor | None = None
+        self.sums = GradientSum(parameters, call.backward.gradients_of_a_parameter)
+        self.shadows: list[Tensor] = []
+        self._arguments = [
+            d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs
+        ]
+        self._buffers = [
+            None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments
+        ]
+        self._argument_sums = GradientSum(
+            len(self._arguments), call.backward.gradients_of_a_parameter
+        )
+
+    def choose_buffer(self, call: LayerCall, grad: Tensor | None, counts: Counts | None) -> None:
+        """Use the incoming gradient's buffer for dx if no other code needs it, or a new buffer.
+        [Note: gradient reuse]
+
+        Args:
+            grad: of hidden_states [..., B, T, h]; None: there is none.
+            counts: the reference counts of `grad`.
+        """
+        like = call.hidden_states
+        if grad is not None and counts is not None and may_overwrite(grad, counts, like):
+            self.hidden_states = grad
+            return
+        buffer = call.attempt(
+            lambda _: torch.empty_like(
+                like, device=call.device, memory_format=torch.contiguous_format
+            )
+        )
+        self.hidden_states = mark(buffer)
+
+    def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and
+        their incoming gradients.
+        """
+        tensors, gradients = [], []
+        for place, grad in ((None, self.of_output), *self.of_extras.items()):
+            tensor = output.hidden_states if place is None else output.extras[place]
+            if grad is not None and tensor.requires_grad:
+                tensors.append(tensor)
+                dim = -2 if place is None else place.dim
+                gradients.append(chunk.part(grad, dim))
+        return tensors, gradients
+
+    def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
+        """Accumulate a chunk's gradients.
+
+        Args:
+            gradients: of hidden_states [..., B, C, h] first, if wanted, then of the wanted
+                arguments.
+            again: add to the chunk's earlier gradients instead of overwriting.
+        """
+        first, *gradients = gradients if self.needs_input else (None, *gradients)
+        if self.needs_input and self.sums.alone:
+            self.hidden_states = first
+        elif self.hidden_states is not None:
+            part = chunk.part(self.hidden_states, -2)
+            if first is not None:
+                part.add_(first) if again else part.copy_(first)
+            elif not again:
+                part.zero_()
+        summed: list[Tensor | None] = [None] * len(self._arguments)
+        for index, (argument, gradient) in enumerate(zip(self._arguments, gradients, strict=True)):
+            buffer = self._buffers[index]
+            if buffer is None:
+                summed[index] = gradient
+            elif gradient is not None:
+                assert argument.dim is not None
+                chunk.part(buffer, argument.dim).add_(gradient)
+        self._argument_sums.add(summed)
+
+    def of_arguments(self) -> list[Tensor | None]:
+        """Return one gradient for each differentiable argument, in its shape [...]; None for an
+        unwanted gradient.
+        """
+        if not self._arguments:
+            return [None] * len(self.wanted)
+        sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
+        found = iter(
+            [
+                total if buffer is None else buffer
+                for buffer, total in zip(self._buffers, sums, strict=True)
+            ]
+        )
+        return [next(found) if needs else None for needs in self.wanted]
 
 
 class StreamedLayer(torch.autograd.Function):
@@ -354,6 +472,40 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     with summed(linears, work.sums, left, call.backward.witness):
         for chunk in call.plan.backward:
             _chunk_backward(call, chunk, work, unread.states or any(work.wanted))
+
+
+def computed_with_graph(
+    call: LayerCall,
+    x: Tensor,
+    chunk: Chunk,
+    wanted: tuple[bool, list[bool]],
+    shadows: list[Tensor],
+    states: States,
+) -> Graph:
+    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph.
+
+    Args:
+        call: the call of the layer.
+        x: hidden_states of the chunk.
+        chunk: the chunk's range of positions.
+        wanted: True if x needs a gradient, and a list with the same flag for each differentiable
+            argument.
+        shadows: the detached aliases in the place of the layer's parameters.
+        states: the recurrent states at the chunk's start.
+    """
+    needs_input, arguments = wanted
+    hidden_chunk = x.detach().requires_grad_(needs_input)
+    leaves = call.arguments.leaves(chunk, arguments)
+    origin = GraphMarker()
+    with torch.enable_grad():
+        given = (
+            MarkGraphStart.apply(hidden_chunk, origin, False)
+            if chunk.stop == call.plan.length
+            else hidden_chunk
+        )
+        output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
+    assert output is not None
+    return Graph(output, origin, hidden_chunk, leaves, shadows)
 
 
 def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:

@@ -1,6 +1,5 @@
-"""Gradients of one layer call, chunk by chunk: the checks before and during the recomputation, a
-chunk's output with its autograd graph, incoming gradients of the outputs and accumulated gradients
-of the inputs.
+"""Checks of one layer call's backward: of the layer before and after the recomputation, of a chunk's
+autograd graph, and of the incoming gradient's buffer.
 
 The recomputation's results are compared as well. [Note: witness]
 
@@ -46,22 +45,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.accumulate import GradientSum
-from streambp.attention.prefix import Stage
-from streambp.chunks import Chunk
 from streambp.distributed.engines import engine_hooks, held
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.hooks import HookKey, described, watching
 from streambp.fingerprint.snapshots import changed
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER, USE_COUNT
 from streambp.layer.arguments import refuse_written
-from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot
+from streambp.layer.call import ChunkOutput, LayerCall
 from streambp.layer.oom import RUN_ONCE
-from streambp.layer.recompute import check_mode
-from streambp.layer.shadows import Parameters, slots_of
+from streambp.layer.recompute import Parameters, check_mode, slots_of
 from streambp.layer.side_effects import KEEPS
 from streambp.offload.costs import ObservedCosts
-from streambp.recurrent.states import States
 
 NO_HOOKS: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(
     frozenset()
@@ -215,40 +209,6 @@ def can_keep_graph(call: LayerCall) -> bool:
     )
 
 
-def computed_with_graph(
-    call: LayerCall,
-    x: Tensor,
-    chunk: Chunk,
-    wanted: tuple[bool, list[bool]],
-    shadows: list[Tensor],
-    states: States,
-) -> Graph:
-    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph.
-
-    Args:
-        call: the call of the layer.
-        x: hidden_states of the chunk.
-        chunk: the chunk's range of positions.
-        wanted: True if x needs a gradient, and a list with the same flag for each differentiable
-            argument.
-        shadows: the detached aliases in the place of the layer's parameters.
-        states: the recurrent states at the chunk's start.
-    """
-    needs_input, arguments = wanted
-    hidden_chunk = x.detach().requires_grad_(needs_input)
-    leaves = call.arguments.leaves(chunk, arguments)
-    origin = GraphMarker()
-    with torch.enable_grad():
-        given = (
-            MarkGraphStart.apply(hidden_chunk, origin, False)
-            if chunk.stop == call.plan.length
-            else hidden_chunk
-        )
-        output, _ = call.compute(given, chunk, Stage.RECOMPUTE, leaves=leaves, states=states)
-    assert output is not None
-    return Graph(output, origin, hidden_chunk, leaves, shadows)
-
-
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
     """Context manager that adds the bytes of the tensors in the layer's autograd graph to
@@ -372,120 +332,6 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
         "set gradients to zero and repeat the step: from now on the layer runs unchunked, which "
         "is exact."
     )
-
-
-class BackwardPass:
-    """One backward pass through a layer: its incoming gradients and its accumulators.
-
-    Args:
-        of_output: gradient of hidden_states [..., B, T, h]; None: hidden_states were not used.
-        of_extras: gradients of the extra outputs.
-
-    Attributes:
-        needs_input: True if hidden_states need a gradient.
-        wanted: True for each differentiable argument that needs a gradient.
-        hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. It may be the
-            incoming gradient itself: a chunk's part is written after the last read. [Note: gradient
-            reuse]
-        sums: accumulators of the parameters' gradients.
-        shadows: the tensors in the parameters' slots. [Note: shadows]
-    """
-
-    def __init__(
-        self,
-        call: LayerCall,
-        parameters: int,
-        of_output: Tensor | None,
-        of_extras: dict[OutputSlot, Tensor | None],
-    ) -> None:
-        self.of_output, self.of_extras = of_output, of_extras
-        self.needs_input, self.wanted = call.backward.wanted
-        self.hidden_states: Tensor | None = None
-        self.sums = GradientSum(parameters, call.backward.gradients_of_a_parameter)
-        self.shadows: list[Tensor] = []
-        self._arguments = [
-            d for d, needs in zip(call.arguments.differentiable, self.wanted, strict=True) if needs
-        ]
-        self._buffers = [
-            None if d.dim is None else torch.zeros_like(d.tensor) for d in self._arguments
-        ]
-        self._argument_sums = GradientSum(
-            len(self._arguments), call.backward.gradients_of_a_parameter
-        )
-
-    def choose_buffer(self, call: LayerCall, grad: Tensor | None, counts: Counts | None) -> None:
-        """Use the incoming gradient's buffer for dx if no other code needs it, or a new buffer.
-        [Note: gradient reuse]
-
-        Args:
-            grad: of hidden_states [..., B, T, h]; None: there is none.
-            counts: the reference counts of `grad`.
-        """
-        like = call.hidden_states
-        if grad is not None and counts is not None and may_overwrite(grad, counts, like):
-            self.hidden_states = grad
-            return
-        buffer = call.attempt(
-            lambda _: torch.empty_like(
-                like, device=call.device, memory_format=torch.contiguous_format
-            )
-        )
-        self.hidden_states = mark(buffer)
-
-    def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and
-        their incoming gradients.
-        """
-        tensors, gradients = [], []
-        for place, grad in ((None, self.of_output), *self.of_extras.items()):
-            tensor = output.hidden_states if place is None else output.extras[place]
-            if grad is not None and tensor.requires_grad:
-                tensors.append(tensor)
-                dim = -2 if place is None else place.dim
-                gradients.append(chunk.part(grad, dim))
-        return tensors, gradients
-
-    def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
-        """Accumulate a chunk's gradients.
-
-        Args:
-            gradients: of hidden_states [..., B, C, h] first, if wanted, then of the wanted
-                arguments.
-            again: add to the chunk's earlier gradients instead of overwriting.
-        """
-        first, *gradients = gradients if self.needs_input else (None, *gradients)
-        if self.needs_input and self.sums.alone:
-            self.hidden_states = first
-        elif self.hidden_states is not None:
-            part = chunk.part(self.hidden_states, -2)
-            if first is not None:
-                part.add_(first) if again else part.copy_(first)
-            elif not again:
-                part.zero_()
-        summed: list[Tensor | None] = [None] * len(self._arguments)
-        for index, (argument, gradient) in enumerate(zip(self._arguments, gradients, strict=True)):
-            buffer = self._buffers[index]
-            if buffer is None:
-                summed[index] = gradient
-            elif gradient is not None:
-                assert argument.dim is not None
-                chunk.part(buffer, argument.dim).add_(gradient)
-        self._argument_sums.add(summed)
-
-    def of_arguments(self) -> list[Tensor | None]:
-        """Return one gradient for each differentiable argument, in its shape [...]; None for an
-        unwanted gradient.
-        """
-        if not self._arguments:
-            return [None] * len(self.wanted)
-        sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
-        found = iter(
-            [
-                total if buffer is None else buffer
-                for buffer, total in zip(self._buffers, sums, strict=True)
-            ]
-        )
-        return [next(found) if needs else None for needs in self.wanted]
 
 
 Counts = tuple[int, int, int]

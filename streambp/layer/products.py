@@ -387,7 +387,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         ctx.add = add
         if value is None:
-            return unviewed(torch.nn.functional.linear(x, weight, bias))
+            computed = torch.nn.functional.linear(x, weight, bias)
+            return unviewed(computed) if computed._is_view() else computed
         if isinstance(value, Unread):
             out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
             if value is not UNREAD:

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import GradientSum
+from streambp.attention.attend import Attended
 from streambp.attention.kv import KVBuffer
-from streambp.attention.merge import Attended
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.device import RandomState

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp.attention.backend import AsSdpa, Used
-from streambp.attention.carriers import NoAttention, ThroughInterface
+from streambp.attention.interface import NoAttention, ThroughInterface
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.device import has_data, products_rounded_to

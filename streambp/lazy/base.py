@@ -36,9 +36,9 @@ from torch._C import TensorBase
 from torch.utils._pytree import tree_leaves
 
 from streambp.errors import StreamBPError
+from streambp.foreign import asked_of, method, rule_name, torch_own
 from streambp.known_names import SCALING_HOOK, TENSOR_HOOKS
-from streambp.nested import changed_arguments, tensors_in
-from streambp.torchs_own import asked_of, method, rule_name, torch_own
+from streambp.tensors import changed_arguments, tensors_in
 
 
 @dataclasses.dataclass(eq=False)

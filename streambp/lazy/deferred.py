@@ -40,7 +40,7 @@ from streambp.lazy.base import (
 )
 from streambp.lazy.row_rules import is_number
 from streambp.lazy.token_rules import TOKEN_RULES
-from streambp.nested import tensors_in
+from streambp.tensors import tensors_in
 
 
 class LazyHidden(LazyTensor):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.head.labels import check_labels
+from streambp.foreign import torch_own
+from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Call
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.row_rules import elementwise, log_softmaxed, note, of_all, picked, sample_of
 from streambp.lazy.tensor import LazyLogits, flat
-from streambp.torchs_own import torch_own
 
 
 def kl_div(

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from streambp.head.labels import check_labels
+from streambp.foreign import torch_own
+from streambp.head.log_probs import check_labels
 from streambp.lazy.expression import Call, Node, Operand, Reading, names
 from streambp.lazy.head import Function, Statistic
 from streambp.lazy.tensor import LazyLogits, flat
-from streambp.nested import tensors_in
-from streambp.torchs_own import torch_own
+from streambp.tensors import tensors_in
 
 ROW_BY_ROW = frozenset({"log_softmax", "softmax", "softmin"})
 # Operations with their `dim` as argument 1. DIM: operation -> index of `dim`.

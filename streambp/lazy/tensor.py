@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C import TensorBase
 
 from streambp.errors import BackwardError, StreamBPError
+from streambp.foreign import method
 from streambp.head.recipe import HeadRequest
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
 from streambp.lazy.base import (
@@ -37,8 +38,7 @@ from streambp.lazy.base import (
 )
 from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, rebuilt
 from streambp.lazy.head import Function, LazyResult, RunInBackward, Statistic
-from streambp.nested import changed_arguments, tensors_in
-from streambp.torchs_own import method
+from streambp.tensors import changed_arguments, tensors_in
 
 METADATA_OF_ROWS = METADATA | {
     getattr(TensorBase, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")

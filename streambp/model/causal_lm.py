@@ -26,10 +26,9 @@ from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
 from streambp.layer.oom import explaining
 from streambp.lazy.deferred import LazyHidden
 from streambp.lazy.dispatch import lazy_logits
-from streambp.model.callers import computes_its_own_loss, wants_predictions
+from streambp.model.callers import LOGITS, computes_its_own_loss, left_out, wants_predictions
 from streambp.model.deferring import DeferredForward, HeldHead
 from streambp.model.empty_batches import EmptyBatchWarning, LossOfLabels, any_label
-from streambp.model.left_out import LOGITS, left_out
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, names_cache, wants_cache
@@ -138,7 +137,8 @@ class CausalLMForward(InstanceForward):
                         "output_log_probs=True needs StreamConfig(head=True) and no cache "
                         "(use_cache=False)."
                     )
-                self._refuse_unshifted(kwargs)
+                if is_initialized():
+                    self._refuse_unshifted(kwargs)
                 if labels is None and self._is_lazy(kwargs):
                     self._leave_cache(kwargs)
                     request = HeadRequest(
@@ -251,7 +251,8 @@ class CausalLMForward(InstanceForward):
     def _with_head(
         self, kwargs: dict[str, Any], request: HeadRequest, hands_out: bool = False
     ) -> Any:
-        self._refuse_unshifted(kwargs)
+        if is_initialized():
+            self._refuse_unshifted(kwargs)
         self._leave_cache(kwargs)
         lazy = (
             HeadRequest(self.state.pending, beside_loss=True)
@@ -357,16 +358,13 @@ class CausalLMForward(InstanceForward):
         return self.module.training and torch.is_grad_enabled()
 
     def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
-        """Raise if labels are unshifted while sequences are split over ranks.
+        """Raise if labels are unshifted while sequences are split over ranks. Called if torch's
+        process group is initialized.
 
         The label of a shard's last token is on the next rank, so a shift inside the shard loses the
         label.
         """
-        if (
-            kwargs.get("labels") is None
-            or kwargs.get("shift_labels") is not None
-            or not is_initialized()
-        ):
+        if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None:
             return
         config = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
         if find_split(config, self.module.training) is not None:

@@ -26,7 +26,7 @@ from streambp.model.last_step import head_of, patch_of, record_of
 from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, sized
 from streambp.model.state import PatchState
 from streambp.model.wrappers import BackboneForward, LayerForward
-from streambp.offload.arena import local_ranks
+from streambp.offload.free_memory import local_ranks
 from streambp.offload.weights import HostWeights
 from streambp.prefixes.calls import UNREMARKABLE
 from streambp.reporting import told

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streambp.admission.third_party import others_read_rows
-from streambp.distributed.agreement import must_agree
+from streambp.distributed.engines import must_agree
 from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.state import PatchState

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from streambp.admission.registry import refuse_foreign_attention
 from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
-from streambp.alive import Home
+from streambp.admission.third_party import refuse_foreign_attention
 from streambp.config import LAST, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import (
     PATCH,
     REDUCES,
     WRAPPERS,
+    Home,
     InstanceForward,
     as_unpatched,
     forwards,

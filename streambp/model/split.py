@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedConfig
 
-from streambp.attention.carriers import attention_configs
-from streambp.attention.interface import own_implementation
+from streambp.attention.interface import attention_configs, own_implementation
 from streambp.distributed.context_parallel import find_context_parallel
 from streambp.distributed.ulysses import SplitOver, find_ulysses
 from streambp.errors import StreamBPError, UnsupportedModelError

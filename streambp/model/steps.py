@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import unserializable_hook
 
-from streambp.alive import Living
 from streambp.device import allocator_count
+from streambp.instance_forward import Living
 from streambp.layer.oom import bare_advice
 from streambp.layer.site import CallReport, LayerSite
 from streambp.model.record import StepRecord

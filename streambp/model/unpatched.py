@@ -45,8 +45,7 @@ from torch import Tensor
 from torch.distributed import is_initialized
 from transformers import PreTrainedConfig
 
-from streambp.attention.carriers import attention_configs
-from streambp.attention.interface import own_implementation
+from streambp.attention.interface import attention_configs, own_implementation
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory, make_room, tells_memory

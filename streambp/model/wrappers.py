@@ -16,15 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from streambp.admission.entry import stream_layer
-from streambp.admission.registry import distinct_attentions, refuse_foreign_attention
 from streambp.admission.stacks import cache_argument, kind_of, states_argument
-from streambp.attention.carriers import attention_configs
-from streambp.attention.interface import routed
+from streambp.admission.third_party import distinct_attentions, refuse_foreign_attention
+from streambp.attention.interface import attention_configs, routed
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import has_cache
 from streambp.device import has_data
+from streambp.distributed.engines import differentiable_input
 from streambp.distributed.host import engine_host_use
-from streambp.distributed.zero import differentiable_input
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.foreign import eager
 from streambp.head.recipe import HeadRequest
@@ -46,7 +45,6 @@ from streambp.layer.oom import explaining
 from streambp.layer.site import LayerSite
 from streambp.model.absent_cache import with_absent_cache
 from streambp.model.deferring import DeferredForward, can_be_deferred
-from streambp.model.packing import warn_of_documents, warn_of_trials
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import (
     PatchState,
@@ -54,9 +52,12 @@ from streambp.model.state import (
     models_around,
     names_cache,
     wants_cache,
+    warn_of_documents,
+    warn_of_trials,
 )
+from streambp.offload.manager import OffloadManager
 from streambp.prefixes.admission import check_streamed, tell
-from streambp.prefixes.calls import AS_UNPATCHED, Shared, SharedPrefixes, Unseen
+from streambp.prefixes.calls import AS_UNPATCHED, ONE_ROW, Shared, SharedPrefixes, Unseen
 from streambp.prefixes.late import Again
 from streambp.prefixes.tree import Tree
 from streambp.recurrent.documents import PackedRows, packed_rows
@@ -286,7 +287,7 @@ class BackboneForward(InstanceForward):
             self._check(given)
             refuse_foreign_attention(self.attentions)
             state.check_cache(self.module.config, kwargs)
-            cacheless = self._leaves_a_cache_out()
+            cacheless = running.asked_cache and self._leaves_a_cache_out()
             if state.saves_policy is not None and isinstance(given, Tensor):
                 state.saves_policy.begins(given.device)
             output = None if state.unpatched is None or running.again else self._unstreamed(kwargs)
@@ -295,7 +296,8 @@ class BackboneForward(InstanceForward):
                     self.prefixes.last = AS_UNPATCHED
                 state.steps.forward_done(id(self.module), given, None, unpatched=True)
                 return with_absent_cache(output) if cacheless else output
-            self._meet_engines_on_the_host()
+            if state.offloader is not None:
+                self._meet_engines_on_the_host(state.offloader)
             if is_initialized():
                 running.shards = shards_of(
                     kwargs, given, self.module.config, self.module.training, self._sites
@@ -332,14 +334,13 @@ class BackboneForward(InstanceForward):
                 running.deferring.remove()
                 running.deferring = None
 
-    def _meet_engines_on_the_host(self) -> None:
+    def _meet_engines_on_the_host(self, offloader: OffloadManager) -> None:
         """Pass the offloader the host memory that an engine and streamed weights use.
 
         Engines exist by the first forward, before the offloader determines its budget.
         """
         state = self.state
-        offloader = state.offloader
-        if offloader is not None and state.root is not None and not offloader.host_bytes:
+        if state.root is not None and not offloader.host_bytes:
             offloader.set_aside = engine_host_use(state.root).to_come
             weights = state.weights
             offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
@@ -400,6 +401,11 @@ class BackboneForward(InstanceForward):
         try:
             if self.prefixes is None or running.shards is not None or running.again:
                 return self.original(**kwargs)
+            ids = kwargs.get("input_ids")
+            one_row = isinstance(ids, Tensor) and ids.shape[0] < 2
+            if one_row and kwargs.get("attention_mask") is None and not is_initialized():
+                self.prefixes.last = ONE_ROW
+                return self.original(**kwargs)
             documents = running.packed_rows is not None
             again = None
             if deferred is not None:
@@ -455,7 +461,15 @@ class BackboneForward(InstanceForward):
         ):
             return False
         if torch.is_grad_enabled() and self.module.training:
-            named = self._names_cache(kwargs)
+            # If a language model around this backbone runs, the caller of that model counts. Other
+            # models around may pass their config's `use_cache` on as if it was an argument.
+            named = self.state.running.names_cache
+            if named is None:
+                named = bool(
+                    kwargs.get("use_cache")
+                    and not self._around_fill_in
+                    and names_cache(self.module, kwargs)
+                )
             self.state.history.named_cache |= named
             return not named
         use_cache = wants_cache(self.module.config, kwargs)
@@ -464,23 +478,12 @@ class BackboneForward(InstanceForward):
         return not use_cache
 
     def _leaves_a_cache_out(self) -> bool:
-        """True if the current training call would return a cache unpatched."""
-        if not (
-            self.state.running.asked_cache and self.module.training and torch.is_grad_enabled()
-        ):
+        """True if the current call, which requests a cache, is a training call that would return
+        the cache unpatched.
+        """
+        if not (self.module.training and torch.is_grad_enabled()):
             return False
         return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
-
-    def _names_cache(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if the caller of a training call passes `use_cache=True`.
-
-        If a language model around this backbone runs, the caller of that model counts. Other models
-        around may pass their config's `use_cache` on as if the caller had passed the argument.
-        """
-        named = self.state.running.names_cache
-        if named is not None or not kwargs.get("use_cache"):
-            return bool(named)
-        return not self._around_fill_in and names_cache(self.module, kwargs)
 
     @functools.cached_property
     def _around_fill_in(self) -> bool:

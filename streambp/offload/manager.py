@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from streambp.errors import BackwardError, HostMemoryError
-from streambp.offload.arena import Arena, host_limit, padded
+from streambp.offload.arena import Arena, padded
 from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
+from streambp.offload.free_memory import host_limit
 from streambp.offload.transfers import MICRO_BATCH, Entry, Holding, Transfers
 
 Access = tuple[str, int]

@@ -49,7 +49,6 @@ from typing import Any
 import torch
 
 from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
-from streambp.offload.arena import host_limit
 from streambp.offload.costs import (
     GRAPH,
     BatchSaves,
@@ -61,6 +60,7 @@ from streambp.offload.costs import (
     ObservedCosts,
     Shortage,
 )
+from streambp.offload.free_memory import host_limit
 from streambp.offload.link import LinkBudget
 
 IGNORED_SHARE_OF_FREE_MEMORY = (

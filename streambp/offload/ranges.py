@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.alive import Home
 from streambp.errors import HostMemoryError, UnsupportedModelError
+from streambp.instance_forward import Home
 from streambp.known_names import GRADIENT_HOOKED, MOVES, PARTITIONED, STATISTICS_8BIT
-from streambp.offload.arena import NO_LIMIT, Arena, BufferStack, host_limit
+from streambp.offload.arena import Arena, BufferStack
 from streambp.offload.engines import Engine
+from streambp.offload.free_memory import NO_LIMIT, host_limit
 
 ALIGNMENT = 512  # bytes, like device allocators: some kernels read weights as vectors
 MAP = "hf_device_map"  # transformers' attribute with the devices of a model's parts

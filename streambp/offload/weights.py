@@ -42,8 +42,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_world_size, is_initialized
 
-from streambp.alive import Home
 from streambp.errors import UnsupportedModelError
+from streambp.instance_forward import Home
 from streambp.offload.decoded import FORWARD, DecodedLinear, packed_linears
 from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
 from streambp.offload.gradients import Arrival, Arriving, Buffer, Leave

@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from streambp.admission.stacks import find_stacks
-from streambp.alive import Home
 from streambp.config import LAST, StreamConfig
 from streambp.device import autocast_dtype
-from streambp.distributed.engines import contents_of
-from streambp.distributed.zero import is_partitioned
+from streambp.distributed.engines import contents_of, is_partitioned
+from streambp.instance_forward import Home
 from streambp.known_names import SHARD_HERE
 from streambp.model.installed import patch_of
 from streambp.model.patching import install

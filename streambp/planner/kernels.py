@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from streambp.attention import merge
+from streambp.attention import attend
 from streambp.device import has_data
 from streambp.errors import StreamBPError
 from streambp.head import blocks, triton_fold, triton_gradient
@@ -44,9 +44,9 @@ def launched_kernels() -> Iterator[None]:
                 lambda product, *_: 2 * product.nbytes,
             ),
             (
-                merge,
+                attend,
                 "merge_in_torch",
-                merge.merge_in_torch,
+                attend.merge_in_torch,
                 lambda o, _, p, __, out, *___: o.nbytes + p.nbytes + out.nbytes,
             ),
         ):

@@ -27,20 +27,19 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from streambp.admission.generators import leaving_no_trace
 from streambp.admission.stacks import bare_layers, find_stacks, states_argument
-from streambp.distributed.engines import drops_masks
-from streambp.distributed.zero import full_shape, is_partitioned
+from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import MODULE_HOOKS, MOVES
 from streambp.libraries import required
 from streambp.model.patching import unpatch
-from streambp.nested import replaced
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
 from streambp.planner.count import Replayed
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
 from streambp.planner.kernels import no_launches
 from streambp.planner.mixers import Mixers, standing_in
+from streambp.tensors import replaced
 
 Device = Literal["cuda", "cpu"]
 INNER = 2

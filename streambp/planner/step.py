@@ -18,11 +18,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from streambp.attention.carriers import attention_configs
+from streambp.attention.interface import attention_configs
 from streambp.known_names import IMPLEMENTATION
-from streambp.nested import replaced
 from streambp.planner.count import AllocatedBytes, LiveBytes, Replayed, add_flops
 from streambp.planner.work import Work, aten
+from streambp.tensors import replaced
 
 EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = (
     "embedding",

@@ -43,7 +43,6 @@ from streambp.known_names import (
 from streambp.layer.call import recording
 from streambp.layer.choices import ReplayedChoices
 from streambp.layer.site import LayerSite
-from streambp.nested import replaced
 from streambp.prefixes.arguments import (
     TRIAL,
     known_by,
@@ -55,6 +54,7 @@ from streambp.prefixes.arguments import (
 )
 from streambp.prefixes.spread import spread_all
 from streambp.prefixes.tree import Tree, find_tree
+from streambp.tensors import replaced
 
 DROPS = "drop"  # part of names of modules with dropout, and of rate attributes
 JITTER = "jitter"  # part of names of attributes that scale a router's input at random

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from streambp.admission.third_party import why_rows
 from streambp.device import is_out_of_memory
-from streambp.distributed.agreement import everyones_numbers, must_agree
+from streambp.distributed.engines import everyones_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
 from streambp.layer.site import LayerSite

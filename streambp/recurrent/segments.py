@@ -33,11 +33,11 @@ from streambp.known_names import (
     RECURRENT_UPDATE,
     STATE_PROTOCOL,
 )
-from streambp.nested import rebuilt
 from streambp.recurrent.documents import Segment, kind_of
 from streambp.recurrent.scans import SwappedScans, in_torch, scans_of, starting_from
 from streambp.recurrent.states import StateCache, States
 from streambp.source import written, written_forward
+from streambp.tensors import rebuilt
 
 Part = tuple[Segment, Any, States]  # a segment, the mixer's result for it, and the end states
 

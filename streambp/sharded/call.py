@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streambp.admission.trials import confirmed, few_tokens, gradients_of, same_gradients
 from streambp.attention.attend import Params
-from streambp.attention.carriers import Layout, attention_mask_of
+from streambp.attention.interface import Layout, attention_mask_of
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk
 from streambp.config import StreamConfig
@@ -26,8 +26,8 @@ from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.chunk_states import Carried
 from streambp.layer.data_flow import trace
 from streambp.layer.products import Labels, UnreadInHalves, computed, left_out
+from streambp.layer.recompute import Parameters
 from streambp.layer.saved import SavedForBackward, linear_of
-from streambp.layer.shadows import Parameters
 from streambp.layer.site import LayerSite, remember
 from streambp.offload.manager import Access
 from streambp.sharded.halves import SplitAtAttention

@@ -42,17 +42,16 @@ import torch
 from torch import Tensor
 
 from streambp.admission.entry import backward_in_chunks, stream_layer
-from streambp.attention.attend import Params, PrefixAttention, attend_blocks
+from streambp.attention.attend import Attended, Params, PrefixAttention, attend_blocks
 from streambp.attention.backend import Use, choose_backend
 from streambp.attention.kv import KVBuffer
-from streambp.attention.merge import Attended
 from streambp.attention.prefix import AttentionCall
 from streambp.chunks import Chunk
 from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
 from streambp.layer.call import LayerCall, Whole, put
-from streambp.layer.function import Strategy, outputs_of, run_forward
-from streambp.layer.gradients import BackwardPass, refuse_other_leaves
+from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
+from streambp.layer.gradients import refuse_other_leaves
 from streambp.layer.products import Labels, See, left_out, summed, tapped
 from streambp.layer.recompute import NULL_CONTEXT
 from streambp.layer.saved import linear_of

@@ -28,7 +28,7 @@ from torch import Tensor
 from streambp.attention.masks import spans_of_tokens
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk, plan_chunks
-from streambp.distributed.agreement import all_gather
+from streambp.distributed.engines import all_gather
 from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedModelError
 
 

@@ -16,8 +16,8 @@ from streambp.launch.groups import keep_groups
 from streambp.model.fused_head import FusedHead, add_head
 from streambp.model.installed import streamed_head
 from streambp.model.trainer_logs import StreamCallback
-from streambp.nested import replaced
 from streambp.planner.auto import patch
+from streambp.tensors import replaced
 
 
 def add_streamed_head(
