@@ -67,7 +67,7 @@ def unread_products(
     """
     if not linears and not call.site.kind.states.carries:
         return UnreadProducts()
-    if call.site.tests.result(call.arguments.kind).adopted:  # [Note: hooks after a warm-up]
+    if call.site.tests.result(call.arguments.kind).adopted:
         return UnreadProducts(states=any(known.states for known in call.site.tests.unread.values()))
     with nothing_compiled():
         return _find_unread(call, linears, needs_input)

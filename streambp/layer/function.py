@@ -43,14 +43,15 @@ from streambp.recurrent.states import States, leaves_of
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """The functions that compute a layer.
+    """The functions that compute a decoder layer, on one rank or with a sequence split over ranks.
 
     Attributes:
-        make: creates a call from the layer's site and arguments.
-        forward: takes a call and a flag for saving; returns hidden_states of the full sequence,
-            then the extra outputs in the order of `call.form.extras`.
-        backward: accumulates the gradients.
-        whole: runs a layer that cannot be chunked.
+        make: creates a `LayerCall` from the layer's settings and arguments.
+        forward: takes a call and a flag: save tensors for backward. Returns hidden_states of the
+            full
+            sequence, then the other outputs in the order of `call.form.extras`.
+        backward: computes the gradients and adds them to a `BackwardPass`.
+        whole: runs a layer that cannot be split into chunks.
     """
 
     make: Callable[[LayerSite, Arguments], Any]
@@ -60,8 +61,13 @@ class Strategy:
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
-    """Compute hidden_states [..., B, T, h] and the extra outputs, chunk by chunk and without a
-    graph.
+    """Compute a decoder layer chunk by chunk, without a graph. Return hidden_states [..., B, T, h]
+    and then
+    its other outputs.
+
+    Args:
+        call: the layer call.
+        keep: True: save the tensors that backward needs.
     """
     site = call.site
     kept = call.kept
@@ -129,8 +135,9 @@ def _forward_chunk(
     original: Tensor,
     again: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
-    """Compute a chunk's output and attention results without a graph, and capture the outputs of
-    Linears that are saved for backward.
+    """Compute one chunk of a layer call without a graph, copy its outputs into `whole`, and return
+    them with
+    the output and logsumexp of each attention call. Linear outputs named by `saves` are collected.
 
     Args:
         call: the call of the layer.
@@ -140,7 +147,7 @@ def _forward_chunk(
         states: the recurrent states at the chunk's start.
         original: the chunk's input as before the layer's forward, which may overwrite
             `hidden_chunk`.
-        again: True if the chunk is computed a second time, after out of memory.
+        again: True if the chunk is computed a second time, after running out of memory.
     """
     kept = call.kept
     witness = call.backward.witness
@@ -170,8 +177,9 @@ def _forward_chunk(
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
-    """Return hidden_states [..., B, T, h], then the extra outputs, and store their order in the
-    call.
+    """Return hidden_states [..., B, T, h], then the layer's other outputs; store the order of the
+    others in
+    `call.form.extras`.
     """
     result = whole.pop(None)
     call.form.extras = [place for place in whole if place is not None]
@@ -179,10 +187,11 @@ def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
 
 
 class StreamedLayer(torch.autograd.Function):
-    """Autograd Function of a streamed layer.
+    """Autograd Function that computes a decoder layer chunk by chunk in forward, and recomputes and
+    differentiates it chunk by chunk in backward.
 
-    Its inputs are hidden_states [..., B, T, h], the differentiable arguments and the layer's
-    trainable parameters. Its outputs are hidden_states and the extra outputs.
+    Inputs are hidden_states [..., B, T, h], the layer's arguments with requires_grad, and the
+    layer's trainable parameters. Outputs are hidden_states and the layer's other outputs.
     """
 
     @staticmethod
@@ -194,7 +203,7 @@ class StreamedLayer(torch.autograd.Function):
         hidden_states: Tensor,
         *rest: Tensor,
     ) -> Any:
-        """Return hidden_states [..., B, T, h] of the layer, then the extra outputs. Tensors for
+        """Return hidden_states [..., B, T, h] of the layer, then its other outputs. Tensors for
         backward are saved in `call.kept`.
 
         Args:
@@ -202,8 +211,8 @@ class StreamedLayer(torch.autograd.Function):
             call: the call of the layer.
             parameters: the layer's trainable parameters.
             hidden_states: [..., B, T, h].
-            rest: the differentiable arguments and the parameters, for autograd only. The values are
-                read from `call` and from the layer's modules.
+            rest: the arguments with requires_grad, then the parameters, for autograd only. The
+                values are read from `call` and from the layer's modules.
         """
         ctx.strategy = strategy
         ctx.call = call
@@ -238,17 +247,18 @@ class StreamedLayer(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden_states [..., B, T, h], the differentiable arguments and
-        the parameters, in their own dtypes.
+        """Return the gradients of hidden_states [..., B, T, h], of the arguments with requires_grad
+        and of the parameters, in their own dtypes.
 
         Args:
-            grad: of hidden_states [..., B, T, h]; its buffer may be overwritten by the first
-                result. [Note: gradient reuse]
-            extra_grads: of the extra outputs, each in its output's shape; None for unused outputs.
+            grad: gradient of hidden_states [..., B, T, h]; its buffer may be overwritten by the
+                first result. [Note: gradient reuse]
+            extra_grads: gradients of the layer's other outputs, each in its output's shape; None
+                for unused outputs.
 
         Raises:
-            BackwardError: it is the second backward, second derivatives are wanted, or the layer or
-                its inputs changed since forward.
+            BackwardError: this is the second backward, second derivatives are wanted, or the layer
+                or its inputs changed since forward.
             StreamBPError: another thread is computing with the model. [Note: owner of a step]
         """
         counts = None if grad is None else reference_counts(grad)
@@ -316,11 +326,16 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Differentiate the chunks, last to first. [Note: prefix accumulation order]
+    """Recompute and differentiate the chunks of a layer call, last chunk first. [Note: prefix
+    accumulation
+    order]
 
     Args:
-        find_unread: returns the Linear outputs to skip, from the call, its Linears and a flag: the
-            input needs a gradient.
+        find_unread: returns the Linears whose outputs backward never reads, from the call, the
+            layer's
+            Linears by name, and True if the input needs a gradient.
+        call: the layer call.
+        work: receives the gradients.
     """
     if call.kept.graph is not None:  # [Note: kept graphs]
         (chunk,) = call.plan
@@ -365,11 +380,15 @@ def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
 def _chunk_backward(
     call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool
 ) -> None:
-    """Recompute one chunk with a graph, differentiate it and accumulate. [Note: once for each
-    chunk]
+    """Recompute one chunk with a graph, differentiate it, and add its gradients to `work`. [Note:
+    once for
+    each chunk]
 
     Args:
-        through_states: True if the chunk's start states depend on a differentiated tensor.
+        call: the layer call.
+        chunk: the chunk's range of positions.
+        work: receives the gradients.
+        through_states: True if the chunk's start states depend on a tensor that needs a gradient.
     """
     kept = call.kept
     carries = call.site.kind.states.carries
@@ -400,14 +419,18 @@ def _differentiated(
     of_states: States,
     again: bool,
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
-    """Return the gradients of one chunk: of x and the differentiable arguments, of the start
+    """Return the gradients of one chunk: of x and the arguments with requires_grad, of the chunk's
+    start
     states, and of the parameters.
 
     Args:
+        call: the layer call.
+        chunk: the chunk's range of positions.
+        work: has the gradients of the layer's outputs.
         x: [..., B, C, h], the chunk's hidden_states.
-        states: the states that the chunk starts from.
+        states: the recurrent states that the chunk starts from.
         of_states: the gradients of the chunk's end states.
-        again: True in a retry; terms that the first attempt accumulated are not added again.
+        again: True in a retry; terms that the first attempt added to sums are not added again.
     """
     if call.attempt is not RUN_ONCE:
         work.sums.begin(again)

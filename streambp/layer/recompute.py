@@ -28,13 +28,12 @@ NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Autocast(NamedTuple):
-    """Autocast's state for a device and for the CPU. [Note: autocast]
+    """The state of torch's autocast, for a device and for the CPU. [Note: autocast]
 
     Attributes:
         states: (device type, enabled, dtype) for each device type.
         cache: True if autocast caches weight copies.
-        on: True if autocast casts on one of the devices; otherwise a backward pass needs no
-            restoring.
+        on: True if autocast is enabled for one of the device types.
     """
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
@@ -43,7 +42,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> Autocast:
-        """Return the current state."""
+        """Return the current state of autocast for this device and the CPU."""
         states, on = [], False
         for kind in ("cpu",) if device.type == "cpu" else (device.type, "cpu"):
             if torch.amp.is_autocast_available(kind):
@@ -81,7 +80,13 @@ class Autocast(NamedTuple):
 
 
 def check_mode(layer: nn.Module, training: bool) -> None:
-    """Raise BackwardError if the layer is in another mode than it was in forward."""
+    """Raise BackwardError if the layer is in train mode and was in eval mode in forward, or the
+    reverse.
+
+    Args:
+        layer: the layer.
+        training: `layer.training` in forward.
+    """
     if layer.training != training:
         raise BackwardError(
             f"The layer was in {'train' if training else 'eval'} mode in forward and is in the "
@@ -92,16 +97,17 @@ def check_mode(layer: nn.Module, training: bool) -> None:
 
 @contextlib.contextmanager
 def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
-    """Context manager that disables transformers' checkpointing and `parametrize.cached()` for this
+    """Context manager that disables transformers' checkpointing and `parametrize.cached()` for a
     layer.
 
-    From transformers 5.23 on a class's forward would wrap itself in a checkpoint. Cached
-    parametrized weights have no graph, or a graph that ends elsewhere, so weights are recomputed at
-    each read. Recomputations need this context manager too, because TRL sets the flag again between
-    forward and backward.
+    From transformers 5.23 on a layer's forward would wrap itself in a checkpoint. Cached
+    parametrized
+    weights have no graph, or a graph that ends elsewhere. Recomputations need this context manager
+    too,
+    because TRL sets `gradient_checkpointing` again between forward and backward.
 
     Args:
-        modules: the layer's modules with transformers' flag.
+        modules: the layer's modules that have a `gradient_checkpointing` flag.
     """
     flagged, cached = (
         [module for module in modules if module.__dict__.get(CHECKPOINTING[0])],

@@ -2,10 +2,10 @@
 
 [Note: shadows] Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user
 hung on the real parameters, once per chunk. So the chunk loop differentiates with respect to
-detached aliases that share the parameters' memory. They sit in the parameters' slots during the
-loop and the sums go out through the layer's autograd Function, which fires each hook once. A
-parameter in several slots (tied) has one shadow; frozen parameters keep their place, because
-quantised ones carry attributes that a detached alias would lose.
+detached aliases that share the parameters' memory. These aliases replace the parameters in their
+modules during the loop. The layer's autograd Function returns the sums of gradients, which fires
+each hook once. A parameter in several slots (tied) has one shadow; frozen parameters stay, because
+a detached alias of a quantized parameter would lose its attributes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
 
 
 class Parameters:
-    """The trainable parameters of a module, stored as slots: (module, name) for
-    `module._parameters[name]`.
+    """The trainable parameters of a module, stored as places: (submodule, name) for
+    `submodule._parameters[name]`.
 
-    A tied parameter has several slots. The parameters themselves are not stored, because engines
-    may replace parameters between forward and backward.
+    A tied parameter has several places. The parameters themselves are not stored, because DDP, ZeRO
+    or
+    FSDP may replace them between forward and backward.
 
     Args:
         module: the module.
@@ -114,8 +115,9 @@ class Parameters:
         return [slots[0][0]._parameters[slots[0][1]] for slots in self.groups]  # type: ignore[misc]
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
-        """Raise BackwardError if a parameter was written to or replaced since this object was
-        built, or if another parameter requires a gradient.
+        """Raise BackwardError if a parameter was written to or replaced since forward, or if
+        another parameter
+        requires a gradient.
 
         Args:
             slots: `slots_of` the module now; None: search the module; []: requires_grad flags are
