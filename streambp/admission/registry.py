@@ -37,13 +37,14 @@ from streambp.source import written, written_forward
 
 
 def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
-    """Raise if an attention function or mask function is not transformers' own.
+    """Raise if the attention function or mask function of one of these modules is not transformers'
+    own.
 
     Args:
-        attentions: one module of each distinct class and config is enough.
+        attentions: attention modules; one of each class and config is enough.
 
     Raises:
-        UnsupportedModelError: a third-party function computes their attention or makes their masks.
+        UnsupportedModelError: a third-party function computes attention or makes masks.
     """
     for module in attentions:
         implementation = own_implementation(module.config)  # type: ignore[arg-type]
@@ -63,7 +64,10 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
 
 
 def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return one module of each class and config that attends through transformers' interface."""
+    """Return the modules in these layers that call transformers' attention functions, one of each
+    class and
+    config.
+    """
     found: dict[tuple[int, type], nn.Module] = {}
     for layer in layers:
         for module in layer.modules():
@@ -76,10 +80,13 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
-    """Describe the third-party function behind an attention implementation, as the start of a
-    sentence.
+    """Return a text that names the third-party function behind an attention implementation, as the
+    start of a
+    sentence. None if every function is transformers' own.
 
-    Return None if every function is transformers' own.
+    Args:
+        module: the attention module.
+        implementation: the config's `_attn_implementation`.
     """
     forward = written(type(module).forward)
     names = forward.__globals__
@@ -100,7 +107,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
 
 
 def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache the results of `ask`, except for arguments without a hash (a callable dataclass)."""
+    """Return `ask` with a cache of its results, except for arguments that cannot be hashed."""
     kept = functools.lru_cache(ask)
 
     @functools.wraps(ask)
@@ -118,7 +125,8 @@ _inside = _remembered(undecorated)
 
 @functools.lru_cache
 def _eager_names(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the eager functions that an attention's forward can fall back to."""
+    """Return the names of the eager attention functions in the code of an attention module's
+    forward."""
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 
@@ -132,14 +140,16 @@ def _why_foreign(
     inner: Any,
     mask: Any,
 ) -> str | None:
-    """Compute `foreign_function` for these functions, which are the same in each call of a model.
+    """Return the result of `foreign_function` for these functions, cached because they are the same
+    in each
+    call of a model.
 
     Args:
         kind: the attention module's class.
-        home: the module that defines the class.
+        home: the Python module that defines the class.
         implementation: the name of the attention implementation.
         function: the attention function.
-        registered: the function is in transformers' table.
+        registered: True if the function is in transformers' ALL_ATTENTION_FUNCTIONS.
         inner: a third-party function that `function` calls; None: none.
         mask: the mask function.
     """
@@ -174,7 +184,7 @@ def _why_foreign(
 
 
 def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:
-    """True if a registered attention function is known to compute softmax attention."""
+    """True if this function of ALL_ATTENTION_FUNCTIONS is known to compute softmax attention."""
     if isinstance(function, functools.partial):
         return False  # transformers registers no partial: its arguments would change the result
     home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")

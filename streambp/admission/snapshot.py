@@ -88,11 +88,11 @@ OUTSIDE = 64  # largest number of modules in an outside tree that is followed
 
 
 class Change(NamedTuple):
-    """A changed value.
+    """A value that changed during a test of a layer.
 
     Attributes:
         value: the new value.
-        came_into: name of the dict in which the value is a new entry; empty: none.
+        came_into: name of the dict in which the value is a new entry; empty: it is none.
     """
 
     value: Any
@@ -100,8 +100,15 @@ class Change(NamedTuple):
 
 
 class Snapshot:
-    """Saved Python state of a module and of the code that it runs, to restore after a test run.
-    [Note: a trial leaves nothing]
+    """Saved Python state of a module and of the code that it runs: attributes, containers,
+    closures, globals
+    and tensors, to restore them after a test. [Note: a trial leaves nothing]
+
+    Args:
+        module: the module.
+
+    Attributes:
+        large: tensors that were too large to copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -123,7 +130,7 @@ class Snapshot:
             self._follow(*self._waiting.popleft())
 
     def changes(self) -> dict[str, Change]:
-        """Return the values that have changed, by name."""
+        """Return the values that have changed since the snapshot, by name."""
         found: dict[str, Change] = {}
         for name, holder, kept, kind, structure in self._tables:
             now = {} if structure else kind.read(holder)
@@ -166,7 +173,7 @@ class Snapshot:
             put_back(values)
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
-        """Queue values that have not been visited yet."""
+        """Add the named values to the queue, without those already visited."""
         for name, value in found:
             if type(value) not in ATOMS and id(value) not in self._seen:
                 self._seen[id(value)] = value
@@ -176,7 +183,7 @@ class Snapshot:
         """Save the content of a container, and return it.
 
         Args:
-            name: the container's name in reports.
+            name: the container's name in messages.
             holder: the container.
             kind: functions that read and refill the container.
             structure: True if the container holds a module's hooks.
@@ -186,7 +193,15 @@ class Snapshot:
         return kept
 
     def _read_module(self, path: str, module: nn.Module, inside: bool) -> None:
-        """Save a module's attributes and tables, and queue the values in them."""
+        """Save a module's attributes, parameter dicts and hook dicts, and queue the values in them.
+
+        Args:
+            path: the module's name in messages.
+            module: the module.
+            inside: True for the module of the snapshot and its submodules; False for modules that
+                they refer
+                to.
+        """
         own = self._note(path, module.__dict__, OWN)
         for name, value in own.items():
             if type(value) in ATOMS:
@@ -232,7 +247,7 @@ class Snapshot:
             )
 
     def _follow(self, name: str, value: Any) -> None:
-        """Save one value, or queue its parts."""
+        """Save one value of any type, or queue its parts."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._copy(name, value)
@@ -261,7 +276,8 @@ class Snapshot:
             self._follow_object(name, value)
 
     def _follow_object(self, name: str, value: Any) -> None:
-        """Save a container's or object's content, and queue the values in it."""
+        """Save the content of a container or the attributes of an object, and queue the values in
+        it."""
         for known, kind in CONTAINERS:
             if isinstance(value, known):
                 parts = self._note(name, value, kind)
@@ -281,7 +297,10 @@ class Snapshot:
             self._read_class(own)
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
-        """Save a function's closure, attributes and named globals, and queue the values in them."""
+        """Save a function's closure, attributes, and the globals that its code names, and queue the
+        values in
+        them.
+        """
         for variable, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
@@ -313,7 +332,8 @@ class Snapshot:
                     self._wait(self._note(part.__name__, vars(part), kind).items())
 
     def _copy(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor's values [...], or list the tensor as large."""
+        """Copy a tensor's values [...], or add the tensor to `large` if the copies would exceed
+        `SMALL` elements."""
         if not can_be_copied(tensor):
             return
         if tensor.numel() > self._room:
@@ -324,7 +344,7 @@ class Snapshot:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Generate the globals and attributes that a function's code and its inner functions name."""
+    """Yield the globals and attributes that a function's code and its inner functions name."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -344,9 +364,10 @@ def is_foreign(known: Any) -> bool:
 
 
 class Restored:
-    """Context manager that afterwards restores the state of a module and its code.
-
+    """Context manager that restores the Python state of a module and its code at the end of a test.
     [Note: a trial leaves nothing]
+
+    The object also compares the states after several runs of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -362,22 +383,23 @@ class Restored:
         return self
 
     def changes(self) -> list[str]:
-        """Return the names of the values that differ from the beginning."""
+        """Return the names of the values that differ from those at the start."""
         return list(self._snapshot.changes())
 
     def rewind(self) -> None:
-        """Restore the state of the first run, for the next run."""
+        """Restore the values of the start, for the next run of the test."""
         self._snapshot.restore(structure=False)
 
     def end_run(self) -> None:
-        """Save the changes at the end of a run."""
+        """Record the values that the module has changed in its first run, for `set_once` and
+        `set_otherwise`."""
         self._first = self._snapshot.changes()
         self._after = Snapshot(self.module) if self._first else None
 
     def set_once(self) -> list[str]:
-        """Return the names of the values that this run set and no later run changed.
-
-        Modules may have initialised themselves by such values.
+        """Return the names of the values that the first run changed and later runs did not. The
+        module may have
+        initialized itself by them.
         """
         if self._after is None:
             return []
@@ -387,8 +409,9 @@ class Restored:
         return [name for name in found if not _touched(name, later)]
 
     def set_otherwise(self) -> list[str]:
-        """Return the names that this run and a run on other tokens, after a `rewind`, set
-        differently.
+        """Return the names of the values that the first run set, and that a run on other tokens
+        after `rewind`
+        has set to something else.
         """
         now = self._snapshot.changes()
         return [
@@ -434,5 +457,5 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _touched(name: str, changed: Iterable[str]) -> bool:
-    """True if a value of that name, or a value inside it, has changed."""
+    """True if the value of this name, or a value inside it, is among the changed names."""
     return any(other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed)

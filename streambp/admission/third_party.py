@@ -7,12 +7,12 @@ Layers with third-party code inside are therefore tested at the call's own lengt
 (`long_trial.py`). A hook needs no such test if it only reads: in the trial it returned nothing and
 wrote nothing, and its source has no branch that would.
 
-[Note: who sees the rows] Streaming may change the rows and positions inside a model: a packed row
-of shared prefixes, a mixer that runs for one document at a time, the tokens of a trial. Hooks and
-forwards of third parties then act differently: some add to a position, some store their output for
-the loss, some count tokens. No trial can tell the effect. All these cases therefore ask one
-function, `hooks_of_others`. Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count,
-because they treat tokens alike and store nothing; all other hooks count.
+Streaming may change the rows and positions inside a model: a packed row of shared prefixes, a mixer
+that runs for one document at a time, the tokens of a trial. Hooks and forwards of third parties
+then act differently: some add to a position, some store their output for the loss, some count
+tokens. No trial can tell the effect. All these cases therefore ask one function, `hooks_of_others`.
+Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count, because they treat tokens alike
+and store nothing; all other hooks count.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ NAMED_AT_MOST = 3  # hooks in a message
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) -> list[str]:
-    """Return the names of the third-party modules and instance forwards in a layer.
+    """Return the names of third-party code inside a layer: modules, and forwards set on modules.
 
     Args:
-        layer: the layer.
-        previous: the layer's own instance forward.
+        layer: the decoder layer.
+        previous: the forward that was set on the layer itself before `patch`; None: there was none.
     """
     found = [] if previous is None or _harmless(previous) else [full_name(previous)]
     for module in layer.modules():
@@ -72,12 +72,21 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
 
 
 def _harmless(forward: Any) -> bool:
-    """True if the forward comes from a library whose modules treat tokens alike."""
+    """True if the forward is from a library (torch, transformers, peft and others) whose modules
+    compute every
+    token alike.
+    """
     return package_of(forward) in MODULES_ARE_HARMLESS
 
 
 def refuse_opacus(where: str) -> NoReturn:
-    """Raise UnsupportedModelError: opacus' hooks would get chunks and batch gradients."""
+    """Raise UnsupportedModelError for hooks of opacus, which compute per-sample gradients and would
+    get
+    those of chunks.
+
+    Args:
+        where: the class with the hooks, for the message.
+    """
     raise UnsupportedModelError(
         f"{where} has hooks of opacus, which compute the gradient of each sample from one forward "
         "and one backward of a module. A streamed layer calls the module once per chunk, so the "
@@ -87,10 +96,11 @@ def refuse_opacus(where: str) -> NoReturn:
 
 
 def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
-    """Return third-party hooks on inner modules, and torch's global ones, with the modules of each.
-
-    Hooks of libraries that treat tokens alike and store nothing are left out. [Note: who sees the
-    rows]
+    """Return the third-party hooks on modules inside `module` and those registered for all modules:
+    by the
+    hook's name, the modules it is registered on. Hooks of libraries that treat all tokens alike and
+    store
+    nothing are left out.
     """
     found: dict[str, list[str]] = {}
     everywhere = vars(torch.nn.modules.module)
@@ -107,8 +117,9 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
 
 
 def named_hooks(found: dict[str, list[str]]) -> str:
-    """Describe the result of `hooks_of_others`: count (probe.py:12) on layers.0.mlp and 11 other
-    modules.
+    """Return the result of `hooks_of_others` as text: "count (probe.py:12) on layers.0.mlp and 11
+    other
+    modules".
     """
     told = []
     for hook, paths in list(found.items())[:NAMED_AT_MOST]:
@@ -123,9 +134,9 @@ def named_hooks(found: dict[str, list[str]]) -> str:
 
 
 def why_rows(module: nn.Module) -> str | None:
-    """Return why a backbone's inside needs the batch's own rows; None if a packed row will do.
-
-    [Note: who sees the rows]
+    """Return why the modules inside a backbone must get the batch's own rows, as text for
+    `describe`. None if
+    the rows may be replaced by a packed row, which third-party code would notice.
     """
     hooks = hooks_of_others(module)
     if hooks:
@@ -150,11 +161,17 @@ def why_rows(module: nn.Module) -> str | None:
 
 
 def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
-    """True if third-party code between backbone and loss may read values at padding positions.
+    """True if third-party code between backbone and loss may read values at padding positions: a
+    hook, a head,
+    the model's forward or a loss function.
 
-    Such code is a hook, a head, the model's forward or a loss. `why_rows` covers the inside of the
-    backbones. Code around the model's call (its hooks, a forward outside of streambp's) gets the
-    caller's values and does not count.
+    Hooks on the model itself do not count, because they get the caller's values. `why_rows` covers
+    the
+    inside of backbones.
+
+    Args:
+        model: the causal language model.
+        backbones: the models inside it that run the decoder layers.
     """
     home = {base.__module__ for backbone in backbones for base in type(backbone).__mro__}
     of_model = list(
@@ -187,8 +204,9 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
 
 
 def _is_known(function: Any, home: set[str]) -> bool:
-    """True if a function or class is from one of these modules or from a library that treats tokens
-    alike.
+    """True if a function or class is defined in one of the Python modules `home`, or in a library
+    that treats
+    all tokens alike.
     """
     found = function.__module__ if isinstance(function, type) else home_of(_innermost(function))
     return found in home or found.partition(".")[0] in MODULES_ARE_HARMLESS
@@ -196,11 +214,12 @@ def _is_known(function: Any, home: set[str]) -> bool:
 
 @contextlib.contextmanager
 def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[list[str]]:
-    """Context manager that yields the names of third-party hooks that modify values, or may.
+    """Context manager that yields a list of third-party hooks, by name, that modify values. Hooks
+    are added when they do so; hooks whose code could, at once.
 
     Args:
-        layer: the layer; hooks on its inner modules and global hooks are checked.
-        names: names of the hook tables: hooks on values, or `BACKWARD_HOOKS`.
+        layer: the layer; hooks on its inner modules and hooks for all modules are watched.
+        names: names of the hook dicts: of forward hooks, or `BACKWARD_HOOKS`.
     """
     changing: list[str] = []
     everywhere = vars(torch.nn.modules.module)
@@ -224,7 +243,8 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
 
 
 def may_edit_gradients(layer: nn.Module) -> bool:
-    """True if the source of a third-party backward hook inside a layer returns a value."""
+    """True if a third-party backward hook inside the layer may return another gradient, by its
+    code."""
     hooks = (
         h
         for m in layer.modules()
@@ -241,7 +261,8 @@ def may_edit_gradients(layer: nn.Module) -> bool:
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a hook and add its name to `changing` if it modified or returned a value."""
+    """Run a hook, return its result, and add its name to `changing` if it modified or returned a
+    value."""
     tensors = tensors_in((args[1:], kwargs), Tensor)
     # version counters miss writes through `.data` or NumPy
     before = [x.detach().clone() for x in tensors]
@@ -258,7 +279,10 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
 
 
 def _may_change(hook: Callable[..., Any]) -> bool:
-    """True if the hook's source has branches, and returns a value or assigns to items."""
+    """True if the hook's code has branches, and returns a value or assigns to items: a test may
+    miss what it
+    modifies.
+    """
     code = getattr(_innermost(hook), "__code__", None)
     if code is None:
         return False
@@ -275,7 +299,7 @@ def _may_change(hook: Callable[..., Any]) -> bool:
 
 
 def _gives_back(code: CodeType) -> bool:
-    """True if the code can return anything but None."""
+    """True if the function's code can return anything but None."""
     nothing = False  # the previous instruction loads None
     for step in dis.get_instructions(code):
         if (step.opname == "RETURN_CONST" and step.argval is not None) or (
@@ -287,7 +311,7 @@ def _gives_back(code: CodeType) -> bool:
 
 
 def _innermost(function: Any) -> Any:
-    """Return the function that a partial or a callable object runs."""
+    """Return the plain function that a functools.partial or a callable object calls."""
     while isinstance(function, functools.partial):
         function = function.func
     if hasattr(function, "__code__"):

@@ -84,9 +84,7 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
 
 
 def warn_of_trials(sites: list[LayerSite]) -> bool:
-    """Warn about user hooks inside layers that ran in trials; True if a warning was issued.
-    [Note: who sees the rows]
-    """
+    """Warn about user hooks inside layers that ran in trials; True if a warning was issued."""
     shown: dict[str, list[str]] = {}
     for site in sites:
         for hook, paths in site.tests.hooks_run_in_tests.items():
