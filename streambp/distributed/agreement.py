@@ -6,9 +6,9 @@ the decision: a rank that is alone in a collective waits forever. Under DDP, ZeR
 collectives are in backward. Each gradient has one collective, however the gradient was computed.
 
 Under ZeRO-3 and FSDP2 each call of a unit is a collective, in forward and backward. A rank may
-there neither repeat a forward nor add one, unless all ranks do. docs/explanation/distributed.md
-lists every decision. For split sequences, `sharded/shards.py` agrees on every value that decides an
-exchange.
+neither repeat nor add a forward there, unless all ranks do. docs/explanation/distributed.md lists
+every decision. `sharded/shards.py` makes ranks agree, for split sequences, on every value that
+decides an exchange.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from streambp.known_names import FSDP_GATHERS, FSDP_GROUPS, ZERO_GROUP
 
 
 def must_agree(module: nn.Module) -> bool:
-    """True if a forward of the module is a collective that other ranks take part in."""
+    """True if the module's forward gathers parameters from several ranks (ZeRO-3, FSDP2), so that
+    all ranks
+    must call it equally often.
+    """
     return (
         dist.is_available()
         and dist.is_initialized()
@@ -38,15 +41,15 @@ def must_agree(module: nn.Module) -> bool:
 def everyones_numbers(
     module: nn.Module, mine: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Gather `mine` from each rank, as many numbers on each.
+    """Return the numbers that each rank passes, one list for each rank. A collective: every rank of
+    the group calls this before each of its forwards.
 
-    The ranks are the group over which an engine has partitioned the module's parameters, or all
-    ranks if the engine names no group. Every rank of the group calls this before each of its
-    forwards.
+    The group is the one over which ZeRO-3 or FSDP2 has partitioned the module's parameters,
+    otherwise all ranks.
 
     Args:
         module: the module whose parameters are partitioned.
-        mine: this rank's numbers.
+        mine: this rank's numbers; their count is the same on all ranks.
         device: the device of the model's inputs.
     """
     ranks = None
@@ -63,7 +66,7 @@ def everyones_numbers(
 
 
 def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
-    """Return every rank's `tensor`, all of the same shape [...]."""
+    """Return the tensor [...] of each rank in the process group; all have the same shape."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     return parts

@@ -5,16 +5,16 @@ manages these parameters. The answer comes from marks on the parameters and from
 `fully_shard` changed. Hooks are no sign: a ZeRO-3 leaf has none on its inner modules. The answer is
 not cached, because an engine may be set up after a forward.
 
-[Note: order of gradients] ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order
-of arrival, and sum the buckets of all ranks. If the order differs on one rank, parameters silently
-get the gradients of other parameters. A streamed layer delivers all its gradients together, after
-its backward. A layer may run unchunked on one rank alone, because of a mask or a hook there. Its
-input and its parameters then pass through one autograd node, which keeps the same order.
+ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order of arrival, and sum the
+buckets of all ranks. If the order differs on one rank, parameters silently get the gradients of
+other parameters. A streamed layer delivers all its gradients together, after its backward. A layer
+may run unchunked on one rank alone, because of a mask or a hook there. The layer's input and
+parameters then pass through one autograd node, which keeps the same order.
 
-[Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is
-initialised. Only the block's full-backward hook reduces its gradients, and streaming silences this
-hook. If the layer was patched too late to be the leaf itself, the hook runs after the layer's
-backward, when all gradients exist.
+DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is initialised. Only the
+block's full-backward hook reduces its gradients, and streaming silences this hook. If the layer was
+patched too late to be the leaf itself, the hook runs after the layer's backward, when all gradients
+exist.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ FSDP2 = "FSDP2"
 
 
 class Hold(NamedTuple):
-    """How an engine manages a module's parameters.
+    """Flags for the parts of a module's training state that DeepSpeed ZeRO or FSDP2 manages.
 
     Attributes:
-        weights: parameters are on this rank only while a module runs, which makes its forward a
-            collective: ZeRO-3, FSDP2.
-        gradients: the engine's hooks wait for each gradient: ZeRO-1 to -3, FSDP2. DDP's hooks wait
-            for each backward, however its graph was built.
+        weights: True if parameters are on this rank only while a module runs, which makes its
+            forward a collective: ZeRO-3, FSDP2.
+        gradients: True if hooks wait for each parameter's gradient: ZeRO-1 to -3, FSDP2. DDP's
+            hooks wait for each backward, however its graph was built.
     """
 
     weights: bool
@@ -61,10 +61,11 @@ class Hold(NamedTuple):
 
 
 def engine_of(module: nn.Module) -> str | None:
-    """Return the name of the engine that manages a module's parameters or gradients; None: no
-    engine.
+    """Return the name, for messages, of what shards or reduces a module's parameters: "DDP",
+    "FSDP2", "FSDP1" or
+    DeepSpeed's ZeRO; None if nothing does.
 
-    An engine around the module is detected by its marks on parameters. DDP sets none.
+    A wrapper around the module is found by marks on its parameters. DDP sets none.
     """
     modules, parameters = contents_of(module)
     if any(isinstance(inner, DistributedDataParallel) for inner in modules):
@@ -79,7 +80,10 @@ def engine_of(module: nn.Module) -> str | None:
 
 
 def engine_of_parameter(parameter: Tensor) -> str | None:
-    """Return the name of the engine that marked a parameter [...]; None: no engine did."""
+    """Return the name, for messages, of what shards or reduces a parameter [...]: FSDP1, FSDP2 or
+    DeepSpeed's
+    ZeRO; None if nothing has marked it.
+    """
     if is_partitioned(parameter):
         return "DeepSpeed's ZeRO-3"
     if hasattr(parameter, GRADIENT_HOOKED):
@@ -92,12 +96,13 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
 
 
 def reduces_later(parameter: Tensor) -> str | None:
-    """Return the name of what changes a gradient [...] after autograd accumulated it; None: nothing
-    does.
+    """Return the name, for messages, of what reduces a gradient over ranks after autograd has
+    accumulated it
+    [...] and run the parameter's hooks; None if nothing does.
 
-    FSDP2 reduces a gradient before it runs the parameter's hooks. Every other engine reduces after
-    these hooks. DDP, pipelines and split sequences leave no mark on a parameter. An unmarked
-    parameter in a group of several ranks is therefore assumed to be theirs.
+    FSDP2 reduces before these hooks. DDP, pipelines and split sequences leave no mark on a
+    parameter, so
+    one of them is assumed for an unmarked parameter on several ranks.
     """
     name = engine_of_parameter(parameter)
     ranks = 1
@@ -114,10 +119,8 @@ def reduces_later(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return a module with all inner modules, and their parameters; shared ones appear repeatedly.
-
-    Takes a third of the time of `modules()` and `parameters()`.
-    """
+    """Return a module with all inner modules, and their parameters, without removing duplicates.
+    Takes a third of the time of `modules()` and `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
     modules: list[nn.Module | None] = [module]
     parameters: list[nn.Parameter | None] = []
@@ -137,7 +140,8 @@ def _present(values: list[T | None]) -> list[T]:
 
 
 def held(module: nn.Module) -> Hold:
-    """Return how an engine manages the parameters of a module and its inner modules."""
+    """Return whether ZeRO or FSDP2 manages the weights and gradients of a module and its inner
+    modules."""
     modules, parameters = contents_of(module)
     weights = any(map(is_fsdp_unit, {type(inner): inner for inner in modules}.values())) or any(
         is_partitioned(parameter) or isinstance(parameter, DTensor) for parameter in parameters
@@ -148,7 +152,10 @@ def held(module: nn.Module) -> Hold:
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
-    """Return the hook tables of the layer's inner modules that hold engine hooks."""
+    """Return the hook dicts of the modules inside a layer that contain hooks of DeepSpeed, or
+    accelerate's hook
+    that removes masks.
+    """
     tables = []
     for module in layer.modules():
         if module is not layer:
@@ -161,10 +168,8 @@ def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
 
 @contextlib.contextmanager
 def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
-    """Context manager that disables engine hooks on the layer's inner modules.
-
-    These hooks would gather or reduce once for each chunk. The layer's own hooks still run around
-    the layer, and hooks of other code still run once for each chunk.
+    """Context manager that removes hooks of DeepSpeed and accelerate from modules inside a layer.
+    Otherwise these hooks would gather or reduce once for each chunk. Other hooks stay.
 
     Args:
         tables: the result of `engine_hooks`.
@@ -186,7 +191,10 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
-    """Return the hooks that reduce gradients of the layer's leaves. [Note: inner leaves]"""
+    """Return (module, hook) of DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf modules
+    inside a
+    layer.
+    """
     reductions: list[Reduction] = []
     for module in layer.modules():
         if module is not layer and getattr(module, Z3_LEAF, False):
@@ -197,29 +205,33 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
 
 
 class EngineReduce(torch.autograd.Function):
-    """Identity whose backward reduces a layer's inner leaves. [Note: inner leaves]
-
-    Autograd accumulates the gradients of parameters before it continues to the graph of an input.
-    """
+    """Autograd Function that returns a layer's input. The Function's backward runs after the
+    layer's backward. It calls DeepSpeed's hooks for the gradients of ZeRO-3 leaf modules inside the
+    layer."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
-        """Return a view of hidden_states [..., B, T, h]."""
+        """Return a view of hidden_states [..., B, T, h].
+
+        Args:
+            hidden_states: the layer's input.
+            reductions: the result of `reductions_of`.
+        """
         ctx.reductions = reductions
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Reduce the inner leaves and return the gradient [..., B, T, h] unchanged."""
+        """Call DeepSpeed's hooks, and return the gradient [..., B, T, h] unchanged."""
         for module, hook in ctx.reductions:
             hook(module, (), ())
         return grad, None
 
 
 class JoinGradients(torch.autograd.Function):
-    """Identity for a layer's input [..., B, T, h] and its parameters [...].
-
-    One node passes on all their gradients, in this order. [Note: order of gradients]
+    """Autograd Function that returns a layer's input [..., B, T, h] and its parameters [...]. One
+    node passes
+    on all their gradients together, in this order.
     """
 
     @staticmethod
@@ -231,8 +243,9 @@ class JoinGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients [...] unchanged, with zeros where the engine waits for a missing
-        gradient.
+        """Return the gradients [...] unchanged; zeros in place of None for parameters whose
+        gradient DeepSpeed
+        waits for.
         """
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(
@@ -241,18 +254,13 @@ class JoinGradients(torch.autograd.Function):
 
 
 def drops_masks(hook: Callable[..., Any]) -> bool:
-    """True for the hook that accelerate registers on attention under context parallelism.
-
-    The hook replaces the mask by None, because torch's ring attention supports causal masks alone.
-    Streamed layers use the model's own mask.
-    """
+    """True if this is accelerate's hook that removes attention masks under context parallelism.
+    torch's ring attention supports causal masks alone."""
     return getattr(hook, "__qualname__", "").startswith(f"{DROPS_MASKS}.")
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
-    """True if a module hook belongs to DeepSpeed, by the package of the hook or its class, or drops
-    masks.
-    """
+    """True if a module hook is DeepSpeed's, or accelerate's hook that removes masks."""
     owner = getattr(hook, "func", hook)
     return (
         drops_masks(hook)
@@ -261,9 +269,7 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:
-    """Return the gradient of a parameter [...] that the loss does not use.
-
-    The gradient is None, or zeros [...] if DeepSpeed's hooks wait for one.
-    """
+    """Return a gradient for a parameter [...] that the loss does not use: zeros if DeepSpeed's
+    hooks wait for one, else None."""
     managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
     return torch.zeros_like(parameter) if managed else None

@@ -20,24 +20,24 @@ from streambp.known_names import ENGINES, FULL_SHAPE, PARTITIONED
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """True if ZeRO-3 manages a parameter [...], gathered or not."""
+    """True if DeepSpeed's ZeRO-3 partitions this parameter [...], whether it is gathered now or
+    not."""
     return hasattr(parameter, PARTITIONED)
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of a parameter when gathered.
-
-    Between gathers, ZeRO-3 replaces a parameter of shape [V, h], say, by a tensor of 0 elements.
+    """Return a parameter's full shape, such as [V, h]. Between gathers, ZeRO-3 replaces the
+    parameter's data by
+    a tensor of 0 elements.
     """
     shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
     return shape
 
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Pass hidden_states as a positional argument that requires a gradient, if ZeRO-3 is active.
-
-    Registered as a forward pre-hook of streamed layers.
-    """
+    """Return the layer's arguments, changed so that hidden_states is positional and requires a
+    gradient. None if ZeRO-3 does not partition the layer. Registered as a forward pre-hook of
+    decoder layers."""
     if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
