@@ -37,8 +37,8 @@ def run_whole(site: LayerSite, args: Any, kwargs: Any, report: CallReport) -> An
     result.
 
     Args:
-        site: the decoder layer, with its settings and test results. args, kwargs: the arguments of
-            its forward.
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of its forward.
         report: the reason to run the layer unchunked, and the documents of packed rows. Modules
             with recurrent states run once for each document. [Note: segments]
 
@@ -107,7 +107,8 @@ def _as_one(
     ZeRO-1 and ZeRO-2 sum gradients over ranks in order of arrival.
 
     Args:
-        site: the decoder layer. args, kwargs: the arguments of its forward.
+        site: the decoder layer.
+        args, kwargs: the arguments of its forward.
     """
     holds = held(site.layer)
     if not torch.is_grad_enabled() or holds.weights or not holds.gradients:

@@ -72,8 +72,8 @@ def stream_layer(
     calls run unchunked, under torch's checkpoint.
 
     Args:
-        site: the decoder layer, with its settings and test results. args, kwargs: the arguments of
-            the layer's forward.
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids, for layers that do not get them as
             arguments. [Note: segments]
         strategy: functions that compute the call; default: chunk by chunk.
@@ -82,7 +82,7 @@ def stream_layer(
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: the call cannot be computed
-        exactly; nothing was changed.
+            exactly; nothing was changed.
     """
     call = admit(site, args, kwargs, rows, strategy, forks)
     if isinstance(call, CallReport):
@@ -117,8 +117,8 @@ def admit(
     report with the reason to run it unchunked.
 
     Args:
-        site: the decoder layer, with its settings and test results. args, kwargs: the arguments of
-            the layer's forward.
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of the layer's forward.
         rows: as in `stream_layer`.
         strategy: as in `stream_layer`.
         forks: as in `stream_layer`.
