@@ -202,7 +202,7 @@ def spread_all(
     applied to every tensor, once to each.
 
     Args:
-        output: a tensor, or tensors in tuples, lists and dicts.
+        output: a tensor [1, N, ...] or [N, ...], or such tensors in tuples, lists and dicts.
         tree: the packed row.
         done: results by id of a tensor, for tensors that occur twice.
         late: see `spread`.
