@@ -21,8 +21,7 @@ SCORES = 4
 
 def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
     """Return the dtype with the largest eps among the dtypes that a layer computes in: that of x
-    [..., B, T,
-    h], its parameters' and autocast's.
+    [..., B, T, h], its parameters' and autocast's.
 
     Args:
         call: the call of the layer.
@@ -39,8 +38,7 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
             input.
         residual: [..., B, T, h], the term that both results contain unchanged through the residual
             connection: the input, or the gradient of the output. The norm of `whole - residual`
-                sets
-            the tolerance.
+                sets the tolerance.
         dtype: the result of `coarsest`.
     """
     added = TOLERANCE.get(dtype, HALF_TOLERANCE) * (whole - residual).float().norm()
@@ -53,9 +51,7 @@ def agree(whole: Tensor, pieces: Tensor, residual: Tensor, dtype: torch.dtype) -
 @contextlib.contextmanager
 def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
     """Context manager in which a layer's routers choose experts freely in the first run, and choose
-    the same
-    experts in later runs. [Note: choices]
-    """
+    the same experts in later runs. [Note: choices]"""
     choices = ReplayedChoices()
     with replaced([call.site], "choices", [choices]):
         yield choices

@@ -129,8 +129,8 @@ class Repeatable:
 
     Checkpoint itself would silently recompute another model or batch. The recomputation raises if
     parameters, arguments, train or eval mode, or the layer's modules and hooks changed since
-    forward. Buffers and the states of random generators are set to those of forward. [Note:
-    fingerprint]
+    forward. Buffers and the states of random generators are set to those of forward.
+    [Note: fingerprint]
     """
 
     def __init__(
@@ -225,9 +225,7 @@ class Repeatable:
 
     def _mismatch_named(self) -> saved_tensors_hooks:
         """Return a context manager that turns checkpoint's error for a different recomputation into
-        a
-        `BackwardError` with a remedy. Checkpoint still saves the same tensors.
-        """
+        a `BackwardError` with a remedy. Checkpoint still saves the same tensors."""
         kept = torch._C._autograd._top_saved_tensors_default_hooks(True)
         assert kept is not None
         layer, (pack, unpack) = type(self._layer).__name__, kept

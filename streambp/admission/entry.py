@@ -196,8 +196,7 @@ def admit(
 
 def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
     """True if third-party code that may store values runs inside the layer. The answer is cached
-    until a
-    module, hook or attribute of the layer changes.
+    until a module, hook or attribute of the layer changes.
 
     Args:
         site: the decoder layer.
@@ -209,8 +208,8 @@ def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
 
 
 def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
-    """Raise if a layer would carry recurrent states from one packed document to the next. [Note:
-    segments]
+    """Raise if a layer would carry recurrent states from one packed document to the next.
+    [Note: segments]
 
     Args:
         site: the decoder layer.
@@ -235,8 +234,7 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
     Returns:
         The exception of the search for in-place writes (None: no exception), and the decision
-        whether
-        the call runs in chunks.
+        whether the call runs in chunks.
     """
     site = call.site
     if call.look.hooks.ids and has_data(call.hidden_states):
@@ -333,9 +331,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
 
 def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | None:
     """Return why a layer with recurrent states cannot run in chunks with the packed documents among
-    its
-    arguments, as text for `describe`; None if it can.
-    """
+    its arguments, as text for `describe`; None if it can."""
     documents = arguments.documents
     if documents is None:
         return None
@@ -360,8 +356,7 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
 
 def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) -> None:
     """Pass the documents that position_ids mark to the attention mask, and to state kernels that
-    accept
-    document boundaries.
+    accept document boundaries.
 
     Args:
         site: the decoder layer.

@@ -70,9 +70,7 @@ def _repeats(first: Tensor, again: Tensor) -> bool:
 
 def _once(call: LayerCall, x: Tensor) -> Tensor:
     """Return the layer's output for x [..., B, t, h] in one chunk, in the layer's train or eval
-    mode. All
-    calls use the same random numbers.
-    """
+    mode. All calls use the same random numbers."""
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     prefix = causal_prefix(call, x.shape[-2])
     prefix.overwritten = graph  # the layer may write to its attention's output

@@ -75,8 +75,8 @@ _DIGITS = re.compile(r"\d+")
 
 def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
     """Return the objects in which third-party code inside a layer may store values, as (name,
-    object): the
-    layer's modules, third-party hooks, forwards and classes. [] if no third-party code runs inside.
+    object): the layer's modules, third-party hooks, forwards and classes. [] if no third-party code
+    runs inside.
 
     Args:
         site: the decoder layer.
@@ -100,8 +100,7 @@ def roots_of(site: LayerSite, look: LayerSnapshot) -> Roots:
 
 def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor) -> Kind:
     """Return `kind` with a digest of the values that third-party code inside the layer stores.
-    Calls of one
-    kind share their test results, so a changed flag makes the layer be tested again.
+    Calls of one kind share their test results, so a changed flag makes the layer be tested again.
 
     `kind` is returned unchanged if no third-party code runs inside.
 
@@ -132,8 +131,7 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
     """Return what of a value stored by third-party code counts for the kind of a call: a flag,
-    whether a
-    number is 0, or a string without digits.
+    whether a number is 0, or a string without digits.
 
     Args:
         path: the value's path from the code that stores it.
@@ -206,8 +204,7 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
     one chunk.
 
     The layer's test did not find such code: a hook was registered after `warm_up`, the code acts on
-    longer
-    sequences only, or a switch was set that no snapshot contains.
+    longer sequences only, or a switch was set that no snapshot contains.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -234,9 +231,7 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
 
 def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
     """True if a tensor of this shape may have one entry for each token of a chunk: [B, C, ...] or
-    [B * C,
-    ...]. False if the size may be a dimension of the layer's parameters.
-    """
+    [B * C, ...]. False if the size may be a dimension of the layer's parameters."""
     own = {size for parameter in call.look.body.parameters for size in parameter.shape}
     for length in {chunk.stop - chunk.start for chunk in call.plan}:
         rows = tuple(shape[:2]) == (call.rows, length) and (len(shape) > 2 or length not in own)
@@ -271,15 +266,13 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
 
 def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     """Test on random tokens if third-party code in a layer stores other values when the layer runs
-    in chunks.
-    [Note: kept values]
+    in chunks. [Note: kept values]
 
     The test runs once for each kind of call, and may change `call.arguments.kind`.
 
     Returns:
         The reason to run the layer unchunked, and the exception of the test. Both are None if the
-        layer
-        may run in chunks.
+        layer may run in chunks.
     """
     site, x = call.site, call.hidden_states.detach()
     if type(call) is not LayerCall or not has_data(x) or x.shape[-2] == 1 or not x.numel():
@@ -321,8 +314,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
 
 def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
     """Return a text that names the stored values in which a run in chunks differs from an unchunked
-    run; None
-    if all are equal.
+    run; None if all are equal.
 
     Args:
         call: the call of the layer.
@@ -332,8 +324,7 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots) -> str | None:
 
     Raises:
         UnsupportedModelError: the code stores values that streambp does not compute, such as
-            attention
-            weights.
+            attention weights.
     """
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
@@ -370,8 +361,7 @@ def _named(differing: dict[str, str]) -> str:
 
 class _Trial:
     """Test runs of a layer over the same few tokens, each from the same stored values and random
-    state. The
-    values that third-party code stores are compared.
+    state. The values that third-party code stores are compared.
 
     Args:
         call: the call of the layer.
@@ -454,8 +444,7 @@ class _Trial:
 
 def _differing(one: dict[str, Any], other: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
     """Return the paths of stored values that differ between two runs by more than rounding. Each
-    has the
-    shapes of its tensors as text, if the shapes differ.
+    has the shapes of its tensors as text, if the shapes differ.
 
     Args:
         one: values by path.

@@ -32,8 +32,8 @@ BLOCK = 64  # tokens whose differences are summed
 
 def why_not_at_length(call: LayerCall) -> str | None:
     """Run a layer on its call's full length, unchunked and in the call's chunks. Return why the two
-    differ,
-    as text for `describe`; None if they agree. If memory is short, fewer tokens are compared.
+    differ, as text for `describe`; None if they agree. If memory is short, fewer tokens are
+    compared.
 
     Must be called inside `LayerCall.streaming`, without grad, with the layer in eval mode.
     """
@@ -69,8 +69,7 @@ def why_not_at_length(call: LayerCall) -> str | None:
 
 def _is_alike(call: LayerCall, chunks: int) -> bool:
     """True if the layer's outputs for the first chunks agree with its unchunked output, in each
-    block of 64
-    tokens of every row.
+    block of 64 tokens of every row.
 
     Args:
         call: the call of the layer.

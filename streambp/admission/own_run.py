@@ -106,8 +106,7 @@ class UnpatchedRun:
 
         Args:
             whole: like `result`: the output [..., B, t, h], the gradient of x [..., B, t, h], and
-                the gradients
-                of the smallest parameters.
+                the gradients of the smallest parameters.
         """
         dtype = coarsest(self.call, self.compared[0])
         pairs = zip(self.result, whole, self.compared, strict=False)
@@ -123,8 +122,7 @@ class UnpatchedRun:
 
     def why_whole(self) -> str | None:
         """Return why the layer must run unchunked to get all gradients, as text for `describe`;
-        None if it need
-        not.
+        None if it need not.
 
         Raises:
             StreamingMismatchError: FSDP1 holds the layer's parameters.
@@ -209,8 +207,7 @@ def own_run(
     `site.tests`.
 
     Return None for a layer whose sequence is split over ranks: its own attention would communicate
-    with
-    other ranks.
+    with other ranks.
 
     Args:
         call: the call of the layer.
@@ -233,8 +230,7 @@ def own_run(
 
 def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
     """True if the unpatched layer computes x [..., B, t, h] without an exception. A layer whose
-    sequence is
-    split over ranks counts as true.
+    sequence is split over ranks counts as true.
 
     Args:
         call: the call of the layer.
@@ -254,8 +250,7 @@ def why_unlike_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, whole: list[Tensor], shadows: list[Tensor]
 ) -> str | None:
     """Compare streambp's result with the unpatched layer's. Return why the layer must run unchunked
-    to get
-    all gradients; None if it need not.
+    to get all gradients; None if it need not.
 
     Args:
         call: the call of the layer.
@@ -284,8 +279,7 @@ def why_unlike_unpatched(
 
 def small_ones(parameters: list[Tensor]) -> list[Tensor]:
     """Return the parameters [...] whose gradients a test compares: the smallest ones, with at most
-    `MAX_COMPARED_ELEMENTS` elements together.
-    """
+    `MAX_COMPARED_ELEMENTS` elements together."""
     found, total = [], 0
     for parameter in sorted(parameters, key=Tensor.numel):
         total += parameter.numel()
@@ -312,8 +306,6 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
 
 def _comparable(config: PreTrainedConfig) -> str:
     """Return the attention implementation with which the unpatched layer is compared: its own if
-    that is
-    torch's sdpa, otherwise eager.
-    """
+    that is torch's sdpa, otherwise eager."""
     name = own_implementation(config) or "sdpa"
     return name if name in ("sdpa", EAGER) and find_ulysses(name) is None else EAGER

@@ -161,8 +161,7 @@ class Found(NamedTuple):
 
 def _judged(call: LayerCall, x: Tensor) -> Found:
     """Test on random tokens if the layer's chunks compute the same as the full sequence. Return the
-    result,
-    and store it if it holds for later calls of this kind.
+    result, and store it if it holds for later calls of this kind.
 
     Args:
         call: the call of the layer.
@@ -181,9 +180,7 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
 
 def _judged_at_length(call: LayerCall) -> Verdict:
     """Test the layer on the call's full length instead of a few tokens, and return the decision
-    whether it
-    runs in chunks. [Note: foreign insides]
-    """
+    whether it runs in chunks. [Note: foreign insides]"""
     findings = call.site.tests.result(call.arguments.kind)
     with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
         try:
@@ -238,8 +235,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
 
 def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> Found:
     """Return the result of all comparisons on random tokens: of side effects, of gradients that
-    cross the end
-    of a chunk, and of values.
+    cross the end of a chunk, and of values.
 
     Args:
         call: the call of the layer.
@@ -269,8 +265,7 @@ def _failed(
     """Return the result of a test whose run in chunks raised.
 
     If the exception comes again, the layer cannot run in chunks. If the unpatched layer raises on
-    these
-    tokens as well, nothing is decided: the call itself will raise.
+    these tokens as well, nothing is decided: the call itself will raise.
 
     Args:
         call: the call of the layer.
@@ -306,8 +301,7 @@ def _why_unlike(
     """Compare the layer's chunks with the unpatched layer on random tokens, and return the result.
 
     If one run of each differs, the layer also runs with streambp's attention in one chunk, to tell
-    the
-    effect of chunks from that of streambp. Every run starts from the same stored values.
+    the effect of chunks from that of streambp. Every run starts from the same stored values.
 
     Args:
         call: the call of the layer.
@@ -351,8 +345,7 @@ def _alike(
     call: LayerCall, x: Tensor, upstream: Tensor, cut: int, shadows: list[Tensor], state: Restored
 ) -> UnpatchedRun | None:
     """Return the run of the unpatched layer if the layer in chunks agrees with it. None if they
-    differ, if
-    either raises, or if the layer needs packed documents as arguments.
+    differ, if either raises, or if the layer needs packed documents as arguments.
 
     Args:
         call: the call of the layer.
@@ -378,8 +371,7 @@ def _alike(
 
 def _try(call: LayerCall, x: Tensor, upstream: Tensor, cut: int) -> str | None:
     """Run the layer with attention that does not cross the end of the first chunk, and look for
-    side effects.
-    Return why chunks would differ; None if no reason is found.
+    side effects. Return why chunks would differ; None if no reason is found.
 
     A gradient that crosses the end all the same shows that the layer mixes tokens elsewhere.
 
@@ -445,8 +437,7 @@ def _on_trial(
     call: LayerCall, x: Tensor, layout: Spans, origin: GraphMarker
 ) -> tuple[Tensor, Tensor]:
     """Run the layer on a leaf with the values of x [..., B, t, h]. Return the leaf and the layer's
-    output, whose
-    graph starts at a node that references `origin`.
+    output, whose graph starts at a node that references `origin`.
 
     Args:
         call: the call of the layer.
@@ -514,9 +505,7 @@ def broken(error: Exception) -> str:
 
 def _convolves(layer: nn.Module) -> bool:
     """True if the layer has an nn.Conv1d that mixes neighbouring tokens. A test could miss its
-    effect in half
-    precision.
-    """
+    effect in half precision."""
     return any(
         isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules()
     )
@@ -530,8 +519,7 @@ def _run(
     judged: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Run the layer with streambp's attention on x [..., B, t, h]. Return its output and, if a
-    graph is required,
-    the gradients of x and of `judged`.
+    graph is required, the gradients of x and of `judged`.
 
     Args:
         call: the call of the layer.

@@ -65,9 +65,7 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
 
 def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules in these layers that call transformers' attention functions, one of each
-    class and
-    config.
-    """
+    class and config."""
     found: dict[tuple[int, type], nn.Module] = {}
     for layer in layers:
         for module in layer.modules():
@@ -81,8 +79,7 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
     """Return a text that names the third-party function behind an attention implementation, as the
-    start of a
-    sentence. None if every function is transformers' own.
+    start of a sentence. None if every function is transformers' own.
 
     Args:
         module: the attention module.
@@ -141,8 +138,7 @@ def _why_foreign(
     mask: Any,
 ) -> str | None:
     """Return the result of `foreign_function` for these functions, cached because they are the same
-    in each
-    call of a model.
+    in each call of a model.
 
     Args:
         kind: the attention module's class.

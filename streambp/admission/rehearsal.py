@@ -47,12 +47,10 @@ def rehearsed(
         x: [..., B, t, h], the input.
         chunks: the chunks.
         stage: the pass to run: forward, recomputation of keys and values alone, or recomputation
-            with a
-            graph.
+            with a graph.
         prefix: the keys and values that attention reads and appends to.
         start: returns a chunk's start states for the previous chunk's end states; if it returns
-            None,
-            the chunk gets no cache.
+            None, the chunk gets no cache.
 
     Yields:
         Each chunk's start states and outputs; the outputs are None if only keys and values are
@@ -68,9 +66,7 @@ def rehearsed(
 
 def causal_prefix(call: LayerCall, length: int) -> Prefix:
     """Return an empty store for keys and values of `length` tokens in each of the call's rows, with
-    causal
-    attention.
-    """
+    causal attention."""
     return Prefix(Spans.causal(call.rows, length), length, call.carried.prefix.attention)
 
 
@@ -90,9 +86,7 @@ def rehearsing(call: LayerCall) -> Iterator[None]:
 
 def random_like(hidden_states: Tensor) -> Tensor:
     """Return random hidden states [..., B, t, h] for a test, with t <= `TOKENS`, at the scale of
-    the given ones
-    [..., B, T, h].
-    """
+    the given ones [..., B, T, h]."""
     some = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
     usual = some.float().abs().median()
     usual = torch.where(usual.isfinite() & (usual > 0), usual, 1.0)
@@ -103,8 +97,7 @@ def random_like(hidden_states: Tensor) -> Tensor:
 
 def nothing_masked(named: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return arguments for a test that replace masks by causal ones without padding, by name. Keys
-    picked by
-    an earlier layer's indexer are replaced by two keys that every query may read.
+    picked by an earlier layer's indexer are replaced by two keys that every query may read.
 
     Args:
         named: the layer's arguments by name.
@@ -131,9 +124,7 @@ def _unmasked(mask: Any, length: int) -> Any:
 @contextlib.contextmanager
 def nothing_cached() -> Iterator[None]:
     """Context manager that disables autocast's weight cache, which would hold copies of a test's
-    random weights
-    until the model's forward ends.
-    """
+    random weights until the model's forward ends."""
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -146,8 +137,7 @@ def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which compiled modules and functions run eagerly.
 
     A test concerns the layer's computation. Compiled, its few tokens would count as one more shape
-    towards
-    torch's recompile limit.
+    towards torch's recompile limit.
     """
     return torch.compiler.set_stance("force_eager")
 
@@ -155,9 +145,8 @@ def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def evaluated(call: LayerCall) -> Iterator[None]:
     """Context manager that sets the layer's modules to eval mode, so that two runs have no random
-    dropout.
-    Modules with quantized weights keep their mode, because some repack weights in eval mode.
-    """
+    dropout. Modules with quantized weights keep their mode, because some repack weights in eval
+    mode."""
     modules = [module for module in call.site.of(_plain_modules) if module.training]
     try:
         for module in modules:
@@ -199,9 +188,7 @@ def may_have_graphs(call: LayerCall) -> bool:
 
 def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for a test that replaces zero weights by random numbers, as after
-    training. A
-    gate that starts at zero would hide what the layer computes.
-    """
+    training. A gate that starts at zero would hide what the layer computes."""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
     return Parameters(call.site.layer, call.device, call.site.of(slots_of)).shadowed(
@@ -213,10 +200,8 @@ def with_random_zeros(parameter: Tensor) -> Tensor:
     """Return a parameter's detached value [...] with zeros replaced by random numbers.
 
     Random numbers are added to all elements of vectors and scalars. A matrix of over `LARGE`
-    elements is
-    changed only if it is all zero. Integers, 8-bit floats and tensor subclasses do not change,
-    because they
-    may be quantized weights.
+    elements is changed only if it is all zero. Integers, 8-bit floats and tensor subclasses do not
+    change, because they may be quantized weights.
     """
     value = parameter.detach()
     if type(parameter) not in TENSOR_TYPES or not value.is_floating_point() or value.itemsize < 2:

@@ -101,8 +101,7 @@ class Change(NamedTuple):
 
 class Snapshot:
     """Saved Python state of a module and of the code that it runs: attributes, containers,
-    closures, globals
-    and tensors, to restore them after a test. [Note: a trial leaves nothing]
+    closures, globals and tensors, to restore them after a test. [Note: a trial leaves nothing]
 
     Args:
         module: the module.
@@ -199,8 +198,7 @@ class Snapshot:
             path: the module's name in messages.
             module: the module.
             inside: True for the module of the snapshot and its submodules; False for modules that
-                they refer
-                to.
+                they refer to.
         """
         own = self._note(path, module.__dict__, OWN)
         for name, value in own.items():
@@ -298,9 +296,7 @@ class Snapshot:
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
         """Save a function's closure, attributes, and the globals that its code names, and queue the
-        values in
-        them.
-        """
+        values in them."""
         for variable, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
@@ -353,8 +349,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def is_foreign(known: Any) -> bool:
     """True if a class or a function is third-party: its package is none of those that streambp
-    knows (the standard library, torch, transformers and so on).
-    """
+    knows (the standard library, torch, transformers and so on)."""
     home = (
         known.__globals__.get("__name__")
         if isinstance(known, types.FunctionType)
@@ -398,9 +393,7 @@ class Restored:
 
     def set_once(self) -> list[str]:
         """Return the names of the values that the first run changed and later runs did not. The
-        module may have
-        initialized itself by them.
-        """
+        module may have initialized itself by them."""
         if self._after is None:
             return []
         later = self._after.changes()
@@ -410,9 +403,7 @@ class Restored:
 
     def set_otherwise(self) -> list[str]:
         """Return the names of the values that the first run set, and that a run on other tokens
-        after `rewind`
-        has set to something else.
-        """
+        after `rewind` has set to something else."""
         now = self._snapshot.changes()
         return [
             name

@@ -144,9 +144,7 @@ def _deeper_stacks(
     models: list[PreTrainedModel],
 ) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
     """Return (model, layers) of the layer lists that lie inside another module of their model. Used
-    if no
-    model has a list of decoder layers as its direct child.
-    """
+    if no model has a list of decoder layers as its direct child."""
     found: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
     inside: set[int] = set()
     for model in reversed(models):  # innermost model first
@@ -220,9 +218,7 @@ def attends(layer: nn.Module) -> bool:
 
 def cache_argument(layer: nn.Module) -> str | None:
     """Return the name of the cache argument of a layer that computes attention itself, over the
-    keys and
-    values that the cache returns; None for other layers.
-    """
+    keys and values that the cache returns; None for other layers."""
     if attends(layer) or not any(
         UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()
     ):
@@ -232,9 +228,7 @@ def cache_argument(layer: nn.Module) -> str | None:
 
 def replaced_attention(layer: nn.Module) -> str | None:
     """Return the full name of the third-party function that replaces an attention class's forward;
-    None if
-    none does, and for layers whose attention or states streambp knows.
-    """
+    None if none does, and for layers whose attention or states streambp knows."""
     if attends(layer) or cache_argument(layer) or states_argument(layer):
         return None
     for module in layer.modules():
@@ -266,9 +260,7 @@ def states_argument(layer: nn.Module) -> str | None:
 
 def kind_of(layer: nn.Module) -> LayerKind:
     """Return how a layer's chunks read keys, values and states of earlier chunks, found in the code
-    of its
-    forwards. [Note: carriers]
-    """
+    of its forwards. [Note: carriers]"""
     cache, states = cache_argument(layer), states_argument(layer)
     replaced = replaced_attention(layer)
     if cache is not None:
@@ -289,9 +281,7 @@ def kind_of(layer: nn.Module) -> LayerKind:
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
     """True if later layers read the keys and values of earlier layers from the cache, as in Gemma
-    3n and 4 of
-    transformers 5.5. A call without a cache then computes something else.
-    """
+    3n and 4 of transformers 5.5. A call without a cache then computes something else."""
     if not getattr(backbone.config, SHARES_LAYERS, 0):
         return False
     return any(SHARED_LAYERS in _names(module) for module in backbone.modules())
@@ -310,8 +300,7 @@ def position_cache(layer: nn.Module) -> str:
 
 def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...], encoded: bool) -> str | None:
     """Return why this stack's layers cannot run in chunks, as text for `describe`; None if their
-    code and
-    config give no reason.
+    code and config give no reason.
 
     Args:
         backbone: the model that runs the layers.
@@ -418,9 +407,7 @@ def _looks_at_keys(attention: nn.Module) -> bool:
 
 def _hands_picks(attention: nn.Module) -> bool:
     """True if the attention module passes the keys that an indexer picked to transformers'
-    attention function,
-    and the indexer accepts a few queries at a time. [Note: indexers]
-    """
+    attention function, and the indexer accepts a few queries at a time. [Note: indexers]"""
     forward, indexers = written_forward(attention), indexers_of(attention)
     keywords = (const for const in forward.__code__.co_consts if isinstance(const, tuple))
     if (

@@ -73,16 +73,13 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
 
 def _harmless(forward: Any) -> bool:
     """True if the forward is from a library (torch, transformers, peft and others) whose modules
-    compute every
-    token alike.
-    """
+    compute every token alike."""
     return package_of(forward) in MODULES_ARE_HARMLESS
 
 
 def refuse_opacus(where: str) -> NoReturn:
     """Raise UnsupportedModelError for hooks of opacus, which compute per-sample gradients and would
-    get
-    those of chunks.
+    get those of chunks.
 
     Args:
         where: the class with the hooks, for the message.
@@ -97,11 +94,8 @@ def refuse_opacus(where: str) -> NoReturn:
 
 def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
     """Return the third-party hooks on modules inside `module` and those registered for all modules:
-    by the
-    hook's name, the modules it is registered on. Hooks of libraries that treat all tokens alike and
-    store
-    nothing are left out.
-    """
+    by the hook's name, the modules it is registered on. Hooks of libraries that treat all tokens
+    alike and store nothing are left out."""
     found: dict[str, list[str]] = {}
     everywhere = vars(torch.nn.modules.module)
     tables = [("all modules", everywhere[name]) for name in GLOBAL_HOOKS]
@@ -118,9 +112,7 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
 
 def named_hooks(found: dict[str, list[str]]) -> str:
     """Return the result of `hooks_of_others` as text: "count (probe.py:12) on layers.0.mlp and 11
-    other
-    modules".
-    """
+    other modules"."""
     told = []
     for hook, paths in list(found.items())[:NAMED_AT_MOST]:
         others = len(set(paths)) - 1
@@ -135,9 +127,8 @@ def named_hooks(found: dict[str, list[str]]) -> str:
 
 def why_rows(module: nn.Module) -> str | None:
     """Return why the modules inside a backbone must get the batch's own rows, as text for
-    `describe`. None if
-    the rows may be replaced by a packed row, which third-party code would notice.
-    """
+    `describe`. None if the rows may be replaced by a packed row, which third-party code would
+    notice."""
     hooks = hooks_of_others(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"
@@ -162,12 +153,10 @@ def why_rows(module: nn.Module) -> str | None:
 
 def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
     """True if third-party code between backbone and loss may read values at padding positions: a
-    hook, a head,
-    the model's forward or a loss function.
+    hook, a head, the model's forward or a loss function.
 
     Hooks on the model itself do not count, because they get the caller's values. `why_rows` covers
-    the
-    inside of backbones.
+    the inside of backbones.
 
     Args:
         model: the causal language model.
@@ -205,9 +194,7 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
 
 def _is_known(function: Any, home: set[str]) -> bool:
     """True if a function or class is defined in one of the Python modules `home`, or in a library
-    that treats
-    all tokens alike.
-    """
+    that treats all tokens alike."""
     found = function.__module__ if isinstance(function, type) else home_of(_innermost(function))
     return found in home or found.partition(".")[0] in MODULES_ARE_HARMLESS
 
@@ -280,9 +267,7 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
 
 def _may_change(hook: Callable[..., Any]) -> bool:
     """True if the hook's code has branches, and returns a value or assigns to items: a test may
-    miss what it
-    modifies.
-    """
+    miss what it modifies."""
     code = getattr(_innermost(hook), "__code__", None)
     if code is None:
         return False

@@ -58,8 +58,7 @@ def unread_products(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
     """Return the Linears of a layer whose outputs need not be computed again in backward, because
-    no code
-    reads them. Found by tracing a few tokens, and tested by value.
+    no code reads them. Found by tracing a few tokens, and tested by value.
 
     Args:
         call: the call of the layer.
@@ -76,8 +75,7 @@ def unread_products(
 
 def look_for_writes(call: LayerCall) -> Exception | None:
     """Run the layer on a few random tokens, detect the tensors that its forward overwrites in
-    place, and store
-    them in `tests.overwritten`. Runs once for each kind of call.
+    place, and store them in `tests.overwritten`. Runs once for each kind of call.
 
     Returns:
         The layer's exception, if it raised; None otherwise.
@@ -209,8 +207,7 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
     """Return gradients of the leaves [...], for random gradients of the outputs [...].
 
     A leaf without effect on the outputs gets None. Outputs and leaves that do not require a
-    gradient are
-    left out. The list is empty without any outputs or without any leaves.
+    gradient are left out. The list is empty without any outputs or without any leaves.
     """
     outputs, leaves = ([x for x in found if x.requires_grad] for found in (outputs, leaves))
     if not outputs or not leaves:
@@ -223,8 +220,7 @@ def same_gradients(
     call: LayerCall, found: list[Tensor | None], expected: list[Tensor | None]
 ) -> bool:
     """True if two lists of gradients [...] are equal to the bit, or up to the rounding of kernels
-    that sum in
-    any order. None equals None alone.
+    that sum in any order. None equals None alone.
 
     Args:
         call: the call of the layer, which determines the tolerance.
@@ -248,9 +244,7 @@ def same_gradients(
 
 class _Watched(PrefixChunkAttention):
     """Attention of one chunk that also stores each attention output and a copy of its values, to
-    see later if
-    the layer has written to the output.
-    """
+    see later if the layer has written to the output."""
 
     def __init__(self, prefix: Prefix, chunk: Chunk) -> None:
         super().__init__(prefix, chunk, Stage.FORWARD)
@@ -264,8 +258,7 @@ class _Watched(PrefixChunkAttention):
 
 def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
     """Return the tensors that the layer's forward over x [..., B, T, h] overwrites in place,
-    together with those
-    of earlier test runs.
+    together with those of earlier test runs.
 
     Args:
         call: the call of the layer.
@@ -324,8 +317,7 @@ class Recomputed:
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """Test runs of a layer over x [..., B, t, h] in one or two chunks, with and without some of its
-    Linears. Each
-    run starts from the same random state.
+    Linears. Each run starts from the same random state.
 
     Attributes:
         call: the call of the layer.
@@ -390,9 +382,7 @@ class Trial:
 
     def gradients(self, names: Labels) -> list[Tensor | None]:
         """Return the gradients [...] of input, start states and parameters, recomputed without the
-        outputs of the
-        named Linears.
-        """
+        outputs of the named Linears."""
         others = [name for name in self.linears if name not in names]
         with computed(self.linears, others), left_out(self.linears, names):
             return self.gradients_of(self.recompute())

@@ -112,9 +112,7 @@ def written(known: Iterable[Values]) -> list[Values]:
 
 def can_be_copied(tensor: Tensor) -> bool:
     """True if a tensor [...] has values that a copy can restore: plain, strided and with memory of
-    its own for
-    each element.
-    """
+    its own for each element."""
     plain = (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided

@@ -27,9 +27,7 @@ from streambp.known_names import FSDP_GATHERS, FSDP_GROUPS, ZERO_GROUP
 
 def must_agree(module: nn.Module) -> bool:
     """True if the module's forward gathers parameters from several ranks (ZeRO-3, FSDP2), so that
-    all ranks
-    must call it equally often.
-    """
+    all ranks must call it equally often."""
     return (
         dist.is_available()
         and dist.is_initialized()

@@ -62,8 +62,7 @@ class Hold(NamedTuple):
 
 def engine_of(module: nn.Module) -> str | None:
     """Return the name, for messages, of what shards or reduces a module's parameters: "DDP",
-    "FSDP2", "FSDP1" or
-    DeepSpeed's ZeRO; None if nothing does.
+    "FSDP2", "FSDP1" or DeepSpeed's ZeRO; None if nothing does.
 
     A wrapper around the module is found by marks on its parameters. DDP sets none.
     """
@@ -81,9 +80,7 @@ def engine_of(module: nn.Module) -> str | None:
 
 def engine_of_parameter(parameter: Tensor) -> str | None:
     """Return the name, for messages, of what shards or reduces a parameter [...]: FSDP1, FSDP2 or
-    DeepSpeed's
-    ZeRO; None if nothing has marked it.
-    """
+    DeepSpeed's ZeRO; None if nothing has marked it."""
     if is_partitioned(parameter):
         return "DeepSpeed's ZeRO-3"
     if hasattr(parameter, GRADIENT_HOOKED):
@@ -97,12 +94,10 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
 
 def reduces_later(parameter: Tensor) -> str | None:
     """Return the name, for messages, of what reduces a gradient over ranks after autograd has
-    accumulated it
-    [...] and run the parameter's hooks; None if nothing does.
+    accumulated it [...] and run the parameter's hooks; None if nothing does.
 
     FSDP2 reduces before these hooks. DDP, pipelines and split sequences leave no mark on a
-    parameter, so
-    one of them is assumed for an unmarked parameter on several ranks.
+    parameter, so one of them is assumed for an unmarked parameter on several ranks.
     """
     name = engine_of_parameter(parameter)
     ranks = 1
@@ -153,9 +148,7 @@ def held(module: nn.Module) -> Hold:
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
     """Return the hook dicts of the modules inside a layer that contain hooks of DeepSpeed, or
-    accelerate's hook
-    that removes masks.
-    """
+    accelerate's hook that removes masks."""
     tables = []
     for module in layer.modules():
         if module is not layer:
@@ -192,9 +185,7 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
     """Return (module, hook) of DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf modules
-    inside a
-    layer.
-    """
+    inside a layer."""
     reductions: list[Reduction] = []
     for module in layer.modules():
         if module is not layer and getattr(module, Z3_LEAF, False):
@@ -230,9 +221,7 @@ class EngineReduce(torch.autograd.Function):
 
 class JoinGradients(torch.autograd.Function):
     """Autograd Function that returns a layer's input [..., B, T, h] and its parameters [...]. One
-    node passes
-    on all their gradients together, in this order.
-    """
+    node passes on all their gradients together, in this order."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -244,9 +233,7 @@ class JoinGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients [...] unchanged; zeros in place of None for parameters whose
-        gradient DeepSpeed
-        waits for.
-        """
+        gradient DeepSpeed waits for."""
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(
             zeros_for_engines(parameter) if found is None else found for found, parameter in pairs

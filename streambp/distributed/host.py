@@ -43,8 +43,7 @@ def engine_host_use(model: nn.Module) -> HostUse:
     them.
 
     DeepSpeed allocates everything when it is initialized. Under FSDP2 gradients are allocated in
-    the first
-    backward, and the optimizer's state in its first step: Adam's two states are assumed.
+    the first backward, and the optimizer's state in its first step: Adam's two states are assumed.
     """
     shards: list[Tensor] = []  # shards that FSDP2 stores on the host
     for module in filter(is_fsdp_unit, model.modules()):

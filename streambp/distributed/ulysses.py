@@ -23,8 +23,8 @@ class SplitOver:
 
     Attributes:
         group: the process group, of P ranks.
-        balanced: None under Ulysses. Under context parallelism, True: rank r holds parts r and
-            2 P - 1 - r of 2 P parts; False: part r of P.
+        balanced: None under Ulysses. Under context parallelism, True: rank r holds parts r and 2 P
+            - 1 - r of 2 P parts; False: part r of P.
         disable_in_eval: True if sequences are not split while the model is in eval mode.
     """
 
@@ -35,16 +35,14 @@ class SplitOver:
 
 def find_ulysses(implementation: str | None) -> SplitOver | None:
     """Return the process group that DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers`
-    set up; None
-    if it was not called for this attention implementation.
+    set up; None if it was not called for this attention implementation.
 
     Args:
         implementation: the config's `_attn_implementation`; None: "sdpa".
 
     Raises:
         UnsupportedModelError: DeepSpeed's function is registered, but its process group is not
-            where
-            DeepSpeed 0.19 stores it.
+            where DeepSpeed 0.19 stores it.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(implementation or "sdpa")
     if not (getattr(function, "__module__", None) or "").startswith(ENGINES):

@@ -27,9 +27,7 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 def full_shape(parameter: Tensor) -> torch.Size:
     """Return a parameter's full shape, such as [V, h]. Between gathers, ZeRO-3 replaces the
-    parameter's data by
-    a tensor of 0 elements.
-    """
+    parameter's data by a tensor of 0 elements."""
     shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
     return shape
 

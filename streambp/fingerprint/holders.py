@@ -15,8 +15,7 @@ Content = dict[Any, Any]
 
 class Holder:
     """A Python object in which code can store values (a dict, a closure's cell, an object's
-    attributes), and
-    a copy of its content to restore it.
+    attributes), and a copy of its content to restore it.
 
     Args:
         owner: the object.
@@ -43,9 +42,7 @@ class Holder:
 
     def restore(self) -> None:
         """Restore the recorded content: delete entries that were added, and write back entries that
-        were
-        replaced or deleted.
-        """
+        were replaced or deleted."""
         now = self._read()
         for key in now.keys() - self.content.keys():
             self._delete(key)
@@ -56,9 +53,7 @@ class Holder:
 
 class Entries(Holder):
     """A list, a deque or a set, and a copy of its entries to restore them. A list or deque of more
-    than `WIDE`
-    entries is only cut back to its recorded length.
-    """
+    than `WIDE` entries is only cut back to its recorded length."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -137,9 +132,7 @@ def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Hol
 
 def attributes_of_class(owner: type) -> Holder:
     """Return a `Holder` for the attributes and methods that a class itself defines. Names with two
-    leading
-    underscores are left out, except `__call__`.
-    """
+    leading underscores are left out, except `__call__`."""
 
     def read() -> Content:
         table = vars(owner).items()

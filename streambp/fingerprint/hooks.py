@@ -58,9 +58,7 @@ class Hooks:
 
     def why_whole(self) -> str | None:
         """Return why a layer with these hooks of peft must run unchunked, as text for `describe`;
-        None if it need
-        not.
-        """
+        None if it need not."""
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
         if ALORA_OFFSETS in names:
             return (
@@ -187,9 +185,7 @@ def hooks_of(
 @contextlib.contextmanager
 def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
     """Context manager that yields a set, to which forward hooks are added once they modify their
-    inputs or
-    outputs.
-    """
+    inputs or outputs."""
     acted: set[HookKey] = set()
     watched = []
     for key, (table, number) in hooks.places.items():
@@ -249,8 +245,7 @@ def _equal(x: Tensor, other: Tensor) -> bool:
 @contextlib.contextmanager
 def again(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Context manager for backward's recomputation, which registers peft's hooks for a single
-    forward again,
-    so that peft's modules get the same arguments.
+    forward again, so that peft's modules get the same arguments.
 
     Args:
         routing: each hook with its module.

@@ -81,8 +81,7 @@ class Memory:
 
     Attributes:
         values: plain values, tensors [...] and NumPy arrays [...] by path, such as "mlp.kept[3]",
-            and the
-            lengths of containers.
+            and the lengths of containers.
         holders: the containers on the way, each with a copy of its content.
     """
 
@@ -105,8 +104,7 @@ class Memory:
 
     def changed(self, before: Memory, written: Writes | None = None) -> dict[str, Any]:
         """Return the values that changed since an earlier time, by path. The value `GONE` stands
-        for a path that
-        existed only before.
+        for a path that existed only before.
 
         Args:
             before: the values at the earlier time.
@@ -395,9 +393,7 @@ def _is_known(module: types.ModuleType) -> bool:
 
 def _storage(x: Any) -> Any:
     """Return a number that identifies a tensor's [...] storage; None for meta and sparse tensors
-    and for
-    tensor subclasses.
-    """
+    and for tensor subclasses."""
     if (
         type(x) not in (Tensor, nn.Parameter)
         or x.layout != torch.strided

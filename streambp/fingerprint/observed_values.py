@@ -164,9 +164,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 def contents(value: Any) -> list[tuple[str, Any]] | None:
     """Return the entries of a container of at most `SMALL` entries, with labels such as "[3]"; None
-    for every
-    other value.
-    """
+    for every other value."""
     if isinstance(value, Mapping) and len(value) <= SMALL:
         return [
             (f"[{key!r}]" if isinstance(key, str | int) else "[...]", part)
@@ -180,9 +178,7 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 def holds_more(value: Any) -> bool:
     """True if what a forward reads from this value can change while the object and its entries stay
-    the
-    same: of functions and of objects with attributes.
-    """
+    the same: of functions and of objects with attributes."""
     if isinstance(value, CALLABLES):
         return True
     plain = value is None or isinstance(
@@ -193,7 +189,5 @@ def holds_more(value: Any) -> bool:
 
 def _is_known(own: type) -> bool:
     """True if objects of this class count as equal: the class is from a library whose objects do
-    not store a
-    program's values.
-    """
+    not store a program's values."""
     return own.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN

@@ -123,8 +123,7 @@ class ValueList:
 
 class ModuleSnapshot:
     """Snapshot of a layer's modules with their attributes, parameters and buffers. Hooks are not
-    included,
-    because they change more often.
+    included, because they change more often.
 
     Args:
         layer: the layer.
@@ -297,8 +296,7 @@ class ForwardSnapshot:
 @dataclasses.dataclass(eq=False)
 class Fingerprint:
     """The snapshots of one layer, to see what changes between calls, and between a forward and its
-    backward.
-    [Note: fingerprint]
+    backward. [Note: fingerprint]
 
     A copied or pickled object is empty, because snapshots hold the modules of the original.
 
@@ -306,8 +304,8 @@ class Fingerprint:
         last: the latest snapshot.
         pending: number of forwards whose backward has not run yet.
         in_cycles: True if autograd graphs of the layer are in reference cycles and are freed late.
-        kept: paths of values that third-party code inside the layer stored in a test. [Note: kept
-            values]
+        kept: paths of values that third-party code inside the layer stored in a test.
+            [Note: kept values]
     """
 
     last: LayerSnapshot | None = None

@@ -1,8 +1,8 @@
 """The step of one decoder layer: forward without a graph, backward chunk by chunk. The decision
 whether a layer may run in chunks is made in `admission`.
 
-Tensors of one layer call, with B rows, T tokens in chunks of C, H query heads, H_kv key heads; "wide"
-is promote_types(dtype, float32). A tensor has the full sequence's shape, or a chunk's.
+Tensors of one layer call, with B rows, T tokens in chunks of C, H query heads, H_kv key heads;
+"wide" is promote_types(dtype, float32). A tensor has the full sequence's shape, or a chunk's.
 
     from the caller
         hidden_states      [..., B, T, h]       the layer's input, detached; chunks are views of it

@@ -47,8 +47,8 @@ class Factor(NamedTuple):
         stack: [parts * rank + bias rows, m], the parts one below the other, then rows of biases.
         rank: the adapter's rank.
         parts: 1: [hi], no lo is needed, in the matrix or in values multiplied by it. 2: [hi; hi],
-            the
-            values multiplied by the matrix have a lo part. 3: [hi; hi; lo], the matrix has one too.
+            the values multiplied by the matrix have a lo part. 3: [hi; hi; lo], the matrix has one
+            too.
     """
 
     stack: Tensor
@@ -172,9 +172,7 @@ def thin(left: Tensor, factor: Factor) -> Tensor:
 
 def spread(found: Tensor, factor: Factor) -> Tensor:
     """Return the left factor for a product with `factor.stack`: found [n, rank], split into the
-    columns
-    [hi, lo, hi], then columns of ones for the bias rows.
-    """
+    columns [hi, lo, hi], then columns of ones for the bias rows."""
     rank, width = found.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
         return found
@@ -233,8 +231,7 @@ class Shared:
 
     def of(self, place: int) -> Tensor:
         """Return the columns of x A^T that belong to one Linear, [n, rank]. Each Linear calls this
-        once; the
-        last call frees the product.
+        once; the last call frees the product.
 
         Args:
             place: the Linear's index.
@@ -293,8 +290,7 @@ class SharedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x [..., in] and of each A [r, in], from the values that the
-        Linears' backward
-        stored in `shared`.
+        Linears' backward stored in `shared`.
 
         Args:
             grad: gradient of x from code other than these Linears; None: there is none.
@@ -366,8 +362,7 @@ class AdaptedLinear(torch.autograd.Function):
             weight: the Linear's weight [out, in].
             bias: the Linear's bias [out], for autograd; its values are in `work.b`.
             adapters: A [r, in], B [out, r] and the bias [out] of B or None, of each adapter; for
-                autograd,
-                their values are in `work`.
+                autograd, their values are in `work`.
         """
         with without_autocast(x.device.type):
             return _forward(ctx, work, x, weight)
@@ -375,8 +370,7 @@ class AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x [..., in], weight [out, in], bias [out] and each adapter's
-        tensors, from grad [..., out].
-        """
+        tensors, from grad [..., out]."""
         with without_autocast(grad.device.type):
             return _backward(ctx, grad)
 
@@ -486,8 +480,8 @@ def _of_adapters(
     work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, left: Tensor
 ) -> list[Tensor | None]:
     """Return the gradients of the adapters' tensors as a flat list: A [r, in], B [out, r] and B's
-    bias
-    [out] of the first adapter, then of the second. The entry is None where no gradient is needed.
+    bias [out] of the first adapter, then of the second. The entry is None where no gradient is
+    needed.
 
     Gradients are in float32 or wider.
 

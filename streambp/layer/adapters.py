@@ -110,9 +110,7 @@ class Reading:
 
 def readings(layer: nn.Module) -> dict[str, Reading]:
     """Return the LoRA Linears of peft inside a layer, by name. Linears with merged, disabled or no
-    active
-    adapters are left out.
-    """
+    active adapters are left out."""
     kinds = _kinds()
     if not kinds:
         return {}
@@ -232,9 +230,7 @@ def bytes_of(factors: Iterable[Factors]) -> int:
 
 def _state(tensor: Tensor | None) -> tuple[Any, ...]:
     """Return values that change if a tensor [...] gets other memory or is written to in place. A
-    parameter
-    and a detached alias of it have the same values.
-    """
+    parameter and a detached alias of it have the same values."""
     if tensor is None:
         return ()
     version = None if tensor.is_inference() else tensor._version
@@ -250,8 +246,7 @@ def _word(dtype: torch.dtype | None) -> str:
 @dataclasses.dataclass(eq=False)
 class Adaptation:
     """Replacement for the forward of one of peft's LoRA Linears while its decoder layer runs. The
-    result
-    is that of peft's forward, computed as one operation. [Note: adapters]
+    result is that of peft's forward, computed as one operation. [Note: adapters]
 
     Attributes:
         reading: the Linear's parts.
@@ -284,11 +279,9 @@ class Adaptation:
         Args:
             x: [..., in].
             value: the saved output; `UNREAD`: no code reads the output, so return NaN; None:
-                compute the
-                output.
+                compute the output.
             add: called in backward with both factors of the base weight's gradient, which it
-                accumulates;
-                None: autograd returns the gradient.
+                accumulates; None: autograd returns the gradient.
             cast: function of a dtype that returns the base's weight in this dtype; None: cast here.
         """
         dtype = cast_to(x)
@@ -381,8 +374,7 @@ class Adaptation:
         add: Add | None,
     ) -> tuple[Work, list[Tensor | None]]:
         """Return the arguments of `AdaptedLinear.apply` beside x and the base Linear's tensors:
-        `Work`, and a
-        flat list of each adapter's A, B and B's bias.
+        `Work`, and a flat list of each adapter's A, B and B's bias.
 
         Args:
             dtype: dtype of the matrix products.
@@ -451,8 +443,8 @@ class Siblings:
     Attributes:
         members: the Linears' replacements.
         held: the first member's input, (its version, grad mode), the shared values, x in the
-            compute
-            dtype, and the indices of the members that have read x; None: no call is running.
+            compute dtype, and the indices of the members that have read x; None: no call is
+            running.
         joined: the factors of the members and their `joined_factor`; None: not computed.
     """
 
@@ -464,9 +456,8 @@ class Siblings:
         self, given: Tensor, x: Tensor, member: Adaptation
     ) -> tuple[Tensor, Shared, int] | None:
         """Return x [..., in] for one of the Linears, the values shared by all of them, and the
-        Linear's index
-        in these values. None if the Linears cannot share: other inputs, dropout, or peft's forward
-        runs.
+        Linear's index in these values. None if the Linears cannot share: other inputs, dropout, or
+        peft's forward runs.
 
         Args:
             given: the Linear's input.

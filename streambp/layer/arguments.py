@@ -158,16 +158,13 @@ class Arguments:
 
     def as_given(self, hidden_states: Tensor) -> Tensor:
         """Reshape hidden states [..., T, h] to the shape of the layer's input: [..., T, M, h / M]
-        for a layer
-        with M residual streams, unchanged for others.
-        """
+        for a layer with M residual streams, unchanged for others."""
         return hidden_states.unflatten(-1, self.token_shape) if self.folds else hidden_states
 
     @property
     def documents(self) -> Documents | None:
         """Return the documents of packed rows if boundaries are among the arguments (`seq_idx` or
-        `cu_seq_lens_q`), else None. Reads the boundaries, which synchronizes with the device.
-        """
+        `cu_seq_lens_q`), else None. Reads the boundaries, which synchronizes with the device."""
         if self._documents is None:
             ids, ends = self.named.get(DOCUMENT_IDS), self.named.get(DOCUMENT_ENDS)
             self._documents = None if ids is None and ends is None else Documents(ids, ends)
@@ -221,14 +218,12 @@ class Arguments:
 
     def cut(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
         """Return the arguments of the layer's forward for one chunk, by name. Tensors with a
-        dimension of
-        tokens [..., T, ...] are cut to [..., C, ...].
+        dimension of tokens [..., T, ...] are cut to [..., C, ...].
 
         Args:
             chunk: the chunk.
             leaves: the chunk's differentiable arguments, from `leaves`; None: the same values
-                without a
-                gradient.
+                without a gradient.
 
         Raises:
             StreamBPError: an argument's length differs from the sequence's.
@@ -295,12 +290,10 @@ class Arguments:
 
 def _token_shape(hidden_states: Tensor, position_ids: Any) -> torch.Size:
     """Return the shape of one token's hidden states: (h,) in [B, T, h] and in [M, B, T, h] (Gemma
-    3n), and
-    (M, h) in [B, T, M, h] (hyper-connections).
+    3n), and (M, h) in [B, T, M, h] (hyper-connections).
 
     The number of positions tells [M, B, T, h] from [B, T, M, h]. If it equals M, the layer's test
-    run
-    fails later, and the layer is not chunked.
+    run fails later, and the layer is not chunked.
     """
     behind = (
         hidden_states.dim() == 4
@@ -328,8 +321,7 @@ def _bind(forward: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any)
 @functools.lru_cache
 def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | None]:
     """Return the signature of a class's forward, and the name of its `**kwargs` parameter; None
-    without one.
-    """
+    without one."""
     signature = inspect.signature(forward)
     rest = (
         p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD
@@ -339,9 +331,7 @@ def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, str | No
 
 def _is_constant(value: Any) -> bool:
     """True if all passes over a chunk may share one cut of this argument: no gradient is wanted,
-    and no
-    pass modifies it.
-    """
+    and no pass modifies it."""
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     return not isinstance(value, Slot | list | Mapping)

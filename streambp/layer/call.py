@@ -151,8 +151,7 @@ Whole = dict[OutputSlot | None, Tensor]
 
 def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
     """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. A tensor
-    with all
-    `length` positions is stored without a copy.
+    with all `length` positions is stored without a copy.
 
     Args:
         whole: the outputs of the full sequence, [..., T, h] under None and others by `OutputSlot`.
@@ -238,8 +237,8 @@ class LayerParts:
         forward: the unpatched forward.
         configs: the transformers configs whose `_attn_implementation` is replaced while the layer
             runs.
-        indexers: the modules that pick keys for each query (DeepSeek sparse attention). [Note:
-            indexers]
+        indexers: the modules that pick keys for each query (DeepSeek sparse attention).
+            [Note: indexers]
         runs_compiled: True if a module inside is compiled.
         engine_hooks: the modules' hook dicts that contain hooks of DDP, ZeRO or FSDP.
         checkpointed: the modules with a `gradient_checkpointing` flag.
@@ -300,18 +299,15 @@ class BackwardState:
     Attributes:
         training: True if the layer was in training mode in forward.
         gradients_of_a_parameter: number of gradients of each parameter that backward sums up: one
-            for
-            each chunk.
+            for each chunk.
         parameters: the layer's parameters at the start of the call.
         wanted: True if the input needs a gradient, and the same for each argument with
-            requires_grad; set
-            when the autograd Function runs.
+            requires_grad; set when the autograd Function runs.
         seen: snapshot of the layer at the end of forward. [Note: fingerprint]
-        witness: compares recomputed values with those of forward; None: no comparison. [Note:
-            witness]
+        witness: compares recomputed values with those of forward; None: no comparison.
+            [Note: witness]
         send_gradients: moves gradients of weights that are stored on the host; None: weights are on
-            the
-            device.
+            the device.
         factors: cached LoRA matrices in the compute dtype, by Linear. [Note: adapters]
         situation: last arguments and last result of `LayerCall.situation`.
     """
@@ -383,8 +379,7 @@ class LayerCall:
 
     def _move_ends(self, arguments: Arguments, least: int) -> None:
         """Move chunk ends to positions where the layer can be split, and store why a chunk is
-        longer than
-        requested. [Note: chunk ends]
+        longer than requested. [Note: chunk ends]
 
         Args:
             arguments: the layer's arguments, which may forbid positions.
@@ -422,11 +417,8 @@ class LayerCall:
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
         """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting;
-        the rest is
-        stored on the host. Does nothing for a layer whose keys cannot be split into tiles, one for
-        each
-        chunk.
-        """
+        the rest is stored on the host. Does nothing for a layer whose keys cannot be split into
+        tiles, one for each chunk."""
         saved = self.kept.store if self.kept.moves_kv else None
         assert not isinstance(saved, InMemory)  # offloaded keys are in a host store
         if self.carried.in_tiles:
@@ -437,9 +429,7 @@ class LayerCall:
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
         """Return the chunks for a test of the layer: one of at most `tokens` tokens. A layer with
-        recurrent
-        states gets a second chunk behind it if the sequence is long enough.
-        """
+        recurrent states gets a second chunk behind it if the sequence is long enough."""
         length = self.arguments.length
         if not self.site.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
@@ -468,8 +458,8 @@ class LayerCall:
         return known[1]
 
     def seeing(self, chunk: Chunk, again: bool, half: str = "") -> See | None:
-        """Start recording values of this chunk in forward, or comparing them in backward. [Note:
-        witness]
+        """Start recording values of this chunk in forward, or comparing them in backward.
+        [Note: witness]
 
         Args:
             chunk: the chunk.
@@ -479,8 +469,7 @@ class LayerCall:
 
         Returns:
             A callback (name, tensor) for values that go into saved tensors, for the last chunk.
-            None for
-            other chunks, and if the comparison is disabled.
+            None for other chunks, and if the comparison is disabled.
         """
         witness = self.backward.witness
         if witness is None:
@@ -490,9 +479,8 @@ class LayerCall:
 
     def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for forward that records the inputs of the Linears whose outputs backward
-        will skip,
-        to compare them in backward. The layer's first backward skips no Linear. [Note: witness]
-        """
+        will skip, to compare them in backward. The layer's first backward skips no Linear.
+        [Note: witness]"""
         witness = self.backward.witness
         linears = self.site.linears
         unread = self.site.tests.unread.get(self.situation(linears, self.backward.wanted[0]))
@@ -506,10 +494,8 @@ class LayerCall:
         """Context manager that prepares the layer for running chunk by chunk.
 
         streambp's attention function replaces the configured one. Transformers' checkpointing and
-        the hooks
-        of DDP, ZeRO and FSDP are disabled inside the layer. Tensors recorded by transformers' hooks
-        go to
-        `form.collected`.
+        the hooks of DDP, ZeRO and FSDP are disabled inside the layer. Tensors recorded by
+        transformers' hooks go to `form.collected`.
 
         Args:
             keeps_factors: True if backward may use the cached LoRA matrices again.
@@ -546,8 +532,7 @@ class LayerCall:
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
         """Split a layer's result into its hidden states [..., B, C, h] and the tensors [B, C, ...]
-        returned
-        behind them, by index. `form` stores whether the result was a tuple.
+        returned behind them, by index. `form` stores whether the result was a tuple.
 
         Raises:
             UnsupportedModelError: the layer returned another type.
@@ -579,8 +564,7 @@ class LayerCall:
 
     def wrap(self, hidden_states: Tensor, extras: dict[OutputSlot, Tensor]) -> Any:
         """Return hidden_states [..., B, T, h] and the tensors [B, T, ...] returned behind them as
-        the layer
-        itself would: a tensor or a tuple. The inverse of `unwrap`.
+        the layer itself would: a tensor or a tuple. The inverse of `unwrap`.
 
         Args:
             hidden_states: [..., B, T, h].
@@ -600,12 +584,10 @@ class LayerCall:
         states: States | None = None,
     ) -> tuple[ChunkOutput | None, list[Attended]]:
         """Run the layer's own forward on one chunk of its input. Return the chunk's outputs, and
-        the output and
-        logsumexp of each attention call.
+        the output and logsumexp of each attention call.
 
         The outputs are None if the forward was ended at its last attention call, as in a
-        recomputation of
-        keys and values alone.
+        recomputation of keys and values alone.
 
         Args:
             hidden_chunk: [..., B, C, h].
@@ -648,8 +630,8 @@ class LayerCall:
         states: States | None = None,
     ) -> ChunkOutput | None:
         """Run the layer's own forward on one chunk of its input. Return the chunk's outputs; None
-        if the forward
-        was ended at its last attention call, as in a recomputation of keys and values alone.
+        if the forward was ended at its last attention call, as in a recomputation of keys and
+        values alone.
 
         Args:
             hidden_chunk: [..., B, C, h].
@@ -711,9 +693,7 @@ class LayerCall:
 
 def recorded_keys(collector: Iterable[str]) -> tuple[str, ...]:
     """Return the keys that transformers' output collector records inside layers: all except
-    hidden_states
-    and private keys.
-    """
+    hidden_states and private keys."""
     return tuple(key for key in collector if key != "hidden_states" and not key.startswith("_"))
 
 
@@ -734,9 +714,7 @@ def plan_of(site: LayerSite, rows: int, length: int, device: torch.device) -> Ch
 
 def switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
     """Return what to disable while the layer runs in chunks: the hook dicts that contain hooks of
-    DDP, ZeRO
-    or FSDP, and the modules with a `gradient_checkpointing` flag.
-    """
+    DDP, ZeRO or FSDP, and the modules with a `gradient_checkpointing` flag."""
     return engine_hooks(layer), [
         module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__
     ]

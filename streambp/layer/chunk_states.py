@@ -48,8 +48,7 @@ class Carried:
 
     def start(self, plan: ChunkPlan, chunk: Chunk) -> States:
         """Return the recurrent states that a chunk starts from in forward; {} for a chunk without a
-        predecessor.
-        States that no later chunk needs are freed.
+        predecessor. States that no later chunk needs are freed.
 
         Args:
             plan: the chunks; in a tree of rows several chunks may follow the same one.
@@ -68,8 +67,7 @@ class Carried:
         states.
 
         Several chunks may have the same predecessor; their gradients are summed in
-        promote_types(dtype,
-        float32).
+        promote_types(dtype, float32).
 
         Args:
             plan: the chunks.

@@ -48,9 +48,7 @@ class DataFlow(TorchDispatchMode):
 
     def add(self, tensor: Tensor, labels: Labels) -> None:
         """Add names of Linears to the labels of a tensor [...], and keep its storage alive. Sparse
-        tensors get no
-        labels.
-        """
+        tensors get no labels."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()

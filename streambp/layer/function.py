@@ -48,8 +48,7 @@ class Strategy:
     Attributes:
         make: creates a `LayerCall` from the layer's settings and arguments.
         forward: takes a call and a flag: save tensors for backward. Returns hidden_states of the
-            full
-            sequence, then the other outputs in the order of `call.form.extras`.
+            full sequence, then the other outputs in the order of `call.form.extras`.
         backward: computes the gradients and adds them to a `BackwardPass`.
         whole: runs a layer that cannot be split into chunks.
     """
@@ -62,8 +61,7 @@ class Strategy:
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     """Compute a decoder layer chunk by chunk, without a graph. Return hidden_states [..., B, T, h]
-    and then
-    its other outputs.
+    and then its other outputs.
 
     Args:
         call: the layer call.
@@ -136,8 +134,8 @@ def _forward_chunk(
     again: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
     """Compute one chunk of a layer call without a graph, copy its outputs into `whole`, and return
-    them with
-    the output and logsumexp of each attention call. Linear outputs named by `saves` are collected.
+    them with the output and logsumexp of each attention call. Linear outputs named by `saves` are
+    collected.
 
     Args:
         call: the call of the layer.
@@ -178,9 +176,7 @@ def _forward_chunk(
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
     """Return hidden_states [..., B, T, h], then the layer's other outputs; store the order of the
-    others in
-    `call.form.extras`.
-    """
+    others in `call.form.extras`."""
     result = whole.pop(None)
     call.form.extras = [place for place in whole if place is not None]
     return result, *(whole[place] for place in call.form.extras)
@@ -252,7 +248,7 @@ class StreamedLayer(torch.autograd.Function):
 
         Args:
             grad: gradient of hidden_states [..., B, T, h]; its buffer may be overwritten by the
-                first result. [Note: gradient reuse]
+                first result.
             extra_grads: gradients of the layer's other outputs, each in its output's shape; None
                 for unused outputs.
 
@@ -326,14 +322,12 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Recompute and differentiate the chunks of a layer call, last chunk first. [Note: prefix
-    accumulation
-    order]
+    """Recompute and differentiate the chunks of a layer call, last chunk first.
+    [Note: prefix accumulation order]
 
     Args:
         find_unread: returns the Linears whose outputs backward never reads, from the call, the
-            layer's
-            Linears by name, and True if the input needs a gradient.
+            layer's Linears by name, and True if the input needs a gradient.
         call: the layer call.
         work: receives the gradients.
     """
@@ -380,9 +374,8 @@ def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
 def _chunk_backward(
     call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool
 ) -> None:
-    """Recompute one chunk with a graph, differentiate it, and add its gradients to `work`. [Note:
-    once for
-    each chunk]
+    """Recompute one chunk with a graph, differentiate it, and add its gradients to `work`.
+    [Note: once for each chunk]
 
     Args:
         call: the layer call.
@@ -420,8 +413,7 @@ def _differentiated(
     again: bool,
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
     """Return the gradients of one chunk: of x and the arguments with requires_grad, of the chunk's
-    start
-    states, and of the parameters.
+    start states, and of the parameters.
 
     Args:
         call: the layer call.
@@ -459,7 +451,7 @@ def _differentiated(
             call.backward.witness.see_output(x, graph.output.hidden_states)
     last, origin, output = chunk.stop == call.plan.length, graph.origin, graph.output
     outputs, upstream = work.upstream(output, chunk)
-    for key, grad in of_states.items():  # [Note: states]
+    for key, grad in of_states.items():  # a chunk's end states are outputs as well
         if output.states[key].requires_grad:
             outputs.append(output.states[key])
             upstream.append(grad.to(output.states[key].dtype))

@@ -4,14 +4,14 @@ of the inputs.
 
 The recomputation's results are compared as well. [Note: witness]
 
-[Note: gradient reuse] The backward of layer i returns dx, a buffer that streambp allocated, and
-autograd passes it to layer i - 1 as its incoming gradient. Layer i - 1 may write its own dx into
-the buffer if no other code needs it, which saves 8 KB a token on an 8B model. Other users are
-`autograd.grad(loss, [x, h])`, a tensor hook, `retain_grad`, and operations that share the storage.
-Each of these users holds a reference. The buffer is reused only if it has streambp's mark and if
-its tensor, Python and storage reference counts equal the counts of a gradient that only the engine
-holds. The counts are measured once, on a chain of two Functions. If the counts differ for another
-reason, the buffer is not reused, which costs memory only.
+The backward of layer i returns dx, a buffer that streambp allocated, and autograd passes it to
+layer i - 1 as its incoming gradient. Layer i - 1 may write its own dx into the buffer if no other
+code needs it, which saves 8 KB a token on an 8B model. Other users are `autograd.grad(loss, [x,
+h])`, a tensor hook, `retain_grad`, and operations that share the storage. Each of these users holds
+a reference. The buffer is reused only if it has streambp's mark and if its tensor, Python and
+storage reference counts equal the counts of a gradient that only the engine holds. The counts are
+measured once, on a chain of two Functions. If the counts differ for another reason, the buffer is
+not reused, which costs memory only.
 
 [Note: kept graphs] If a short sequence is one chunk and the device has enough memory, the layer
 runs as in the unpatched model. Forward builds the graph for backward, and nothing is recomputed.
@@ -19,9 +19,10 @@ The graph starts at the layer's detached input and the parameters' shadows, like
 recomputation, so the rest of backward is the same. If the graph is freed, backward recomputes it.
 The graph is kept only if its results cannot differ from a recomputation:
 
-    no hooks and no engine hooks inside the layer no weights that an engine frees between forward
-    and backward no states, no autocast, no writes through pointers no saved_tensors_hooks, for
-    example of a checkpoint around the model
+    no hooks and no engine hooks inside the layer
+    no weights that an engine frees between forward and backward
+    no states, no autocast, no writes through pointers
+    no saved_tensors_hooks, for example of a checkpoint around the model
 
 A tensor that requires a gradient can enter a layer without being a parameter or an argument: as a
 plain attribute, in a closure, inside an object among the arguments, or as a view of FSDP1's flat
@@ -207,8 +208,7 @@ class Graph:
 
 def can_keep_graph(call: LayerCall) -> bool:
     """True if the autograd graph of this call may stay from forward to backward, so that nothing is
-    recomputed. [Note: kept graphs]
-    """
+    recomputed. [Note: kept graphs]"""
     site = call.site
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return not (
@@ -262,12 +262,10 @@ def computed_with_graph(
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
     """Context manager that counts the bytes of the tensors that autograd saves for a chunk, and
-    adds them to
-    `watch.graph`.
+    adds them to `watch.graph`.
 
     Tensors that are alive anyway are not counted: `known`, frozen weights and the call's arguments,
-    such
-    as cosines and sines.
+    such as cosines and sines.
 
     Args:
         call: the call of the layer.
@@ -299,8 +297,7 @@ def refuse_other_leaves(
     layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]
 ) -> None:
     """Raise if the graph of a chunk's outputs has a leaf whose gradient is not computed: a tensor
-    that is
-    neither a parameter nor an argument of the layer. The search takes about 0.2 ms.
+    that is neither a parameter nor an argument of the layer. The search takes about 0.2 ms.
 
     Args:
         layer: the decoder layer.
@@ -337,9 +334,7 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
 
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
     """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`; None
-    if all
-    leaves are.
-    """
+    if all leaves are."""
     known = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
         if type(node) is LEAF_NODE and id(node.variable) not in known:
@@ -364,8 +359,7 @@ def depends(leaf: Tensor) -> str:
 
 def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
     """Raise if other code still holds part of the graph of a differentiated chunk, for an auxiliary
-    loss for
-    example. Forward gave that code tensors without a graph, so its gradient would be lost.
+    loss for example. Forward gave that code tensors without a graph, so its gradient would be lost.
 
     Later calls of this kind run unchunked.
 
@@ -408,8 +402,7 @@ class BackwardPass:
         needs_input: True if hidden_states need a gradient.
         wanted: True for each argument with requires_grad that needs a gradient.
         hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. The buffer may
-            be the incoming gradient's: a chunk's part is written after the last read. [Note:
-            gradient reuse]
+            be the incoming gradient's: a chunk's part is written after the last read.
         sums: sums of the parameters' gradients.
         shadows: detached aliases that replace the layer's parameters. [Note: shadows]
     """
@@ -438,7 +431,7 @@ class BackwardPass:
 
     def choose_buffer(self, call: LayerCall, grad: Tensor | None, counts: Counts | None) -> None:
         """Choose the buffer for dx: the incoming gradient's if no other code needs that, or a new
-        buffer. [Note: gradient reuse]
+        buffer.
 
         Args:
             call: the layer call.
@@ -458,9 +451,7 @@ class BackwardPass:
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
         """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and a
-        list with the
-        gradient of each.
-        """
+        list with the gradient of each."""
         tensors, gradients = [], []
         for place, grad in ((None, self.of_output), *self.of_extras.items()):
             tensor = output.hidden_states if place is None else output.extras[place]
@@ -500,9 +491,7 @@ class BackwardPass:
 
     def of_arguments(self) -> list[Tensor | None]:
         """Return one gradient for each argument with requires_grad, in the argument's shape [...];
-        None where no
-        gradient is wanted.
-        """
+        None where no gradient is wanted."""
         if not self._arguments:
             return [None] * len(self.wanted)
         sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
@@ -521,8 +510,7 @@ UNKNOWN = 0
 
 def reference_counts(gradient: Tensor) -> Counts:
     """Return three reference counts of a gradient: of the C++ tensor, of its Python object and of
-    its
-    storage. Must be called directly in an autograd Function's `backward(ctx, gradient)`.
+    its storage. Must be called directly in an autograd Function's `backward(ctx, gradient)`.
 
     Args:
         gradient: [..., B, T, h] in a layer's backward.
@@ -543,7 +531,7 @@ def mark(gradient: Tensor) -> Tensor:
 
 def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
     """True if `gradient` [...] may be reused as a buffer with the shape and dtype of `like`,
-    because no other code holds it. [Note: gradient reuse]
+    because no other code holds it.
 
     Args:
         gradient: the incoming gradient.

@@ -34,8 +34,7 @@ def with_memory(
     check_room: Callable[[], None] | None = None,
 ) -> T:
     """Return the result of `compute`. If it runs out of device memory, free saved tensors that
-    backward can
-    recompute, and call it once more. [Note: once for each chunk]
+    backward can recompute, and call it once more. [Note: once for each chunk]
 
     Args:
         compute: takes one argument, True in the retry.
@@ -61,8 +60,7 @@ RUN_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call
 
 def explained(error: BaseException, site: LayerSite, plan: ChunkPlan) -> DeviceMemoryError:
     """Return the error to raise in place of an out-of-memory error of a decoder layer: the message
-    names the
-    setting to change. An error with such a message is returned unchanged.
+    names the setting to change. An error with such a message is returned unchanged.
 
     Args:
         error: the out-of-memory error.
@@ -110,8 +108,7 @@ def next_lever(config: StreamConfig, plan: ChunkPlan) -> str:
 
 def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) -> str:
     """Return advice, as a message, for running out of memory in a part of backward that is torch's
-    own.
-    [Note: bare errors]
+    own. [Note: bare errors]
 
     Args:
         tokens: the token count over all rows.
@@ -136,8 +133,7 @@ def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan] | None) ->
 @contextlib.contextmanager
 def explaining(where: str) -> Iterator[None]:
     """Context manager for code outside of decoder layers: an out-of-memory error is replaced by an
-    error
-    that names the setting to change.
+    error that names the setting to change.
 
     Args:
         where: the place for the message, "in ...".
@@ -162,8 +158,7 @@ def once_more(
     device: torch.device, let_go: Callable[[], bool] | None, compute: Callable[[], T], where: str
 ) -> T:
     """Return the result of `compute`, for code outside of decoder layers. If it runs out of memory,
-    free
-    tensors that the layers saved and call it once more.
+    free tensors that the layers saved and call it once more.
 
     Args:
         device: the device whose memory is freed.

@@ -19,18 +19,15 @@ from streambp.recurrent.states import StateCache
 
 class Packing:
     """The documents of packed rows in one call of a layer with recurrent states: the layer's states
-    begin
-    anew with each document.
+    begin anew with each document.
 
     Attributes:
         arguments: the call's arguments; None for a layer without states, whose attention mask
-            separates
-            the documents.
+            separates the documents.
         told: names of the arguments that pass document boundaries to the layer's kernels; () for
             none.
         rows: the documents that position_ids mark, for modules that must run once for each
-            document;
-            None: position_ids mark none. [Note: segments]
+            document; None: position_ids mark none. [Note: segments]
         marks_documents: True if this layer separates several documents in a row.
     """
 
@@ -58,8 +55,7 @@ class Packing:
         self, named: dict[str, Any], chunk: Chunk, cache: StateCache | None
     ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
         """Return a chunk's arguments, and a context manager for the layer's forward, in which its
-        convolutions
-        and recurrences start from the right states.
+        convolutions and recurrences start from the right states.
 
         Args:
             named: the chunk's arguments, by name.

@@ -39,8 +39,7 @@ Labels = frozenset[str]
 @dataclasses.dataclass(frozen=True)
 class UnreadProducts:
     """The Linears of a layer whose outputs backward never reads, so that a recomputation can skip
-    them.
-    Names are relative to the layer.
+    them. Names are relative to the layer.
 
     Attributes:
         refill: Linears to skip when only keys and values are recomputed.
@@ -56,8 +55,7 @@ class UnreadProducts:
 @dataclasses.dataclass(frozen=True)
 class UnreadInHalves:
     """The Linears whose outputs are never read, for a layer that is computed in two halves: up to
-    its
-    attention and behind it.
+    its attention and behind it.
 
     Attributes:
         for_queries: Linears to skip when only the queries are computed.
@@ -78,11 +76,9 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
     """Return the layer's Linears that compute x @ W^T + b and nothing else, by name.
 
     Linears of indexers are left out, because indexers are called for a few queries at a time.
-    [Note:
-    indexers] Linears inside compiled modules are left out, because replacing a forward would
-    recompile
-    them. The result is {} if the layer has inner hooks: a forward hook must get true values in
-    recomputations too.
+    [Note: indexers] Linears inside compiled modules are left out, because replacing a forward would
+    recompile them. The result is {} if the layer has inner hooks: a forward hook must get true
+    values in recomputations too.
 
     Args:
         layer: the decoder layer.
@@ -132,9 +128,7 @@ def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def hooked_everywhere() -> bool:
     """True if hooks are registered with torch's `register_module_forward_hook` and its like, which
-    apply to
-    all modules.
-    """
+    apply to all modules."""
     return any(map(vars(torch.nn.modules.module).__getitem__, GLOBAL_HOOKS))
 
 
@@ -149,9 +143,7 @@ def is_factor(name: str) -> bool:
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names that one of the glob patterns matches, in order. The base layer of a LoRA
-    Linear is
-    matched by the name of the LoRA Linear.
-    """
+    Linear is matched by the name of the LoRA Linear."""
     return [
         name
         for name in names
@@ -188,8 +180,7 @@ def summed(
     linears: dict[str, nn.Linear], sums: GradientSum, unread: Labels, witness: Witness | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager in which the backward of these Linears adds each chunk's weight gradient
-    directly to
-    the sum over chunks. [Note: sums inside products]
+    directly to the sum over chunks. [Note: sums inside products]
 
     Args:
         linears: the layer's Linears by name.
@@ -285,8 +276,7 @@ def computed(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager for a test, in which these Linears compute their output, but with the same
-    backward
-    as in `left_out`.
+    backward as in `left_out`.
 
     Args:
         linears: the layer's Linears by name.
@@ -307,8 +297,7 @@ def tapped(
     sums: GradientSum | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager that passes the inputs and outputs of these Linears to callbacks, or replaces
-    their
-    outputs by saved ones.
+    their outputs by saved ones.
 
     Args:
         linears: the layer's Linears by name.
@@ -366,8 +355,7 @@ def _product(
     Args:
         module: the Linear, or a LoRA Linear.
         value: the saved output; `UNREAD`: return NaN; another slice: compute these rows, NaN in
-            others;
-            None: compute the output.
+            others; None: compute the output.
         add: accumulates the factors of the weight's gradient; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
         x: [..., in].

@@ -101,10 +101,9 @@ def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
     layer.
 
     From transformers 5.23 on a layer's forward would wrap itself in a checkpoint. Cached
-    parametrized
-    weights have no graph, or a graph that ends elsewhere. Recomputations need this context manager
-    too,
-    because TRL sets `gradient_checkpointing` again between forward and backward.
+    parametrized weights have no graph, or a graph that ends elsewhere. Recomputations need this
+    context manager too, because TRL sets `gradient_checkpointing` again between forward and
+    backward.
 
     Args:
         modules: the layer's modules that have a `gradient_checkpointing` flag.

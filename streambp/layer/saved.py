@@ -91,8 +91,7 @@ class SavedProducts:
         names: the names of the Linears whose outputs are saved.
         keys: the names of these outputs in the store, such as "product.mlp.up_proj#0".
         captured: the outputs of the current chunk that are not yet in the store: key, output, and
-            its
-            version counter.
+            its version counter.
     """
 
     linears: dict[str, nn.Linear] = dataclasses.field(default_factory=dict)
@@ -171,8 +170,8 @@ class SavedForBackward:
         products: the outputs of Linears that are saved.
         keeps_graph: True if the autograd graph stays from forward to backward. [Note: kept graphs]
         graph: this graph, a `layer.gradients.Graph`; None: backward recomputes.
-        brought: the saved tensors of the chunk that backward is computing, by name. [Note: order of
-            reads]
+        brought: the saved tensors of the chunk that backward is computing, by name.
+            [Note: order of reads]
     """
 
     lends_attended = True  # the layer receives the saved attention output itself, not a copy
@@ -263,9 +262,7 @@ class SavedForBackward:
 
     def _state_chunk(self, index: int) -> int | None:
         """Return the chunk index under which a chunk's start states are stored: that of the first
-        chunk with the
-        same predecessor. None if the chunk starts without states.
-        """
+        chunk with the same predecessor. None if the chunk starts without states."""
         before = self.plan.before[index] if self._state_keys else None
         return None if before is None else self.plan.behind[before][0]
 
@@ -349,8 +346,7 @@ class SavedForBackward:
 
     def find_products(self) -> None:
         """Find the Linears that `saves` names. Outputs that the layer overwrites in place are not
-        saved, nor are
-        outputs that backward never reads.
+        saved, nor are outputs that backward never reads.
 
         Must be called inside `LayerCall.streaming`, where hooks of DDP, ZeRO and FSDP are disabled.
 
@@ -381,9 +377,7 @@ class SavedForBackward:
 
     def _overwritten(self, *names: str) -> UnsupportedModelError:
         """Return the error for saved Linear outputs that the layer overwrites in place; without
-        names, for the
-        output of attention.
-        """
+        names, for the output of attention."""
         kind = type(self.site.layer).__name__
         if not names:
             return UnsupportedModelError(
@@ -403,9 +397,7 @@ class SavedForBackward:
 
     def order(self) -> list[list[Access]]:
         """Return the tensors that backward reads from the store, as (name, chunk index) in the
-        order of reading.
-        The tensors of one inner list are read together. [Note: order of reads]
-        """
+        order of reading. The tensors of one inner list are read together. [Note: order of reads]"""
         prefix = self.carried.prefix
         order = list[list[Access]]()
         tiled: list[
@@ -428,8 +420,7 @@ class SavedForBackward:
     @property
     def keys_are_stored(self) -> bool:
         """True if backward reads the keys and values of all chunks from the store instead of
-        recomputing them.
-        """
+        recomputing them."""
         sites = range(self.carried.prefix.calls or 0)
         wanted = [
             (f"{part}.{site}", chunk.index)
@@ -522,9 +513,7 @@ def _is_needed(name: str) -> bool:
 
 def _computes_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
     """Return the dtype of a Linear's output for x [..., h]: that of its weight, or that of x if the
-    weight is
-    quantized.
-    """
+    weight is quantized."""
     return linear.weight.dtype if linear.weight.is_floating_point() else x.dtype
 
 

@@ -27,8 +27,7 @@ ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module
 
 def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
     """Return all parameters inside a module as (full name, (submodule, name in the submodule's
-    `_parameters`)). Entries that are None are left out.
-    """
+    `_parameters`)). Entries that are None are left out."""
     return [
         (f"{path}.{name}", (owner, name))
         for path, owner in module.named_modules()
@@ -42,8 +41,7 @@ class Parameters:
     `submodule._parameters[name]`.
 
     A tied parameter has several places. The parameters themselves are not stored, because DDP, ZeRO
-    or
-    FSDP may replace them between forward and backward.
+    or FSDP may replace them between forward and backward.
 
     Args:
         module: the module.
@@ -116,8 +114,7 @@ class Parameters:
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
         """Raise BackwardError if a parameter was written to or replaced since forward, or if
-        another parameter
-        requires a gradient.
+        another parameter requires a gradient.
 
         Args:
             slots: `slots_of` the module now; None: search the module; []: requires_grad flags are
@@ -157,8 +154,8 @@ class Parameters:
         self, change: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Context manager that replaces the parameters in their modules by shadows [...], detached
-        aliases that require gradients. The shadows are yielded in the order of `current`. [Note:
-        shadows]
+        aliases that require gradients. The shadows are yielded in the order of `current`.
+        [Note: shadows]
 
         Args:
             change: returns a shadow's value for a parameter's value.

@@ -25,8 +25,7 @@ Buffers = dict[tuple[nn.Module, str], Tensor]
 
 def buffers_of(layer: nn.Module) -> Buffers:
     """Return the buffers inside a layer by (module, buffer name), without meta tensors and tensor
-    subclasses.
-    """
+    subclasses."""
     return {
         (module, name): buffer
         for module in layer.modules()
@@ -38,9 +37,8 @@ def buffers_of(layer: nn.Module) -> Buffers:
 @contextlib.contextmanager
 def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
     """Context manager that replaces these buffers in their modules by detached copies, and puts the
-    original
-    tensors back. The originals are not written to, because autograd graphs may have saved them.
-    """
+    original tensors back. The originals are not written to, because autograd graphs may have saved
+    them."""
     own = {(module, name): module._buffers[name] for module, name in buffers}
     try:
         for (module, name), buffer in buffers.items():

@@ -56,8 +56,7 @@ DOUBTS_BEFORE_DECISION = (
 
 def remember(known: dict[Key, T], key: Key, value: T) -> T:
     """Insert `value` as the newest entry of the dict, drop the oldest entry if there are more than
-    `MAX_KINDS_OF_CALLS`, and return `value`.
-    """
+    `MAX_KINDS_OF_CALLS`, and return `value`."""
     known.pop(key, None)
     known[key] = value
     if len(known) > MAX_KINDS_OF_CALLS:
@@ -115,8 +114,7 @@ class TrialResult:
 
     def doubt(self, because: str) -> None:
         """Count a reason to run unchunked that may not recur, such as an exception. After
-        `DOUBTS_BEFORE_DECISION` of them these calls run unchunked.
-        """
+        `DOUBTS_BEFORE_DECISION` of them these calls run unchunked."""
         self.doubts += 1
         if self.doubts >= DOUBTS_BEFORE_DECISION:
             self.judge(because)
@@ -148,7 +146,7 @@ class CallReport:
             or was one chunk.
         longest: length of the longest chunk and the reason, if it is longer than requested; else
             None. [Note: chunk ends]
-        told: the arguments that pass document boundaries to the layer's kernels. [Note: documents]
+        told: the arguments that pass document boundaries to the layer's kernels.
         rows: the documents of packed rows for which modules with recurrent states run separately;
             None: there are none. [Note: segments]
         documents: the argument that passes packed documents to attention, and the document count.
@@ -183,8 +181,7 @@ class LastCall:
         report: facts for `describe`.
         kernels: the attention kernels that ran.
         sdpa: the kernels that torch's scaled_dot_product_attention would use, for the last call
-            with a
-            backward.
+            with a backward.
         error_has_advice: True if an error of this step already tells what to do about memory.
     """
 
@@ -203,8 +200,8 @@ class LayerTests:
         unread: the Linears whose outputs backward never reads, by `LayerCall.situation`.
         unread_in_halves: the same for a layer that is computed in two halves.
         overwritten: the tensors that the forward overwrites in place.
-        at_last_positions: True if tests may run at the highest positions of a call. [Note: writes
-            through pointers]
+        at_last_positions: True if tests may run at the highest positions of a call.
+            [Note: writes through pointers]
         third_party_modules: names of modules inside the layer that are neither torch's nor
             transformers'. [Note: foreign insides]
         max_tested_tokens: the most tokens for which there is memory to test at once; None: all.
@@ -216,14 +213,10 @@ class LayerTests:
         warm_up: the model's warm-up state; None: `warm_up` was not called.
 
     A test runs the layer's hooks. A hook that accumulates values would then keep the test's tokens
-    and
-    gradients. A hook that only reads values cannot change the result of a test. After `warm_up`,
-    new
-    hooks are therefore watched instead of tested. Forward checks that a hook does not modify
-    values, and
-    backward checks that a hook keeps no graph. If a hook does either, the step ends with an error,
-    and
-    the layer is tested with the hook from then on.
+    and gradients. A hook that only reads values cannot change the result of a test. After
+    `warm_up`, new hooks are therefore watched instead of tested. Forward checks that a hook does
+    not modify values, and backward checks that a hook keeps no graph. If a hook does either, the
+    step ends with an error, and the layer is tested with the hook from then on.
     """
 
     results: dict[frozenset[tuple[str, Any]], TrialResult] = dataclasses.field(default_factory=dict)
@@ -253,8 +246,7 @@ class LayerTests:
 
     def forget(self, because: str | None) -> None:
         """Undo decisions that were made for this reason. Used after a call has raised, which may
-        have caused the
-        failed test itself.
+        have caused the failed test itself.
 
         Args:
             because: the reason.
@@ -267,8 +259,8 @@ class LayerTests:
 
     def cover(self, findings: TrialResult, plan: ChunkPlan) -> bool:
         """True if this call needs no further test at its length: the layer has no third-party
-        modules, or calls
-        of this kind were tested at this length and chunk size. [Note: foreign insides]
+        modules, or calls of this kind were tested at this length and chunk size.
+        [Note: foreign insides]
 
         Args:
             findings: test results for calls of this kind.
@@ -281,8 +273,7 @@ class LayerTests:
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], look: LayerSnapshot) -> None:
         """Copy test results to calls that differ from the tested ones only by hooks added since
-        `warm_up`. If a
-        hook has modified a value since, delete such copies.
+        `warm_up`. If a hook has modified a value since, delete such copies.
 
         Args:
             kind: key of the calls in `results`.
@@ -346,12 +337,12 @@ class LayerSite:
         previous: the forward that another library had set on the layer before `patch`; None: there
             was none.
         choices: replays routers' choices of experts; None: routers choose freely. [Note: choices]
-        backward_begins: callback with the device at the start of each backward. [Note: notes on a
-            step]
+        backward_begins: callback with the device at the start of each backward.
+            [Note: notes on a step]
         owner: the thread that may use the model now. [Note: owner of a step]
         witnesses: compares backward's recomputation with forward. [Note: witness]
-        fingerprint: takes snapshots of the layer's modules, hooks and attributes. [Note:
-            fingerprint]
+        fingerprint: takes snapshots of the layer's modules, hooks and attributes.
+            [Note: fingerprint]
         tests: results of the layer's tests.
         last_call: facts about the last call.
     """
@@ -430,17 +421,13 @@ class LayerSite:
     @property
     def repeats(self) -> bool:
         """True if a chunk is retried after running out of memory: the policy for `saves="auto"`
-        chose what to
-        save on the device, and a retry can free it. [Note: once for each chunk]
-        """
+        chose what to save on the device, and a retry can free it. [Note: once for each chunk]"""
         return self.saves_policy is not None and self.offloader is None
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
         """Return the layer's Linears that streambp may skip, save, or sum gradients of, by name. {}
-        while hooks
-        are registered for all modules, because they may change at any time.
-        """
+        while hooks are registered for all modules, because they may change at any time."""
         if hooked_everywhere():
             return {}
         # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
@@ -471,8 +458,7 @@ class LayerSite:
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
         """Return the object that compares backward's recomputation with this forward. None if the
-        comparison is
-        disabled or x has no values.
+        comparison is disabled or x has no values.
 
         Args:
             x: [..., T, h], the layer's input.
@@ -500,8 +486,7 @@ class LayerSite:
 
     def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:
         """Return `question(layer)`, cached until the layer's modules, hooks or attributes change.
-        [Note:
-        fingerprint]
+        [Note: fingerprint]
 
         Args:
             question: a function of the layer.

@@ -59,8 +59,7 @@ def rows_of(length: int) -> slice:
 
 def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
     """Return the dtypes that the layer's modules compute in: those of its float parameters, and
-    `compute_dtype` of bitsandbytes' 4-bit Linears, whose parameters are bytes.
-    """
+    `compute_dtype` of bitsandbytes' 4-bit Linears, whose parameters are bytes."""
     own = (getattr(module, COMPUTE_DTYPE, None) for module in layer.modules())
     computed_in = {
         dtype for dtype in own if isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -75,9 +74,7 @@ def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
 
 def chooses(layer: nn.Module) -> bool:
     """True if the code of a module inside the layer calls topk, sort or argmax, by which a router
-    selects
-    experts or an indexer keys.
-    """
+    selects experts or an indexer keys."""
     classes = {
         base
         for module in layer.modules()
@@ -122,8 +119,7 @@ class Compared(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class Witness:
     """Values of one layer call's forward, and their comparison with the recomputation in backward.
-    [Note:
-    witness]
+    [Note: witness]
 
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
@@ -208,8 +204,7 @@ class Witness:
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
         """Record a chunk's output [..., B, C, h] in forward, or compare it in backward; x [..., B,
-        C, h] is the
-        chunk's input.
+        C, h] is the chunk's input.
 
         If backward skips a Linear of the layer, only a few rows of the last chunk are compared.
         """
@@ -247,8 +242,7 @@ class Witnesses:
 
     def combined(self, x: Tensor) -> Tensor:
         """Return one weighted sum of the rows of x [..., n], without a graph: [n], or folded to
-        fewer numbers if
-        n is large.
+        fewer numbers if n is large.
 
         The weight of a row is a pseudorandom function of its index, and small enough for sums in
         float16.

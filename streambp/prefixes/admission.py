@@ -100,9 +100,7 @@ def why_not(
 
 def draws_noise(module: nn.Module) -> bool:
     """True if the model is in training mode with active dropout, or with another rate of random
-    noise: equal
-    tokens of two rows would then differ.
-    """
+    noise: equal tokens of two rows would then differ."""
     for part in module.modules():
         if not part.training:
             continue
@@ -148,8 +146,7 @@ def tell(tree: Tree, site: LayerSite, args: Any, kwargs: Mapping[str, Any]) -> N
 
 def check_streamed(site: LayerSite) -> None:
     """Check that a layer ran in chunks, with streambp's attention. The layer's own attention would
-    let a token
-    of a packed row read another row's tokens.
+    let a token of a packed row read another row's tokens.
 
     Raises:
         UnsharedError: the layer ran unchunked.
@@ -291,8 +288,7 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
     [1, N, ...].
 
     If the packed row has an additional token at its end, this token gets the last token's values;
-    floats are
-    NaN.
+    floats are NaN.
     """
     found = tree.packed(of_rows)
     if tree.furthest is None:
@@ -306,9 +302,7 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _in_eval(module: nn.Module) -> Iterator[None]:
     """Context manager that sets all modules to eval mode, except modules with quantized weights:
-    the CPU code of
-    bitsandbytes permanently repacks weights in eval mode.
-    """
+    the CPU code of bitsandbytes permanently repacks weights in eval mode."""
     training = []
     for part in module.modules():
         quantised = False

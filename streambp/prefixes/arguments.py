@@ -48,9 +48,7 @@ def _without_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
     """Return the reason, as text for `describe`, why a call with these arguments needs its rows as
-    they are.
-    None if its tokens can be packed into one row.
-    """
+    they are. None if its tokens can be packed into one row."""
     for name, value in kwargs.items():
         if name not in KNOWN and value is not None:
             return (
@@ -90,9 +88,7 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
 
 def known_by(kwargs: Mapping[str, Any]) -> Tensor:
     """Return integers [B, T] that are equal for tokens with equal ids and arguments. Text positions
-    are not
-    included.
-    """
+    are not included."""
     tokens = tokens_of(kwargs)
     positions = kwargs.get(SHARED_INPUTS[2])
     shape = tokens.shape[:2]
@@ -117,8 +113,7 @@ def _numbered(axis: Tensor) -> Tensor:
 
 def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:
     """Return a call's arguments for the packed row, without labels: tokens [1, N, ...], a mask [1,
-    N] of ones,
-    and, if accepted, position_ids [1, N] or [axes, 1, N].
+    N] of ones, and, if accepted, position_ids [1, N] or [axes, 1, N].
 
     Args:
         kwargs: the call's arguments for rows [B, T].
@@ -157,8 +152,7 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
 
 def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
     """Return arguments for a test: the same names as in `kwargs`, for three rows of random tokens
-    that share
-    prefixes.
+    that share prefixes.
 
     Args:
         kwargs: a call's arguments.

@@ -1,10 +1,10 @@
 """Run a backbone's call over the packed row of its batch if that is exact and saves tokens; else
 over the rows.
 
-Looking for shared prefixes is the default, without a request by the user. An
-exception from the search, over arguments that the model accepts, is therefore a reason to compute
-rows, and never ends a step. `describe` shows the reason. A trial that ranks run together is no part
-of the search: only an error can end a forward in the middle.
+Looking for shared prefixes is the default, without a request by the user. An exception from the
+search, over arguments that the model accepts, is therefore a reason to compute rows, and never ends
+a step. `describe` shows the reason. A trial that ranks run together is no part of the search: only
+an error can end a forward in the middle.
 """
 
 from __future__ import annotations
@@ -109,11 +109,9 @@ class SharedPrefixes:
             labels: labels and shift_labels of the language model around the backbone.
             documents: True if the language model's position_ids mark several documents in a row.
             padding_unseen: returns True if no other code reads values at padding positions; called
-                only for
-                batches with padding. None: other code may read them.
+                only for batches with padding. None: other code may read them.
             again: a later forward over the rows, for code that reads padding after all; None: there
-                is
-                none.
+                is none.
 
         Raises:
             StreamBPError: a packed row failed while the model ran, and other ranks wait for this
@@ -238,8 +236,7 @@ class SharedPrefixes:
         together: bool = False,
     ) -> tuple[Tree | str, bool]:
         """Return the packed row for a call, or the reason against it as text; and True if calls of
-        this form may be
-        tested. Nothing is computed.
+        this form may be tested. Nothing is computed.
 
         An exception becomes a reason: no user has asked for the search, so it must not end a step.
         """
@@ -266,8 +263,7 @@ class SharedPrefixes:
     @staticmethod
     def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
         """True if the batch is one row without a mask, so packing saves nothing. Does not
-        synchronize with the device.
-        """
+        synchronize with the device."""
         ids, mask, _ = map(kwargs.get, SHARED_INPUTS)
         return mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2
 
@@ -285,9 +281,7 @@ class SharedPrefixes:
         padding_unseen: Unseen,
     ) -> Tree | str:
         """Return the packed row for a call, or the reason against it as text. The result is cached
-        for the tensors
-        of one call.
-        """
+        for the tensors of one call."""
         mask, positions = mask_and_positions(kwargs)
         if self.trials.knows(kwargs):
             plain, padded = self.trials.verdicts[self.trials.kind_of(kwargs)]
@@ -341,15 +335,14 @@ class SharedPrefixes:
         return reason
 
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
-        """Take part in the ranks' exchange for a call on this rank that uses no packed row. [Note:
-        trial of sharing]"""
+        """Take part in the ranks' exchange for a call on this rank that uses no packed row.
+        [Note: trial of sharing]"""
         if must_agree(self.module):
             self._agreed(kwargs, may_try=False)
 
     def _agreed(self, kwargs: Mapping[str, Any], may_try: bool, wants: bool = False) -> bool:
         """True if all ranks test this form of calls now: all have a call of this form, and one rank
-        wants the
-        test. Each call exchanges this, because no rank knows what another one has tested.
+        wants the test. Each call exchanges this, because no rank knows what another one has tested.
 
         Args:
             kwargs: the backbone's arguments.
@@ -385,8 +378,7 @@ def _a_chunk(sites: list[LayerSite]) -> float:
 
 def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
     """Return a bool tensor [B, T], True for tokens whose output has a label; None without labels.
-    All are True
-    if labels exist for an unknown part of the tokens.
+    All are True if labels exist for an unknown part of the tokens.
 
     Args:
         plain: labels, to be shifted.

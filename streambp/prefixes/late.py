@@ -63,9 +63,7 @@ class Moment:
 
 def _flags(module: nn.Module) -> list[dict[str, Any]]:
     """Return each module's attributes that are numbers, strings or flags, and its lists of strings,
-    such as
-    peft's active adapters.
-    """
+    such as peft's active adapters."""
     found = []
     for part in module.modules():
         flags: dict[str, Any] = {}
@@ -94,8 +92,7 @@ class Again:
 
 class LateRows:
     """Hidden states of a batch's rows, computed only if the program reads values at padding, which
-    a packed row
-    does not have. [Note: padding that is read]
+    a packed row does not have. [Note: padding that is read]
 
     Args:
         module: the backbone.
@@ -119,16 +116,14 @@ class LateRows:
 
     def of(self, output: Any) -> Callable[[bool], Tensor] | None:
         """Store the hidden states [N, h] of the packed row, to compare them later. Return
-        `compute`, or None if no
-        user code can read padding.
+        `compute`, or None if no user code can read padding.
 
         Args:
             output: the backbone's output for the packed row.
 
         Raises:
             UnsharedError: user code may read padding, and the hidden states are no lazy tensor that
-                could
-                be computed later.
+                could be computed later.
         """
         hidden = output[0]
         if not isinstance(hidden, LazyHidden) or hidden.written is not None:
@@ -169,9 +164,7 @@ class LateRows:
 
     def _compare(self, rows: Tensor) -> None:
         """Raise if the hidden states [B * T, h] of tokens differ from those of the first forward by
-        more than
-        rounding.
-        """
+        more than rounding."""
         assert self.source is not None
         if self.moment.flags:
             return  # the second forward draws other noise

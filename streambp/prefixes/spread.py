@@ -21,12 +21,10 @@ from streambp.prefixes.tree import Tree
 
 class Spread(torch.autograd.Function):
     """Autograd Function that copies values x [N, ...] of a packed row's tokens to all rows that
-    have these
-    tokens: [B, T, ...]. Backward sums the gradients of the copies.
+    have these tokens: [B, T, ...]. Backward sums the gradients of the copies.
 
     Padding gets the first token's values, because zeros might have no gradient. A gradient at
-    padding
-    raises.
+    padding raises.
     """
 
     @staticmethod
@@ -64,9 +62,7 @@ class Spread(torch.autograd.Function):
 
 class Behind(torch.autograd.Function):
     """Autograd Function that appends a row for padding to x [N, h]: a copy of the first row. A
-    gradient of this
-    row raises.
-    """
+    gradient of this row raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -106,8 +102,8 @@ def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
 
 def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tensor]) -> LazyHidden:
     """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
-    batch's rows. If the program reads values at padding, another forward computes all rows. [Note:
-    padding that is read]
+    batch's rows. If the program reads values at padding, another forward computes all rows.
+    [Note: padding that is read]
 
     Args:
         x: hidden states, computed on the first read.
@@ -131,9 +127,7 @@ def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tenso
 
 def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
     """Yield, for consecutive tokens of a row that are consecutive in the packed row too: the row's
-    index, their
-    columns in the batch, and their positions in the packed row.
-    """
+    index, their columns in the batch, and their positions in the packed row."""
     for index, row in enumerate(tree.rows):
         for piece in row.pieces:
             start = row.column + piece.at
@@ -146,8 +140,7 @@ def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
 
 def refuse(*parts: Tensor) -> None:
     """Raise if a gradient [...] at padding is finite and not zero. NaN and inf are ignored: after
-    an overflow
-    padding gets them from operations that mix padding with tokens.
+    an overflow padding gets them from operations that mix padding with tokens.
 
     Raises:
         BackwardError: there is such a gradient.
@@ -162,15 +155,13 @@ def refuse(*parts: Tensor) -> None:
 
 def spread(x: Tensor, tree: Tree, late: Callable[[bool], Tensor] | None = None) -> Tensor:
     """Return an output x of the model for the packed row as an output for the batch's rows. [1, N,
-    ...] becomes
-    [B, T, ...], and [N, ...] becomes [B * T, ...], in x's dtype.
+    ...] becomes [B, T, ...], and [N, ...] becomes [B * T, ...], in x's dtype.
 
     Args:
         x: the output.
         tree: the packed row of N tokens.
         late: returns the hidden states of the rows [B * T, h], if x is a lazy tensor and the
-            program reads
-            padding; None: padding has another token's values.
+            program reads padding; None: padding has another token's values.
 
     Raises:
         UnsharedError: x has another shape.

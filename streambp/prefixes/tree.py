@@ -124,9 +124,7 @@ class Tree:
     @functools.cached_property
     def forks(self) -> Forks:
         """Return the chunk plan's description of the tree: for each segment its start in the packed
-        row, and the
-        index behind the token that it continues.
-        """
+        row, and the index behind the token that it continues."""
         found: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.before[-1].stop if segment.before else 0
@@ -138,9 +136,7 @@ class Tree:
     @property
     def pieces(self) -> int:
         """Return the number of pieces between positions where rows branch or end. Layers with
-        recurrent states need
-        at least as many chunks.
-        """
+        recurrent states need at least as many chunks."""
         return len({0, self.length, *itertools.chain.from_iterable(self.forks)}) - 1
 
     def padding(self) -> Iterator[tuple[int, int, int]]:
@@ -152,9 +148,7 @@ class Tree:
 
     def places(self, device: torch.device) -> Tensor:
         """Return [B, T], the index in the packed row of each token of the batch. Padding gets the
-        packed row's
-        length, an index behind its end.
-        """
+        packed row's length, an index behind its end."""
         found = torch.full((len(self.rows), self.width), self.length, device="cpu")
         for index, row in enumerate(self.rows):
             for piece in row.pieces:
@@ -258,14 +252,12 @@ def find_tree(
         ids: [B, T], integers that are equal for equal tokens.
         mask: [B, T], zero for padding; None: no padding.
         positions: [1 or B, T] or [axes, 1 or B, T], integers or floats; None: the columns. The
-            first axis
-            is text, unless three axes lack text.
+            first axis is text, unless three axes lack text.
         labelled: [B, T] in bool, True for tokens whose output has a label; None: unknown.
         least: minimum number of tokens that rows share before they branch.
         saves: minimum savings, as a fraction of B * T tokens including padding.
         apart: minimum number of tokens between two positions at which rows branch, and before a
-            row's
-            end. Rows may share a few tokens less for that reason.
+            row's end. Rows may share a few tokens less for that reason.
         a_chunk: cost of a chunk in tokens, if chunks must end at each of these positions.
     """
     found = _look_at(ids, mask, positions, labelled)
@@ -415,8 +407,7 @@ def _common(
     """Return for each other row how many of its first tokens equal those of the row `pivot`.
 
     The first comparison covers a few tokens, and each later one more tokens of the rows that still
-    match.
-    Rows that differ early therefore cost little.
+    match. Rows that differ early therefore cost little.
 
     Args:
         ids: [B, T], integers that are equal for equal tokens; rows begin at column 0.

@@ -1,7 +1,7 @@
 """Pass a layer's recurrent and convolution states from one chunk to the next.
 
 A chunk's forward gets a `StateCache` instead of the layer's cache, or states instead of the layer's
-state argument. [Note: carriers] in `attention/carriers.py` defines carriers; [Note: states] defines
+state argument. [Note: carriers] in `attention/carriers.py` defines carriers; `states.py` describes
 states.
 """
 
@@ -20,8 +20,7 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class StateCarrier:
     """Passes the recurrent and convolution states of a layer from one chunk to the next, through
-    the layer's
-    cache or through an argument and a return value for the states.
+    the layer's cache or through an argument and a return value for the states.
 
     Args:
         argument: name of the argument for the cache or the states; "": the layer has no states.
@@ -31,8 +30,7 @@ class StateCarrier:
         carries: True if the layer has states.
         least: minimum number of tokens in a chunk.
         why_not_split: the reason against a split of the layer's sequences over ranks; None: they
-            may be
-            split.
+            may be split.
     """
 
     def __init__(self, argument: str = "", returned: bool = False) -> None:

@@ -12,10 +12,9 @@ tokens of its own input:
                        a first document that began before the chunk, zeros for every other document;
                        the end state of the last document is the chunk's end state
 
-[Note: documents] Each function gets document boundaries only if its mixer passes them unpatched. A
-function without such an argument mixes documents, in chunks as unpatched. The choice to drop a
-start state at a document start is therefore made here, for each function, and not where states are
-stored.
+Each function gets document boundaries only if its mixer passes them unpatched. A function without
+such an argument mixes documents, in chunks as unpatched. The choice to drop a start state at a
+document start is therefore made here, for each function, and not where states are stored.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Documents:
         ids: seq_idx [B, T] int32, the document of each token, increasing along a row; None: no such
             argument.
         ends: cu_seq_lens_q [documents + 1] int32, from 0 to T, for a batch of one row; None: no
-            such
-            argument.
+            such argument.
         known: the values of `ends` on the host; None: read them from the device, which
             synchronizes.
     """
@@ -138,8 +136,7 @@ class PackedRows:
         """Return the positions where no chunk may end: one token before a document's end.
 
         The next chunk would have a single token of the document. Modules with states use decode
-        kernels for a
-        single token, which have no backward.
+        kernels for a single token, which have no backward.
         """
         barriers: list[Barrier] = []
         for row in self.ends:
@@ -179,9 +176,7 @@ class PackedRows:
 
     def segments(self, chunk: Chunk) -> list[Segment]:
         """Return the chunk's tokens split by document. Rows whose documents start and end alike in
-        the chunk share a
-        `Segment`.
-        """
+        the chunk share a `Segment`."""
         found: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
             before = bisect.bisect_left(ends, chunk.start)
@@ -196,12 +191,10 @@ class PackedRows:
 
 def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
     """Return the boundaries of packed documents, read from position_ids [1 or rows, T]; None if
-    each row is one
-    document. Synchronizes with the device.
+    each row is one document. Synchronizes with the device.
 
     A document starts at every position that is not its predecessor plus one, as in transformers'
-    attention
-    mask.
+    attention mask.
     """
     breaks = (position_ids.diff(dim=-1) != 1).cpu()  # [1 or rows, T - 1]
     if not bool(breaks.any()):
@@ -213,9 +206,7 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
 
 def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, for a test on rows of one document:
-    seq_idx [B, T],
-    cu_seq_lens_q [2].
-    """
+    seq_idx [B, T], cu_seq_lens_q [2]."""
     changed = {}
     if named.get(DOCUMENT_IDS) is not None:
         changed[DOCUMENT_IDS] = torch.zeros_like(named[DOCUMENT_IDS])
@@ -226,8 +217,7 @@ def in_one(named: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def in_several(named: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, for a test on rows of several short
-    documents:
-    seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row has other boundaries.
+    documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row has other boundaries.
 
     Args:
         named: the layer's arguments by name.
@@ -261,9 +251,7 @@ Function = Callable[..., Any]
 
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return (module, name) of the functions in a layer that accept document boundaries. A function
-    is found by
-    its name among the globals that the module's forward uses.
-    """
+    is found by its name among the globals that the module's forward uses."""
     found = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -275,9 +263,7 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
     """Return the function (a convolution, a scan or a delta rule), wrapped so that it gets the
-    document
-    boundaries of this chunk. [Note: documents]
-    """
+    document boundaries of this chunk."""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]
@@ -299,9 +285,7 @@ def parameters_of(function: Any) -> set[str]:
 
 def kind_of(function: Any) -> str | None:
     """Return "rule" for a delta rule, "scan" for a state-space scan or "conv" for a convolution
-    that accepts
-    document boundaries, recognized by its parameters' names; else None.
-    """
+    that accepts document boundaries, recognized by its parameters' names; else None."""
     parameters = parameters_of(function)
     if parameters >= DELTA_RULE:
         return "rule"
@@ -328,9 +312,7 @@ def _tell_scan(
     real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call the scan `real` with the documents (seq_idx [B, C]) of the chunk's tokens, counted from
-    the document
-    of the token before the chunk.
-    """
+    the document of the token before the chunk."""
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
         own = documents.ids[:, chunk.start : chunk.stop]
         before = documents.ids[:, chunk.start - 1 : chunk.start]

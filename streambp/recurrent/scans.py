@@ -8,8 +8,8 @@ unchanged.
     linear attention (MiniMax)     the mixer's own code, with `TorchWithState` as the name `torch`
     gated linear unit (Griffin)    its convolution and its scan are replaced on the instance
 
-Mamba 1's selective scan, kernel and reference alike, takes no start state and
-has no gradient for its end state. Additional tokens provide both:
+Mamba 1's selective scan, kernel and reference alike, takes no start state and has no gradient for
+its end state. Additional tokens provide both:
 
     s_t = exp(dt_t A) s_(t-1) + dt_t B_t u_t,   y_t = C_t s_t
 
@@ -53,9 +53,7 @@ GATE = 64.0  # silu(64) = 64, and dividing by a power of two rounds nothing
 
 def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return (module, name) for the modules inside a layer whose recurrence takes no start state;
-    the name is
-    that of the function to replace.
-    """
+    the name is that of the function to replace."""
     found = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -92,12 +90,10 @@ def in_torch(function: Any) -> bool:
 
 class SwappedScans:
     """Context manager that sets attributes on module instances (forwards, or functions that
-    forwards call) and
-    restores them.
+    forwards call) and restores them.
 
     A class is used instead of a generator, whose frames would keep the layer's tensors in a
-    reference cycle
-    after an exception.
+    reference cycle after an exception.
 
     Args:
         attributes: (module, attribute name, function).
@@ -132,8 +128,7 @@ def starting_from(
         mixers: (module, function name), from `scans_of`.
         cache: contains the chunk's start states; None: nothing is replaced.
         reading: functions that get document boundaries (from `document_readers`), the boundaries,
-            and
-            the chunk; None: there are none.
+            and the chunk; None: there are none.
     """
     if cache is None:
         return SwappedScans([])
@@ -173,9 +168,7 @@ def _scan(
     **kwargs: Any,
 ) -> Any:
     """Run RecurrentGemma's `_rnn_scan` from the cache's start state, and store its end state in the
-    cache instead
-    of on the module.
-    """
+    cache instead of on the module."""
     key = Key("recurrent", 0, 0)
     hidden_states, cache.after[key] = real(*args, recurrent_states=cache.before.get(key), **kwargs)
     return hidden_states, None  # The module would store a returned state together with its graph.
@@ -183,9 +176,7 @@ def _scan(
 
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
     """Return a causal convolution's output for x [B, D, C], with the inputs before the chunk from
-    the cache in
-    place of zero padding.
-    """
+    the cache in place of zero padding."""
     before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=before)  # [B, D, k - 1 + C]
     # [B, D, k - 1 + C]
@@ -196,9 +187,7 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
 @dataclasses.dataclass
 class TorchWithState:
     """Replacement for the global name `torch` in a module's forward that creates its start state
-    [...] by
-    `torch.zeros`.
-    """
+    [...] by `torch.zeros`."""
 
     _state: Tensor | None
 
@@ -215,13 +204,12 @@ class TorchWithState:
 
 class SelectiveScan:
     """Mamba 1's selective scan with a start state and a differentiable end state, which the
-    original scan lacks.
-    Additional tokens in front of the chunk write the start state; those behind read the end state.
+    original scan lacks. Additional tokens in front of the chunk write the start state; those behind
+    read the end state.
 
     Args:
         scan: the original scan: (u [B, D, T], dt [B, D, T], A [D, N], B [B, N, T], C [B, N, T],
-            ...) -> y
-            [B, D, T], end state [B, D, N].
+            ...) -> y [B, D, T], end state [B, D, N].
         cache: contains the chunk's start state.
         layer: the module's layer_idx. Modules with several heads call the scan for each head in
             turn.
@@ -256,9 +244,7 @@ class SelectiveScan:
         **kwargs: Any,
     ) -> Any:
         """Run the scan with additional tokens that write the start state and read the end state.
-        Return its results
-        without these tokens.
-        """
+        Return its results without these tokens."""
         start = self._start
         if start is not None and start.dim() == 4:  # [B, heads, D, N]
             start = start[:, self._calls]
@@ -321,8 +307,7 @@ def _raw(
     """Return the step dt [D] of the tokens that write the start state, before bias and softplus.
 
     Large values of A reduce the step, so that a written value decays by at most exp(-DECAY) until
-    the
-    chunk begins. A stronger decay could not be undone without overflow.
+    the chunk begins. A stronger decay could not be undone without overflow.
 
     Args:
         A: the scan's A, [D, N].
@@ -405,9 +390,7 @@ class EndState(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient [B, D, N] for each part of the reading tokens' outputs. The first
-        gets the rounded
-        gradient, and the second its rounding error.
-        """
+        gets the rounded gradient, and the second its rounding error."""
         found = []
         rest = grad
         for _ in range(ctx.parts):

@@ -73,8 +73,8 @@ def _names(module: nn.Module) -> set[str]:
 
 def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     """Return the names of the arguments (seq_idx, cu_seq_lens_q) by which all kernels of these
-    modules get
-    document boundaries; () if one of the kernels accepts none, or is transformers' own code.
+    modules get document boundaries; () if one of the kernels accepts none, or is transformers' own
+    code.
 
     Args:
         mixers: modules with states, from `mixers_of`.
@@ -108,15 +108,13 @@ def in_segments(
     mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None
 ) -> SwappedScans:
     """Context manager in which each of these modules is called once for each document in a chunk,
-    so that its
-    states begin anew.
+    so that its states begin anew.
 
     Args:
         mixers: modules with states, from `mixers_of`.
         segments: the chunk's tokens split by document; []: nothing is replaced.
         cache: contains the chunk's start states and collects its end states; None: the layer gets
-            no
-            cache.
+            no cache.
     """
     if not segments:
         return SwappedScans([])
@@ -212,9 +210,7 @@ def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
 
 def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
     """Return the outputs of a chunk's segments, [segment's rows, segment's tokens, ...], joined to
-    [rows, C, ...];
-    None if one of them has another shape.
-    """
+    [rows, C, ...]; None if one of them has another shape."""
     for segment, part in zip(segments, parts, strict=True):
         if not isinstance(part, Tensor) or part.shape[:2] != (
             len(segment.rows),

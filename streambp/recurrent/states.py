@@ -14,13 +14,12 @@ chunk. The layer's own forward computes them.
                                                    upstream gradients of the end states
                                                        = gradients of the leaves
 
-[Note: states] A chunk's end states are outputs like its hidden states. The next chunk, which is
-differentiated first, computes their gradients ([Note: prefix accumulation order]). Reads use
-`before` alone and writes use `after` alone. Nothing is written in place, so a recomputation reads
-the same values as forward. End states are copies: a view would keep the chunk's full input alive
-for its last few tokens. Start states are no leaves if no end state depends on a differentiated
-tensor. The trace of unread products detects this case: adapters behind the mixer, in the first
-layer that trains.
+A chunk's end states are outputs like its hidden states. The next chunk, which is differentiated
+first, computes their gradients ([Note: prefix accumulation order]). Reads use `before` alone and
+writes use `after` alone. Nothing is written in place, so a recomputation reads the same values as
+forward. End states are copies: a view would keep the chunk's full input alive for its last few
+tokens. Start states are no leaves if no end state depends on a differentiated tensor. The trace of
+unread products detects this case: adapters behind the mixer, in the first layer that trains.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Key(NamedTuple):
 
     Attributes:
         kind: "conv", "recurrent" or "linear", by the cache method that stores the state; "returned"
-            for
-            states that the layer returns.
+            for states that the layer returns.
         layer: the layer's index in its model.
         number: the state's number in the layer.
     """
@@ -121,9 +119,7 @@ class StateCache(ChunkCache):
         **_: Any,
     ) -> Tensor:
         """Return the convolution's last k inputs before the chunk, followed by conv_states [B, D,
-        C]: [B, D, k + C].
-        The last inputs of the result are stored as the end state.
-        """
+        C]: [B, D, k + C]. The last inputs of the result are stored as the end state."""
         key = Key("conv", layer_idx, state_idx)
         before = self.before.get(key)
         if before is None:
@@ -149,9 +145,7 @@ class StateCache(ChunkCache):
 
     def get_linear_cache(self, layer_idx: int) -> None:
         """Return None, as at the start of a sequence: with a state the module would decode single
-        tokens.
-        `TorchWithState` passes the state instead.
-        """
+        tokens. `TorchWithState` passes the state instead."""
         return
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
@@ -161,12 +155,10 @@ class StateCache(ChunkCache):
     @property
     def layers(self) -> Mapping[int, SimpleNamespace]:
         """Return the states at the chunk's start, in the form that transformers up to 5.22 reads:
-        by layer index,
-        `conv_states` [B, D, k] and `recurrent_states` [B, ...] by number.
+        by layer index, `conv_states` [B, D, k] and `recurrent_states` [B, ...] by number.
 
         The result is created for every call. Stored here, it would put the cache and the chunk's
-        graph into a
-        reference cycle.
+        graph into a reference cycle.
         """
         found: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
@@ -187,9 +179,7 @@ def in_own_memory(state: Tensor) -> Tensor:
 
 def leaves_of(states: States) -> States:
     """Return the same states detached, as leaves of a new autograd graph. Floating-point states
-    require a
-    gradient.
-    """
+    require a gradient."""
     return {
         key: state.detach().requires_grad_(state.is_floating_point())
         for key, state in states.items()

@@ -37,8 +37,7 @@ from streambp.sharded.shards import HeadGroup, Keys, Shards
 
 def keeps(config: StreamConfig, name: str) -> bool:
     """True if every rank saves "kv" or "attn_out" with these settings, so that backward needs no
-    collective for
-    it. False if a rank whose host memory is full would recompute instead. [Note: equal exchanges]
+    collective for it. False if a rank whose host memory is full would recompute instead.
 
     Args:
         config: the user's settings.
@@ -52,8 +51,7 @@ def keeps(config: StreamConfig, name: str) -> bool:
 
 class ShardedKept(SavedForBackward):
     """The tensors that a layer call saves for backward where sequences are split over ranks: for
-    the layer's
-    halves before and after attention, and for attention itself.
+    the layer's halves before and after attention, and for attention itself.
 
     Attributes:
         pieces: this rank's chunks of queries, as `Shards.pieces`.
@@ -67,7 +65,7 @@ class ShardedKept(SavedForBackward):
     products_before: list[str]
     products_after: list[str]
     lends_attended = False
-    # ranks could choose differently by their own memory. [Note: equal exchanges]
+    # ranks could choose differently by their own memory, and exchanges must be equal
     chosen_here = False
 
     @property
@@ -78,8 +76,7 @@ class ShardedKept(SavedForBackward):
 
     def order(self) -> list[list[Access]]:
         """Return the tensors that backward reads from the store, as (name, chunk index) in the
-        order of reading. The
-        tensors of one inner list are read together.
+        order of reading. The tensors of one inner list are read together.
 
         1. Inputs of the shard's chunks, with outputs of Linears before attention.
         2. K and V of the full sequences, if saved.
@@ -99,9 +96,7 @@ class ShardedKept(SavedForBackward):
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
         """Return (name, chunk index) of what recomputing one half of a chunk reads: the layer's
-        input, and the saved
-        outputs of the half's Linears.
-        """
+        input, and the saved outputs of the half's Linears."""
         reads = [("x", index)]
         for name in self.products.keys:
             if linear_of(name) in linears and self.store.has(name, index):
@@ -180,13 +175,11 @@ class ShardedCall(LayerCall):
 
     def look_into_halves(self) -> None:
         """Determine which Linears each half of the layer can skip, and store them in `unread`.
-        Cached for calls of
-        the same kind. Must be called inside `LayerCall.streaming`.
+        Cached for calls of the same kind. Must be called inside `LayerCall.streaming`.
 
         Raises:
             UnsupportedModelError: the layer overwrites its input in place, which the half before
-                attention
-                would miss.
+                attention would miss.
         """
         if self.site.tests.overwritten.inputs:
             raise UnsupportedModelError(

@@ -3,7 +3,7 @@
 K and V of full sequences are gathered one group of heads at a time. The next group is in transfer
 during attention over the current group. The ranks sum their gradients in float32, group by group. A
 device therefore holds one group of heads of T tokens, for any number of heads. The group size
-follows from the memory of the rank with the least. [Note: equal exchanges]
+follows from the memory of the rank with the least.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ class GatheredShards(Shards):
 
     def by_rank(self, x: Tensor) -> Tensor:
         """Return the part of each rank, [P, B, T / P, ...], from full sequences [B, T, ...]. The
-        inverse of
-        `in_order`.
-        """
+        inverse of `in_order`."""
         if self.balanced:
             back = self._order(x.device).argsort()
             x = x.unflatten(1, (2 * self.size, -1)).index_select(1, back).flatten(1, 2)
@@ -160,8 +158,7 @@ class GatheredShards(Shards):
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
         """Start to gather K and V of full sequences from k [B, H_kv, T / P, D] and v of all ranks,
-        and return them as
-        `GatheredKeys`.
+        and return them as `GatheredKeys`.
 
         Args:
             parts: k and v; emptied.
@@ -171,8 +168,7 @@ class GatheredShards(Shards):
 
     def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
         """Sum dK [B, T, G, D] and dV of full sequences over ranks, and return those of this rank's
-        tokens, [B, G,
-        T / P, D].
+        tokens, [B, G, T / P, D].
 
         Args:
             sums: dK and dV in float32 or wider; emptied.
@@ -224,8 +220,7 @@ class GatheredKeys(Keys):
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
         """Yield K and V of some heads after the other. The transfer of the next heads runs
-        meanwhile. If all heads
-        fit, they stay in memory for later loops.
+        meanwhile. If all heads fit, they stay in memory for later loops.
 
         Args:
             last: True if this is the last loop.

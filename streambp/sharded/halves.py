@@ -34,8 +34,7 @@ class SplitAtAttention(ChunkAttention):
 
     def attend(self, given: AttentionCall) -> Tensor:
         """Return attention's output o as [B, C, H, D_v], contiguous; in the half before attention,
-        raise
-        `RefillDone` to end the forward.
+        raise `RefillDone` to end the forward.
 
         Raises:
             UnsupportedModelError: the call has dropout.

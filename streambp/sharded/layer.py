@@ -10,26 +10,27 @@ are gathered (`sharded/gathered.py`):
 
     forward, no graph                             Ulysses                 context parallelism
         chunks of the shard: up to attention          q, k, v to heads        k, v gathered
-        pieces: attend                                o to tokens chunks of the shard: from attention on
+        pieces: attend                                o to tokens
+        chunks of the shard: from attention on
     backward
         chunks of the shard: up to attention          q, k, v to heads        k, v gathered,
                                                                               unless o was saved
-        pieces: attend, or read the saved o           o to tokens chunks of the shard: after attention
+        pieces: attend, or read the saved o           o to tokens
+        chunks of the shard: after attention
         pieces, last to first: dq, dk, dv             do to heads             k, v gathered,
                                                                               unless in one group
                                                       dq, dk, dv to tokens    dk, dv summed where
                                                                               their tokens are
-                                                                              chunks of the shard:
-                                                                              before attention
+        chunks of the shard: before attention
 
 Each half skips the other half's Linear products. The first half stops at attention. Nothing reads
 q, k and v in the second half, so the second half skips their products. Only elementwise work is
 done twice: the first norm, and the operations on q and k. hidden_states reach the layer's output
 through both halves, so dx has two parts. A parameter's gradient may have two parts as well.
 
-[Note: equal exchanges] A rank's exchanges follow from the model and from settings that
-`gather_shards` compared between all ranks. The exchanges never depend on the free memory of this
-rank's host or on its number of chunks.
+A rank's exchanges must equal those of other ranks. The exchanges follow from the model and from
+settings that `gather_shards` compared between all ranks. They never depend on the free memory of
+this rank's host or on its number of chunks.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ from streambp.sharded.shards import Keys, Shards
 
 def stream_shard(site: LayerSite, args: Any, kwargs: Any, shards: Shards) -> Any:
     """Compute a decoder layer's forward for this rank's tokens, where sequences are split over
-    ranks, and return
-    its result. Must be called on every rank.
+    ranks, and return its result. Must be called on every rank.
 
     Args:
         site: the decoder layer, with its settings and test results.
@@ -106,8 +106,7 @@ def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
 
 def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     """Compute hidden_states and the layer's other outputs, without a graph: the half before
-    attention in chunks,
-    attention over full sequences, and the half after it in chunks.
+    attention in chunks, attention over full sequences, and the half after it in chunks.
 
     Args:
         call: the call of the layer.
@@ -171,8 +170,7 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     """Run the half before attention in chunks, without a graph. Return q [B, H, T / P, D], k and v
-    [B, H_kv, T /
-    P, D] of this rank's tokens.
+    [B, H_kv, T / P, D] of this rank's tokens.
 
     Args:
         call: the call of the layer.
@@ -237,8 +235,7 @@ def _collect(
 
 def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
     """Return attention's output o [B, H', n, D_v] and logsumexp lse [B, H', n] for queries q [B,
-    H', n, D] of this
-    rank. Saved outputs are read instead of being computed.
+    H', n, D] of this rank. Saved outputs are read instead of being computed.
 
     Args:
         call: the call of the layer.
@@ -285,8 +282,7 @@ def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tenso
 
 def _keep_attention(call: ShardedCall, keys: Keys, o: Tensor, lse: Tensor) -> None:
     """Save what `saves` names of attention: its output and logsumexp, and K and V. A rank with
-    little host memory may save less than other ranks; no exchange depends on this. [Note: equal
-    exchanges]
+    little host memory may save less than other ranks; no exchange depends on this.
 
     Args:
         call: the call of the layer.
@@ -362,8 +358,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
     """Recompute and differentiate the half after attention, chunk by chunk. The gradient of
-    attention's output
-    overwrites o [B, H, T / P, D_v].
+    attention's output overwrites o [B, H, T / P, D_v].
 
     Args:
         call: the call of the layer.
@@ -435,8 +430,7 @@ def _differentiate_attention(
     call: ShardedCall, q: Tensor, keys: Keys, attended: Attended, d_o: Tensor
 ) -> list[Tensor]:
     """Compute the gradients of attention. Return dk and dv [B, H_kv, T / P, D] of this rank's
-    tokens. The gradients
-    of q and of attention sinks overwrite q and `call.sinks`.
+    tokens. The gradients of q and of attention sinks overwrite q and `call.sinks`.
 
     Args:
         call: the call of the layer.

@@ -83,8 +83,7 @@ class Keys:
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """Sequences that DeepSpeed Ulysses has split over ranks, and the exchanges of q, k, v and
-    attention outputs.
-    Each of P ranks holds T / P consecutive tokens of every row.
+    attention outputs. Each of P ranks holds T / P consecutive tokens of every row.
 
     Attributes:
         group: process group of the ranks.
@@ -115,8 +114,7 @@ class Shards:
 
     def pieces(self, batch_size: int, size: int) -> list[HeadGroup]:
         """Return the chunks of queries whose attention this rank computes: all of the sequence,
-        each of at most
-        `size` positions.
+        each of at most `size` positions.
 
         Args:
             batch_size: number of rows B.
@@ -128,10 +126,8 @@ class Shards:
 
     def queries(self, x: Tensor) -> Tensor:
         """Exchange this rank's tokens of all heads, [B, H, T / P, D], for all tokens of the rank's
-        heads, [B, H / P,
-        T, D], with tokens before heads in memory. If there are fewer heads than ranks, heads are
-        repeated.
-        """
+        heads, [B, H / P, T, D], with tokens before heads in memory. If there are fewer heads than
+        ranks, heads are repeated."""
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
             x = x.repeat_interleave(self.size // heads, dim=1)
@@ -145,10 +141,9 @@ class Shards:
         )
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Exchange all tokens of this rank's heads, [B, H / P, T, D], for the rank's tokens of all
-        heads, [B, heads,
-        T / P, D]. Heads that `queries` has repeated are summed, as gradients are.
-        """
+        """Exchange all tokens of this rank's heads, [B, H / P, T, D], for the rank's tokens of
+        all heads, [B, heads, T / P, D]. Heads that `queries` has repeated are summed, as
+        gradients are."""
         batch, _, _, width = x.shape
         # [P, B, H / P, T / P, D]
         mine = self.exchange(x.reshape(batch, -1, self.size, self.length, width).movedim(2, 0))
@@ -172,8 +167,7 @@ class Shards:
 
     def start_keys(self, parts: list[Tensor], heads: int) -> Keys:
         """Exchange this rank's k [B, H_kv, T / P, D] and v for K and V of full sequences, of the
-        heads that this
-        rank's queries read.
+        heads that this rank's queries read.
 
         Args:
             parts: k and v; emptied.
@@ -288,9 +282,7 @@ def gather_shards(
 
 def _agree(group: Any, mine: Tensor) -> list[list[int]]:
     """Return the numbers [n] that each rank passes, one list for each rank, and raise on every rank
-    unless all
-    but the last number are equal.
-    """
+    unless all but the last number are equal."""
     try:
         everyones: list[list[int]] = [other.tolist() for other in all_gather(group, mine)]
     except RuntimeError as error:
