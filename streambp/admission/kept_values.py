@@ -130,8 +130,8 @@ def tell(site: LayerSite, look: LayerSnapshot, kind: Kind, hidden_states: Tensor
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return what of a value stored by third-party code counts for the kind of a call: a flag,
-    whether a number is 0, or a string without digits.
+    """Return the part of a value stored by third-party code that decides if the layer must be
+    tested again: a flag, whether a number is 0, or a string without digits.
 
     Args:
         path: the value's path from the code that stores it.
@@ -241,8 +241,8 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
 
 
 def _refuse(call: LayerCall, what: str) -> NoReturn:
-    """Raise because third-party code stored a value of one chunk. Such calls run unchunked from now
-    on.
+    """Raise because third-party code stored a value of one chunk. Calls with the same arguments and
+    hooks run unchunked from now on.
 
     Args:
         call: the call of the layer.

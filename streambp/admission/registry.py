@@ -137,8 +137,8 @@ def _why_foreign(
     inner: Any,
     mask: Any,
 ) -> str | None:
-    """Return the result of `foreign_function` for these functions, cached because they are the same
-    in each call of a model.
+    """Return the text of `foreign_function` for this attention function and mask function. The
+    result is cached, because the functions are the same in each call of a model.
 
     Args:
         kind: the attention module's class.

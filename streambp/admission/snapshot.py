@@ -378,11 +378,12 @@ class Restored:
         return self
 
     def changes(self) -> list[str]:
-        """Return the names of the values that differ from those at the start."""
+        """Return the names of the module's values that differ from those at the start of the
+        test."""
         return list(self._snapshot.changes())
 
     def rewind(self) -> None:
-        """Restore the values of the start, for the next run of the test."""
+        """Restore the module's values at the start of the test, for the next run."""
         self._snapshot.restore(structure=False)
 
     def end_run(self) -> None:

@@ -201,8 +201,8 @@ def _is_known(function: Any, home: set[str]) -> bool:
 
 @contextlib.contextmanager
 def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[list[str]]:
-    """Context manager that yields a list of third-party hooks, by name, that modify values. Hooks
-    are added when they do so; hooks whose code could, at once.
+    """Context manager that yields a list of third-party hooks, by name, that modify values. A hook
+    is added when it modifies a value, or at once if a branch of its code could do so.
 
     Args:
         layer: the layer; hooks on its inner modules and hooks for all modules are watched.

@@ -398,7 +398,7 @@ class Trial:
 
 
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:
-    """Return the keys and values [B, filled, H_kv, D] in the prefix's buffers."""
+    """Return K and V [B, filled, H_kv, D] of each attention call, as a test run has stored them."""
     sites = [site for site in prefix.sites if isinstance(site, KVBuffer)]
     return [part[:, : prefix.filled_until] for site in sites for part in (site.k, site.v)]
 
@@ -456,8 +456,8 @@ def _find_unread(
 
 
 def _refillable(found: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
-    """Return `found` with those Linears in `found.refill` without which keys and values stay equal
-    to the bit.
+    """Test the Linears in `found.refill`, and return `found` with those that can be skipped: K and
+    V stay equal to the bit.
 
     Args:
         found: the traced Linears.

@@ -98,7 +98,8 @@ class Memory:
         del self._waiting
 
     def restore(self) -> None:
-        """Restore the content of the containers. Writes into tensors stay."""
+        """Restore the content of the containers that were found: attributes, entries of lists and
+        dicts. Writes into tensors stay."""
         for holder in self.holders:
             holder.restore()
 

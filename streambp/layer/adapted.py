@@ -171,8 +171,8 @@ def thin(left: Tensor, factor: Factor) -> Tensor:
 
 
 def spread(found: Tensor, factor: Factor) -> Tensor:
-    """Return the left factor for a product with `factor.stack`: found [n, rank], split into the
-    columns [hi, lo, hi], then columns of ones for the bias rows."""
+    """Split x A^T (found [n, rank], float32) into the columns [hi, lo, hi] of rounded values and
+    rounding errors, and append ones for the bias rows. The result multiplies `factor.stack`."""
     rank, width = found.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
         return found
@@ -189,7 +189,8 @@ def spread(found: Tensor, factor: Factor) -> Tensor:
 
 
 def summed_parts(found: Tensor, dim: int) -> Tensor:
-    """Return the sum of the two halves of a tensor [...] along `dim`: the products of hi and of lo."""
+    """Return the sum of the two halves of a product [...] along `dim`: one was computed from
+    rounded values, the other from their rounding errors."""
     first, second = found.chunk(2, dim)
     return first.add_(second)
 
@@ -402,8 +403,8 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _left(work: Work, rows: Tensor) -> Tensor:
-    """Return x A^T for x [n, in] in the form that multiplies `work.b.stack`: [n, parts * rank +
-    bias rows]."""
+    """Return x A^T for x [n, in], split into rounded values and rounding errors, and ones for the
+    bias rows: [n, parts * rank + bias rows]. The result multiplies `work.b.stack`."""
     if work.shared is not None:
         return spread(work.shared.of(work.place), work.b)
     found = [thin(group.read(rows), group.factor) for group in work.groups]
@@ -411,7 +412,8 @@ def _left(work: Work, rows: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, weight: Tensor, left: Tensor, b: Factor) -> Tensor:
-    """Compute y [n, out] from x (rows [n, in]) and x A^T (left [n, parts * rank + bias rows])."""
+    """Return y [n, out]: the product of x (rows [n, in]) with the Linear's weight, plus the product
+    of x A^T (left, from `_left`) with `b.stack`."""
     return (left @ b.stack).addmm_(rows, weight.mT)
 
 

@@ -240,7 +240,7 @@ class LayerParts:
         indexers: the modules that pick keys for each query (DeepSeek sparse attention).
             [Note: indexers]
         runs_compiled: True if a module inside is compiled.
-        engine_hooks: the modules' hook dicts that contain hooks of DDP, ZeRO or FSDP.
+        engine_hooks: the modules' hook dicts that contain hooks of DeepSpeed or accelerate.
         checkpointed: the modules with a `gradient_checkpointing` flag.
     """
 
@@ -253,7 +253,8 @@ class LayerParts:
 
     @classmethod
     def of_site(cls, site: LayerSite) -> LayerParts:
-        """Return the parts of the site's layer, cached until a module or hook of the layer changes.
+        """Return these facts about the layer of `site`, cached until a module or hook of the layer
+        changes.
 
         Args:
             site: the settings and test results of one decoder layer.
@@ -493,8 +494,8 @@ class LayerCall:
     def streaming(self, keeps_factors: bool = False) -> Iterator[None]:
         """Context manager that prepares the layer for running chunk by chunk.
 
-        streambp's attention function replaces the configured one. Transformers' checkpointing and
-        the hooks of DDP, ZeRO and FSDP are disabled inside the layer. Tensors recorded by
+        streambp's attention function replaces the configured one. Transformers' checkpointing, and
+        hooks of DeepSpeed and accelerate, are disabled inside the layer. Tensors recorded by
         transformers' hooks go to `form.collected`.
 
         Args:
@@ -714,7 +715,7 @@ def plan_of(site: LayerSite, rows: int, length: int, device: torch.device) -> Ch
 
 def switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
     """Return what to disable while the layer runs in chunks: the hook dicts that contain hooks of
-    DDP, ZeRO or FSDP, and the modules with a `gradient_checkpointing` flag."""
+    DeepSpeed or accelerate, and the modules with a `gradient_checkpointing` flag."""
     return engine_hooks(layer), [
         module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__
     ]

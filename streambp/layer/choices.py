@@ -72,13 +72,13 @@ class ReplayedChoices(TorchFunctionMode):
         return found
 
     def furthest(self) -> float:
-        """Return the largest relative distance of one token's scores from the first run's; 0 if no
-        choice was replayed."""
+        """Return the largest relative distance, over all tokens, of a token's router scores from
+        those of the first run; 0 if no choice was replayed."""
         return max((float(far.max()) for far in self.far.values()), default=0.0) ** 0.5
 
     def typical(self) -> float:
-        """Return the root mean square, over all tokens, of the relative distance of scores from the
-        first run's; 0 if no choice was replayed."""
+        """Return the root mean square, over all tokens, of the relative distance of router scores
+        from those of the first run; 0 if no choice was replayed."""
         return (
             float(torch.cat([far.flatten() for far in self.far.values()]).mean()) ** 0.5
             if self.far

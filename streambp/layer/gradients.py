@@ -145,7 +145,8 @@ class GraphMarker:
 
 
 class MarkGraphStart(torch.autograd.Function):
-    """Autograd Function that returns its input; its node references a `GraphMarker`."""
+    """Autograd Function that returns its input. Its graph node references a `GraphMarker`, which
+    shows later if any code still holds the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: GraphMarker, may_be_written: bool) -> Tensor:

@@ -259,8 +259,8 @@ def _adding(
 def left_out(
     linears: dict[str, nn.Linear], names: Labels
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which these Linears return NaN instead of their output. The Linears'
-    backward is right.
+    """Context manager in which these Linears return NaN, because no code reads their output. Their
+    backward computes the usual gradients.
 
     Args:
         linears: the layer's Linears by name.
@@ -276,7 +276,7 @@ def computed(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager for a test, in which these Linears compute their output, but with the same
-    backward as in `left_out`.
+    backward as in `left_out`, so that gradients can be compared to the bit.
 
     Args:
         linears: the layer's Linears by name.

@@ -203,7 +203,7 @@ class SavedForBackward:
         self._indexers = 0
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
-        """Let the policy choose what to save for the available memory, if the config does not say.
+        """Let the policy for `saves="auto"` choose what to save, by the available memory.
 
         Args:
             rows: batch size.
@@ -348,7 +348,8 @@ class SavedForBackward:
         """Find the Linears that `saves` names. Outputs that the layer overwrites in place are not
         saved, nor are outputs that backward never reads.
 
-        Must be called inside `LayerCall.streaming`, where hooks of DDP, ZeRO and FSDP are disabled.
+        Must be called inside `LayerCall.streaming`, where hooks of DeepSpeed and accelerate are
+        disabled.
 
         Raises:
             UnsupportedModelError: the user has named an output that the layer overwrites.

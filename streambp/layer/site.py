@@ -89,7 +89,7 @@ class TrialResult:
 
     Attributes:
         judged: True if it is decided whether these calls run in chunks.
-        because: the reason why these calls run unchunked; None: they run in chunks.
+        because: the reason why calls of this kind run unchunked; None: they run in chunks.
         seen_writing: the autocast states under which the forward was searched for in-place writes.
         tried: tested length in tokens by chunk size; up to it outputs in chunks equal unchunked
             outputs; None: no test ran.
@@ -105,16 +105,16 @@ class TrialResult:
     doubts: int = 0
 
     def judge(self, because: str | None) -> None:
-        """Store the decision whether these calls run in chunks.
+        """Store the decision whether calls of this kind run in chunks.
 
         Args:
-            because: the reason why these calls run unchunked; None: they run in chunks.
+            because: the reason why calls of this kind run unchunked; None: they run in chunks.
         """
         self.judged, self.because = True, because
 
     def doubt(self, because: str) -> None:
         """Count a reason to run unchunked that may not recur, such as an exception. After
-        `DOUBTS_BEFORE_DECISION` of them these calls run unchunked."""
+        `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked."""
         self.doubts += 1
         if self.doubts >= DOUBTS_BEFORE_DECISION:
             self.judge(because)
@@ -245,8 +245,8 @@ class LayerTests:
         return findings
 
     def forget(self, because: str | None) -> None:
-        """Undo decisions that were made for this reason. Used after a call has raised, which may
-        have caused the failed test itself.
+        """Let calls that run unchunked for this reason be tested again. Used after a call has
+        raised, because that call may have caused the failed test itself.
 
         Args:
             because: the reason.

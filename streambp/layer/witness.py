@@ -304,7 +304,7 @@ class Question:
     found: list[Compared]
 
     def answer(self) -> None:
-        """Compare the pairs, with one read from each device.
+        """Compare the pairs of values from forward and backward, with one read from each device.
 
         Raises:
             BackwardError: a layer's recomputation differs from its forward.

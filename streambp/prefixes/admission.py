@@ -199,7 +199,8 @@ class Trials:
         apart: int,
         together: bool,
     ) -> None:
-        """Test calls of this form and store the reasons against a packed row, or None.
+        """Test on random tokens if calls with arguments of this form can be computed as a packed
+        row with shared prefixes. Store the reasons against it, or None, in `verdicts`.
 
         Args:
             kwargs: the call's arguments, which `why_not` has accepted.
@@ -284,8 +285,8 @@ class Trials:
 
 
 def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
-    """Return a recorded tensor [B, T, ...] of the rows' tokens for the tokens of the packed row,
-    [1, N, ...].
+    """Return recorded router scores or choices for the tokens of the packed row, [1, N, ...], from
+    those for the rows' tokens, [B, T, ...].
 
     If the packed row has an additional token at its end, this token gets the last token's values;
     floats are NaN.

@@ -152,9 +152,9 @@ class SharedPrefixes:
         return over(kwargs, None)
 
     def _late(self, again: Again, tree: Tree, labels: tuple[Any, Any]) -> LateRows | None:
-        """Return an object that computes the rows later if the program reads values at padding.
-        None if the batch has no padding, with rows="packed", or if other ranks take part in a
-        forward.
+        """Return an object that can run the backbone on the batch's rows after the packed row, if
+        the program then reads values at padding. None if the batch has no padding, with
+        rows="packed", or if other ranks take part in a forward.
 
         Args:
             again: a later forward over the rows.
@@ -173,8 +173,8 @@ class SharedPrefixes:
         return LateRows(self.module, again, tree, told)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
-        """Return (training mode, has labels), the key under which a kind of call is stored that
-        reads padding."""
+        """Return the key (training mode, has labels). Once a call has read values at padding, all
+        calls with its key are expected to."""
         return self.module.training, any(value is not None for value in labels)
 
     def saves(
@@ -361,7 +361,8 @@ class SharedPrefixes:
 
 
 def _apart(sites: list[LayerSite]) -> int:
-    """Return the minimum number of tokens between two branching positions.
+    """Return the minimum number of tokens between two positions at which rows of a packed row
+    branch.
 
     A chunk of a layer with states ends at each of these positions.
     """

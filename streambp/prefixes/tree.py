@@ -108,7 +108,8 @@ class Tree:
 
     @property
     def tokens(self) -> int:
-        """Return the number of distinct tokens of the rows."""
+        """Return the number of tokens of all rows, without padding, where tokens of a shared prefix
+        count once."""
         return self.segments[-1].own.stop if self.segments else 0
 
     @property

@@ -115,7 +115,7 @@ class ShardedKept(SavedForBackward):
 
 
 class ShardedCall(LayerCall):
-    """One call of a decoder layer whose sequences are split over ranks: this rank's tokens of it.
+    """One call of a decoder layer, on this rank's tokens of sequences that are split over ranks.
 
     Attributes:
         plan: the chunks of this rank's tokens.

@@ -219,7 +219,7 @@ class GatheredKeys(Keys):
         self.coming = self._start(0)
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """Yield K and V of some heads after the other. The transfer of the next heads runs
+        """Yield K and V, one group of heads after the other. The transfer of the next heads runs
         meanwhile. If all heads fit, they stay in memory for later loops.
 
         Args:

@@ -15,8 +15,8 @@ from streambp.errors import UnsupportedModelError
 
 class SplitAtAttention(ChunkAttention):
     """Replacement of a layer's attention, which cuts the layer's forward in two. The half before
-    attention ends at the attention call. In the half after, the attention call returns a given
-    output.
+    attention ends at the attention call. The attention call in the half after attention returns a
+    given output.
 
     Args:
         o: attention's output [B, H, C, D_v] for the half after attention; None: this is the half

@@ -105,8 +105,9 @@ def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
 
 
 def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
-    """Compute hidden_states and the layer's other outputs, without a graph: the half before
-    attention in chunks, attention over full sequences, and the half after it in chunks.
+    """Compute a decoder layer's outputs for this rank's tokens, without a graph: the part of the
+    layer before attention in chunks, attention over full sequences, and the part behind attention
+    in chunks.
 
     Args:
         call: the call of the layer.

@@ -71,7 +71,7 @@ class Keys:
         self.both = [KeyGroup(slice(None), k, v)]
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
-        """Yield K and V of some heads after the other.
+        """Yield K and V, one group of heads after the other.
 
         Args:
             last: True if this is the last loop. The memory is then freed once the caller drops the
@@ -192,7 +192,8 @@ class Shards:
         return x.transpose(0, 1).flatten(1, 2)
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Check nothing: rank order is sequence order.
+        """Check nothing: under Ulysses, positions in the order of ranks are in the order of the
+        sequence.
 
         Args:
             positions: [1 or B, T] in this order.
