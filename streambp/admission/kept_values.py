@@ -381,8 +381,8 @@ class _Trial:
         self.graph = torch.is_grad_enabled() and bool(wanted) and may_have_graphs(call)
 
     def left(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
-        """Return the stored values that a run added or changed, by path. The values are removed
-        again.
+        """Run the layer, and return the stored values that the run added or changed, by path. The
+        values are removed again.
 
         Args:
             run: `whole`, `at_once` or `in_chunks`.

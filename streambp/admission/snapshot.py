@@ -378,8 +378,8 @@ class Restored:
         return self
 
     def changes(self) -> list[str]:
-        """Return the names of the module's values that differ from those at the start of the
-        test."""
+        """Return the names of the module's attributes and other values that differ from those at
+        the start of the test."""
         return list(self._snapshot.changes())
 
     def rewind(self) -> None:

@@ -30,8 +30,8 @@ class ReplayedChoices(TorchFunctionMode):
     the first run. Later runs use the same choices. [Note: choices]
 
     Attributes:
-        far: squared distance [B, C] for each chunk of the latest run, by chunk start of the
-            router's scores from the first run's, relative to the spread of scores.
+        far: how far router scores of the latest run are from those of the first run: by the chunk's
+            start, the squared distance [B, C] of each token, relative to the spread of scores.
         differing: the number of tokens whose choices differed in the latest run before they were
             replaced.
     """

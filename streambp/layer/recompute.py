@@ -56,7 +56,7 @@ class Autocast(NamedTuple):
         return self.restored(enabled=False)
 
     def restored(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Context manager that restores the captured state.
+        """Context manager that restores autocast's captured state.
 
         Args:
             enabled: False: disable autocast instead.

@@ -213,7 +213,8 @@ class Witness:
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def end(self) -> None:
-        """End the layer's backward: pass the pairs of values to `Witnesses.ask`."""
+        """Pass the pairs of values to `Witnesses.ask`, which compares them. Called at the end of
+        the layer's backward."""
         found, self._found, self._noted = self._found, [], {}
         if found:
             self.witnesses.ask(found)

@@ -235,8 +235,8 @@ class SharedPrefixes:
         padding_unseen: Unseen,
         together: bool = False,
     ) -> tuple[Tree | str, bool]:
-        """Return the packed row for a call, or the reason against it as text; and True if calls of
-        this form may be tested. Nothing is computed.
+        """Return two values: the packed row for a call, or the reason against it as text; True if
+        the backbone may be tested with calls of this form. The backbone does not run.
 
         An exception becomes a reason: no user has asked for the search, so it must not end a step.
         """

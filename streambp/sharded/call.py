@@ -225,7 +225,7 @@ def _unread_in_halves(
     x = x.clone().requires_grad_()
 
     def before() -> list[Tensor]:
-        """Run the half before attention and return q, k and v."""
+        """Run the layer's forward up to its attention, and return q, k and v."""
         point = SplitAtAttention()
         with random.replayed():
             call.run(x, chunk, point)
@@ -238,18 +238,20 @@ def _unread_in_halves(
     o = torch.randn_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).requires_grad_()  # [B, H, C, D_v]
 
     def after() -> list[Tensor]:
-        """Run the half after attention and return hidden_states and the layer's other outputs."""
+        """Run the layer's forward with `o` as attention's output, and return hidden_states and the
+        layer's other outputs."""
         with random.replayed():
             output = call.run(x, chunk, SplitAtAttention(o))
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
     def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
-        """Return those of the Linears that a half can skip with the same outputs, or the same
-        gradients."""
+        """Return those of the Linears whose outputs one half of the layer does not need: its
+        results stay the same without them."""
 
         def given(names: Labels) -> list[Any]:
-            """Return the half's outputs, or its gradients, without these Linears' outputs."""
+            """Run one half of the layer while these Linears return NaN, and return its outputs or
+            its gradients."""
             if not differentiated:
                 with torch.no_grad(), left_out(linears, names):
                     return run()
@@ -258,7 +260,7 @@ def _unread_in_halves(
                 return gradients_of(run(), [x, o, *call.site.layer.parameters()])
 
         def same(results: list[Any]) -> bool:
-            """True if these results equal those with all Linears."""
+            """True if these outputs or gradients equal those with all Linears."""
             if differentiated:
                 return same_gradients(call, results, expected)
             return all(map(torch.equal, results, expected))

@@ -130,8 +130,8 @@ class GatheredShards(Shards):
         Padding may have any positions.
 
         Raises:
-            StreamBPError: the positions do not increase like this, so the shards have another order
-                than the assumed one; on every rank alike.
+            StreamBPError: the positions do not increase like this, so the ranks hold the sequence
+                in another order than assumed. All ranks raise.
         """
         fits = (positions.diff() == 1) | (positions[:, 1:] == 0)  # [1 or B, T - 1]
         if padding is not None:
