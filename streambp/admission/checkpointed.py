@@ -207,7 +207,8 @@ class Repeatable:
         return result
 
     def _see(self, given: Any, result: Any, again: bool) -> None:
-        """Record the layer's result in forward; compare it in the recomputation. [Note: witness]
+        """Record the layer's output in forward, and compare the output of the recomputation with
+        the record. [Note: witness]
 
         Args:
             given: the layer's arguments.

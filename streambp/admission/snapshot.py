@@ -362,7 +362,8 @@ class Restored:
     """Context manager that restores the Python state of a module and its code at the end of a test.
     [Note: a trial leaves nothing]
 
-    The object also compares the states after several runs of the module.
+    Between two runs of the module, the methods restore the state, or compare it with that of an
+    earlier run.
     """
 
     def __init__(self, module: nn.Module) -> None:

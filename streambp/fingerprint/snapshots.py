@@ -240,14 +240,20 @@ class ModuleSnapshot:
                     (values.tables if isinstance(inner, dict) else values.lists).append(inner)
 
     def _count_versions(self, key: Key, tensor: Tensor) -> None:
-        """Add a tensor [...] to those whose version counters are compared."""
+        """Add a tensor [...] to `tensors`, whose version counters are compared with later ones."""
         self._held.append(tensor)
         if not tensor.is_inference():
             self.tensors.append(tensor)
             self.keys.append(key)
 
     def _add(self, key: Key, found: Iterable[ObservedValue], kinds: list[Any]) -> None:
-        """Add the parts of a value to `exact`, and their coarser description to `kinds`."""
+        """Add the comparable parts of one attribute, parameter or buffer to the snapshot.
+
+        Args:
+            key: (module name, attribute name).
+            found: the parts.
+            kinds: the list that receives their description for `kind`.
+        """
         for leaf in found:
             self.exact[(*key, leaf.name)] = leaf.exact
             kinds.append((*key, leaf.name, leaf.kind))

@@ -179,10 +179,12 @@ def put(whole: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOu
 
 
 def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> None:
-    """Write a layer's outputs beside its hidden states to where callers read them: recorded tensors
-    to transformers' output collector, tensors of dict arguments to the caller's dicts.
+    """Write a layer's outputs beside its hidden states to where callers read them. Tensors recorded
+    by hooks go to transformers' output collector, and tensors of dict arguments to the caller's
+    dicts.
 
-    Further return values are left out: `LayerCall.wrap` returns them.
+    Values that the layer returns behind its hidden states are left out: `LayerCall.wrap` returns
+    them.
 
     Args:
         extras: recorded tensors [B, T, ...], which the collector gets as [B * T, ...] if `flat`,
@@ -253,8 +255,8 @@ class LayerParts:
 
     @classmethod
     def of_site(cls, site: LayerSite) -> LayerParts:
-        """Return these facts about the layer of `site`, cached until a module or hook of the layer
-        changes.
+        """Return the `LayerParts` of a decoder layer, cached until a module or hook inside the
+        layer changes.
 
         Args:
             site: the settings and test results of one decoder layer.
@@ -569,7 +571,8 @@ class LayerCall:
 
         Args:
             hidden_states: [..., B, T, h].
-            extras: the outputs beside hidden_states; only further return values are used.
+            extras: the outputs beside hidden_states. Recorded tensors and tensors of dict arguments
+                among them are ignored.
         """
         rest = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
         hidden_states = self.arguments.as_given(hidden_states)

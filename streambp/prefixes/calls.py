@@ -370,9 +370,10 @@ def _apart(sites: list[LayerSite]) -> int:
 
 
 def _a_chunk(sites: list[LayerSite]) -> float:
-    """Return the cost of an additional chunk, in tokens, averaged over the layers.
+    """Return the time that one more chunk costs, as a number of tokens with the same time, averaged
+    over the layers.
 
-    A packed row needs additional chunks in layers with states only.
+    Only layers with recurrent states need more chunks for a packed row: where rows branch.
     """
     return A_CHUNK * sum(site.kind.states.carries for site in sites) / max(len(sites), 1)
 

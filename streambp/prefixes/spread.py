@@ -66,7 +66,7 @@ class Behind(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return a new tensor [N + 1, h]."""
+        """Return x [N, h] with a copy of its first row behind, [N + 1, h]."""
         return torch.cat([x, x[:1]])
 
     @staticmethod

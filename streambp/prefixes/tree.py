@@ -124,8 +124,8 @@ class Tree:
 
     @functools.cached_property
     def forks(self) -> Forks:
-        """Return for each segment, as (start, continued), its first index in the packed row, and
-        the index behind the token that precedes it in its batch row."""
+        """Return (start, continued) for each segment: its first index in the packed row, and the
+        index behind the preceding token of the same batch row."""
         found: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.before[-1].stop if segment.before else 0

@@ -304,7 +304,8 @@ def _raw(
     softplus: bool,
     dt: Tensor,
 ) -> Tensor:
-    """Return the step dt [D] of the tokens that write the start state, before bias and softplus.
+    """Return the step dt [D] for the additional tokens of `SelectiveScan` that write the start
+    state, before bias and softplus are applied.
 
     Large values of A reduce the step, so that a written value decays by at most exp(-DECAY) until
     the chunk begins. A stronger decay could not be undone without overflow.
@@ -335,7 +336,8 @@ def _written(
     dtype: torch.dtype,
     parts: int,
 ) -> Tensor:
-    """Return the inputs u [B, D, parts * N] of the tokens that write the state `start` [B, D, N].
+    """Return the inputs u [B, D, parts * N] for the additional tokens of `SelectiveScan` that write
+    the state `start` [B, D, N].
 
     Args:
         start: the start state.

@@ -194,8 +194,8 @@ def _by_segment(
 
 
 def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
-    """Return the segment's rows and tokens of an argument x [1 or rows, tokens, ...]; x itself if
-    its shape is another."""
+    """Return the rows and tokens of one document from a chunk's argument x [1 or rows, tokens,
+    ...]; x itself if its shape is another."""
     if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
         return x
     return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
@@ -209,8 +209,9 @@ def _picked(x: Tensor, picked: tuple[int, ...], rows: int) -> Tensor:
 
 
 def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
-    """Return the outputs of a chunk's segments, [segment's rows, segment's tokens, ...], joined to
-    [rows, C, ...]; None if one of them has another shape."""
+    """Join a module's outputs for each document in a chunk, [rows of the document, its tokens,
+    ...], to the chunk's output [rows, C, ...]. Return None if one of the outputs has another
+    shape."""
     for segment, part in zip(segments, parts, strict=True):
         if not isinstance(part, Tensor) or part.shape[:2] != (
             len(segment.rows),

@@ -95,8 +95,9 @@ class ShardedKept(SavedForBackward):
         return order
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
-        """Return (name, chunk index) of what recomputing one half of a chunk reads: the layer's
-        input, and the saved outputs of the half's Linears."""
+        """Return (name, chunk index) of the saved tensors for recomputing one half of the layer
+        (before or after attention) on a chunk: the layer's input, and saved outputs of the half's
+        Linears."""
         reads = [("x", index)]
         for name in self.products.keys:
             if linear_of(name) in linears and self.store.has(name, index):
@@ -246,8 +247,8 @@ def _unread_in_halves(
         return [output.hidden_states, *output.extras.values()]
 
     def kept(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
-        """Return those of the Linears whose outputs one half of the layer does not need: its
-        results stay the same without them."""
+        """Return those of the Linears whose outputs one half of the layer does not need. The half's
+        results are the same without these outputs."""
 
         def given(names: Labels) -> list[Any]:
             """Run one half of the layer while these Linears return NaN, and return its outputs or

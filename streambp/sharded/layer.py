@@ -29,8 +29,8 @@ done twice: the first norm, and the operations on q and k. hidden_states reach t
 through both halves, so dx has two parts. A parameter's gradient may have two parts as well.
 
 A rank's exchanges must equal those of other ranks. The exchanges follow from the model and from
-settings that `gather_shards` compared between all ranks. They never depend on the free memory of
-this rank's host or on its number of chunks.
+settings that `gather_shards` compared between all ranks, never on the free memory of this rank's
+host or on its number of chunks.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ def _part(chunk: Chunk) -> tuple[slice, slice, slice]:
 
 
 def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
-    """Compute a decoder layer's outputs for this rank's tokens, without a graph: the part of the
-    layer before attention in chunks, attention over full sequences, and the part behind attention
-    in chunks.
+    """Compute a decoder layer's outputs for this rank's tokens, without a graph. The parts of the
+    layer before and behind attention run in chunks, and attention runs over full sequences.
 
     Args:
         call: the call of the layer.
@@ -170,8 +169,8 @@ def _forward(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
 
 
 def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
-    """Run the half before attention in chunks, without a graph. Return q [B, H, T / P, D], k and v
-    [B, H_kv, T / P, D] of this rank's tokens.
+    """Run the layer's half before attention in chunks, without a graph. Return q [B, H, T / P, D],
+    k and v [B, H_kv, T / P, D] of this rank's tokens.
 
     Args:
         call: the call of the layer.
@@ -201,8 +200,8 @@ def _see_projected(see: See | None, found: AttentionCall) -> None:
 def _collect(
     call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int
 ) -> AttentionCall:
-    """Run one chunk of the half before attention, and copy its q, k and v into tensors of all this
-    rank's tokens. Return the arguments of the attention call.
+    """Run one chunk of the layer up to its attention, and copy its q, k and v into tensors of all
+    this rank's tokens. Return the arguments of the attention call.
 
     Args:
         call: the call of the layer.
@@ -403,8 +402,8 @@ def _add(
     upstream: list[Tensor],
     extra: Tensor | None = None,
 ) -> Tensor | None:
-    """Differentiate one half of a chunk and add the gradients to `work`. Return the gradient of
-    `extra`.
+    """Differentiate one half of the layer (before or after attention) on one chunk, and add the
+    gradients to `work`. Return the gradient of `extra`.
 
     Args:
         call: the call of the layer.
