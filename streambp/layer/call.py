@@ -471,8 +471,8 @@ class LayerCall:
                 layer.
 
         Returns:
-            A callback (name, tensor) for values that go into saved tensors, for the last chunk.
-            None for other chunks, and if the comparison is disabled.
+            For the last chunk, a callback (name, tensor) for the inputs of saved tensors, such as
+            q, k and v. None for other chunks, and if the comparison is disabled.
         """
         witness = self.backward.witness
         if witness is None:

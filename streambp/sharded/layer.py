@@ -234,8 +234,8 @@ def _collect(
 
 
 def _attend(call: ShardedCall, q: Tensor, keys: Keys, last: bool) -> tuple[Tensor, Tensor]:
-    """Return attention's output o [B, H', n, D_v] and logsumexp lse [B, H', n] for queries q [B,
-    H', n, D] of this rank. Saved outputs are read instead of being computed.
+    """Return attention's output o [B, H', n, D_v] and logsumexp lse [B, H', n] for the H' heads and
+    n queries q [B, H', n, D] of this rank. Saved outputs are read instead of being computed.
 
     Args:
         call: the call of the layer.
@@ -357,8 +357,8 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor, Keys]:
 
 
 def _differentiate_after(call: ShardedCall, work: BackwardPass, o: Tensor) -> None:
-    """Recompute and differentiate the half after attention, chunk by chunk. The gradient of
-    attention's output overwrites o [B, H, T / P, D_v].
+    """Recompute and differentiate the layer's second half, behind its attention, chunk by chunk.
+    The gradient of attention's output overwrites o [B, H, T / P, D_v].
 
     Args:
         call: the call of the layer.
@@ -480,7 +480,7 @@ def _differentiate_attention(
 
 
 def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list[Tensor]) -> None:
-    """Recompute and differentiate the half before attention, chunk by chunk.
+    """Recompute and differentiate the layer's first half, up to its attention, chunk by chunk.
 
     Args:
         call: the call of the layer.
