@@ -66,21 +66,23 @@ def stream_layer(
     strategy: Strategy = IN_CHUNKS,
     forks: Forks = (),
 ) -> Any:
-    """Compute the layer's forward in chunks of the sequence and return its result.
+    """Compute a decoder layer's forward in chunks of the sequence, and return its result.
+
+    The first call of each kind tests on random tokens if chunks compute the same. If not, such
+    calls run unchunked, under torch's checkpoint.
 
     Args:
-        site: a decoder layer in which only attention through transformers' interface mixes tokens.
-            The first call of each kind tests this; if the test fails, such calls run unchunked and
-            checkpointed.
+        site: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: documents of packed rows, from position_ids, for layers that do not get them as
             arguments. [Note: segments]
-        strategy: how to compute the call; default: chunk by chunk.
-        forks: positions at which states continue from an earlier position, in a tree of rows.
+        strategy: functions that compute the call; default: chunk by chunk.
+        forks: positions at which recurrent states continue from an earlier position, in a packed
+            row whose documents share a prefix.
 
     Raises:
-        UnsupportedModelError, UnsupportedMaskError, StreamBPError: the call has no exact
-            computation; nothing was changed.
+        UnsupportedModelError, UnsupportedMaskError, StreamBPError: the call cannot be computed
+            exactly; nothing was changed.
     """
     call = admit(site, args, kwargs, rows, strategy, forks)
     if isinstance(call, CallReport):
@@ -111,7 +113,15 @@ def admit(
     strategy: Strategy,
     forks: Forks = (),
 ) -> LayerCall | CallReport:
-    """Return the call that streams, or a report with the reason to run the layer unchunked.
+    """Decide how a call of a decoder layer runs. Return a `LayerCall` to run it in chunks, or a
+    report with the reason to run it unchunked.
+
+    Args:
+        site: the decoder layer, with its settings and test results.
+        args, kwargs: the arguments of the layer's forward.
+        rows: as in `stream_layer`.
+        strategy: as in `stream_layer`.
+        forks: as in `stream_layer`.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: neither is exact.
@@ -186,7 +196,11 @@ def admit(
 
 def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
     """True if third-party code that may store values runs inside the layer. The answer is cached
-    until a snapshot of the layer differs.
+    until a module, hook or attribute of the layer changes.
+
+    Args:
+        site: the decoder layer.
+        look: snapshot of its modules, hooks and attributes.
     """
     if hooked_everywhere():  # such hooks may change without a new snapshot
         return True
@@ -194,7 +208,12 @@ def _runs_third_party(site: LayerSite, look: LayerSnapshot) -> bool:
 
 
 def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
-    """Raise if the states of a layer cannot be kept apart by document. [Note: segments]
+    """Raise if a layer would carry recurrent states from one packed document to the next.
+    [Note: segments]
+
+    Args:
+        site: the decoder layer.
+        rows: the documents that position_ids mark.
 
     Raises:
         UnsupportedModelError: no module inside the layer can be called for one document.
@@ -211,8 +230,11 @@ def _refuse_inseparable_documents(site: LayerSite, rows: PackedRows) -> None:
 
 
 def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Test the layer on a few random tokens. Return the exception of the test run (None: no
-    exception), and the decision whether the call streams.
+    """Test the layer on a few random tokens, on its device and without autocast or collectives.
+
+    Returns:
+        The exception of the search for in-place writes (None: no exception), and the decision
+        whether the call runs in chunks.
     """
     site = call.site
     if call.look.hooks.ids and has_data(call.hidden_states):
@@ -233,9 +255,12 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Run the tests of a call: for stored values, for in-place writes, and for equal results of
-    chunks. Return the exception of the test for writes (None: no exception), and the decision
-    whether the call streams.
+    """Run the tests of a layer: for stored values, for in-place writes, and for equal results of
+    chunks.
+
+    Returns:
+        The exception of the test for writes (None: no exception), and the decision whether the call
+        runs in chunks.
     """
     because = why_untestable(call)
     if because is not None:
@@ -257,7 +282,13 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _streamed(call: LayerCall, strategy: Strategy) -> Any:
-    """Run the admitted call and return its result, with a graph if gradients are required."""
+    """Run a call of a decoder layer in chunks and return its result, with a graph if gradients are
+    required.
+
+    Args:
+        call: the call of the layer.
+        strategy: functions that compute the call.
+    """
     site = call.site
     hidden_states = call.hidden_states
     parameters = call.backward.parameters
@@ -302,7 +333,8 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
 
 
 def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | None:
-    """Return why a layer with states cannot be chunked with these documents; None if it can."""
+    """Return why a layer with recurrent states cannot run in chunks with the packed documents among
+    its arguments, as text for `describe`; None if it can."""
     documents = arguments.documents
     if documents is None:
         return None
@@ -326,8 +358,13 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
 
 
 def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) -> None:
-    """Pass the documents that position_ids mark to attention's mask and to kernels that accept
-    them.
+    """Pass the documents that position_ids mark to the attention mask, and to state kernels that
+    accept document boundaries.
+
+    Args:
+        site: the decoder layer.
+        rows: the documents.
+        arguments: the layer's arguments, which are changed.
     """
     mask = attention_mask_of(arguments.named)
     if isinstance(mask, LazyMask):
@@ -339,7 +376,7 @@ def _tell_of_documents(site: LayerSite, rows: PackedRows, arguments: Arguments) 
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:
-    """Raise if a module inside the layer is an FSDP unit of its own."""
+    """Raise if `fully_shard` was applied to a module inside the decoder layer."""
     for name, module in layer.named_modules():
         if module is not layer and is_fsdp_unit(module):
             raise UnsupportedModelError(

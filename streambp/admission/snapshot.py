@@ -95,11 +95,11 @@ OUTSIDE = 64  # largest number of modules in an outside tree that is followed
 
 
 class Change(NamedTuple):
-    """A changed value.
+    """A value that changed during a test of a layer.
 
     Attributes:
         value: the new value.
-        came_into: name of the dict in which the value is a new entry; empty: none.
+        came_into: name of the dict in which the value is a new entry; empty: it is none.
     """
 
     value: Any
@@ -135,7 +135,7 @@ class Snapshot:
             self._follow(*self._waiting.popleft())
 
     def changes(self) -> dict[str, Change]:
-        """Return the values that have changed, by name."""
+        """Return the values that have changed since the snapshot, by name."""
         found: dict[str, Change] = {}
         for name, holder, kept, kind, structure in self._tables:
             now = {} if structure else kind.read(holder)
@@ -178,7 +178,7 @@ class Snapshot:
             put_back(values)
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
-        """Queue values that have not been visited yet."""
+        """Add the named values to the queue, without those already visited."""
         for name, value in found:
             if type(value) not in ATOMS and id(value) not in self._seen:
                 self._seen[id(value)] = value
@@ -188,7 +188,7 @@ class Snapshot:
         """Save the content of a container, and return it.
 
         Args:
-            name: the container's name in reports.
+            name: the container's name in messages.
             holder: the container.
             kind: functions that read and refill the container.
             structure: True if the container holds a module's hooks.
@@ -198,7 +198,14 @@ class Snapshot:
         return kept
 
     def _read_module(self, path: str, module: nn.Module, inside: bool) -> None:
-        """Save a module's attributes and tables, and queue the values in them."""
+        """Save a module's attributes, parameter dicts and hook dicts, and queue the values in them.
+
+        Args:
+            path: the module's name in messages.
+            module: the module.
+            inside: True for the module of the snapshot and its submodules; False for modules that
+                they refer to.
+        """
         own = self._note(path, module.__dict__, OWN)
         self._note(f"{path}.__class__", module, TYPE)
         for name, value in own.items():
@@ -245,7 +252,7 @@ class Snapshot:
             )
 
     def _follow(self, name: str, value: Any) -> None:
-        """Save one value, or queue its parts."""
+        """Save one value of any type, or queue its parts."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._copy(name, value)
@@ -283,7 +290,8 @@ class Snapshot:
             self._follow_object(name, value)
 
     def _follow_object(self, name: str, value: Any) -> None:
-        """Save a container's or object's content, and queue the values in it."""
+        """Save the content of a container or the attributes of an object, and queue the values in
+        it."""
         for known, kind in CONTAINERS:
             if isinstance(value, known):
                 parts = self._note(name, value, kind)
@@ -320,7 +328,8 @@ class Snapshot:
         self._wait([(name, function.__wrapped__)])
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
-        """Save a function's closure, attributes and named globals, and queue the values in them."""
+        """Save a function's closure, attributes, and the globals that its code names, and queue the
+        values in them."""
         for variable, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
@@ -354,7 +363,8 @@ class Snapshot:
                         self._wait([("os.environ", os.environ)])
 
     def _copy(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor's values [...], or list the tensor as large."""
+        """Copy a tensor's values [...], or add the tensor to `large` if the copies would exceed
+        `SMALL` elements."""
         if not can_be_copied(tensor):
             return
         if tensor.numel() > self._room:
@@ -365,7 +375,7 @@ class Snapshot:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Generate the globals and attributes that a function's code and its inner functions name."""
+    """Yield the globals and attributes that a function's code and its inner functions name."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -385,9 +395,11 @@ def is_foreign(known: Any) -> bool:
 
 
 class Restored:
-    """Context manager that afterwards restores the state of a module and its code.
-
+    """Context manager that restores the Python state of a module and its code at the end of a test.
     [Note: a trial leaves nothing]
+
+    Between two runs of the module, the methods restore the state, or compare it with that of an
+    earlier run.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -403,23 +415,23 @@ class Restored:
         return self
 
     def changes(self) -> list[str]:
-        """Return the names of the values that differ from the beginning."""
+        """Return the names of the module's attributes and other values that differ from those at
+        the start of the test."""
         return list(self._snapshot.changes())
 
     def rewind(self) -> None:
-        """Restore the state of the first run, for the next run."""
+        """Restore the module's values at the start of the test, for the next run."""
         self._snapshot.restore(structure=False)
 
     def end_run(self) -> None:
-        """Save the changes at the end of a run."""
+        """Record the values that the module has changed in its first run, for `set_once` and
+        `set_otherwise`."""
         self._first = self._snapshot.changes()
         self._after = Snapshot(self.module) if self._first else None
 
     def set_once(self) -> list[str]:
-        """Return the names of the values that this run set and no later run changed.
-
-        Modules may have initialised themselves by such values.
-        """
+        """Return the names of the values that the first run changed and later runs did not. The
+        module may have initialized itself by them."""
         if self._after is None:
             return []
         later = self._after.changes()
@@ -428,9 +440,8 @@ class Restored:
         return [name for name in found if not _touched(name, later)]
 
     def set_otherwise(self) -> list[str]:
-        """Return the names that this run and a run on other tokens, after a `rewind`, set
-        differently.
-        """
+        """Return the names of the values that the first run set, and that a run on other tokens
+        after `rewind` has set to something else."""
         now = self._snapshot.changes()
         return [
             name
@@ -475,5 +486,5 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _touched(name: str, changed: Iterable[str]) -> bool:
-    """True if a value of that name, or a value inside it, has changed."""
+    """True if the value of this name, or a value inside it, is among the changed names."""
     return any(other == name or other.startswith((f"{name}.", f"{name}[")) for other in changed)

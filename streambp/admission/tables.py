@@ -21,14 +21,15 @@ OURS = (PATCH, WRAPPERS, REDUCES)  # attributes that `patch` sets on modules
 
 
 class Kind(NamedTuple):
-    """Functions that read and refill one kind of table.
+    """Functions that read and refill one type of container: a dict, a list, a closure's cell.
 
     Attributes:
-        read: returns the content.
-        refill: restores the content.
-        named: names an entry from the table's name and its key; None: the table's name alone.
-        grows: new entries may be records, as in a dict.
-        names_alone: compare names only, because trials change and restore the values themselves.
+        read: returns the content as a dict.
+        refill: restores this content.
+        named: returns an entry's name from the container's name and the key; None: entries have no
+            names.
+        grows: True if new entries may be mere records, as in a dict.
+        names_alone: True if only keys are compared, because tests replace and restore the values.
     """
 
     read: Callable[[Any], dict[Any, Any]]
@@ -43,7 +44,7 @@ class Table(NamedTuple):
     saved content.
 
     Attributes:
-        name: the container's name in reports.
+        name: the container's name in messages.
         holder: the container.
         kept: the saved content.
         kind: functions that read and refill the container.
@@ -183,12 +184,12 @@ def _refill_slots(holder: Any, kept: dict[str, Any]) -> None:
 
 
 def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
-    """Return the globals of these names."""
+    """Return those of the named globals that exist in the dict `holder`."""
     return {name: holder[name] for name in names if name in holder}
 
 
 def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Restore the globals of these names, and remove new ones."""
+    """Restore the named globals in the dict `holder`, and remove those that are new."""
     for name in names:
         if name in kept:
             holder[name] = kept[name]
@@ -197,12 +198,12 @@ def refill_globals(names: tuple[str, ...], holder: dict[str, Any], kept: dict[st
 
 
 def dotted(name: str, key: Any) -> str:
-    """Return an attribute's name: a.b."""
+    """Return the name of an attribute for messages, such as a.b."""
     return f"{name}.{key}" if name else str(key)
 
 
 def bracketed(name: str, key: Any) -> str:
-    """Return an entry's name: a['b']."""
+    """Return the name of a container's entry for messages, such as a['b']."""
     return f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]"
 
 
@@ -229,7 +230,7 @@ CONTAINERS: tuple[tuple[type, Kind], ...] = (
 
 
 def same_entries(kept: dict[Any, Any], now: dict[Any, Any]) -> bool:
-    """True if both have the same keys, in the same order, with identical objects."""
+    """True if two dicts have the same keys in the same order, with identical objects."""
     if len(kept) != len(now):
         return False
     return all(map(operator.is_, kept, now)) and all(map(operator.is_, kept.values(), now.values()))

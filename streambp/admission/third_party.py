@@ -67,13 +67,14 @@ from streambp.tensors import tensors_in
 
 
 def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
-    """Raise if an attention function or mask function is not transformers' own.
+    """Raise if the attention function or mask function of one of these modules is not transformers'
+    own.
 
     Args:
-        attentions: one module of each distinct class and config is enough.
+        attentions: attention modules; one of each class and config is enough.
 
     Raises:
-        UnsupportedModelError: a third-party function computes their attention or makes their masks.
+        UnsupportedModelError: a third-party function computes attention or makes masks.
     """
     for module in attentions:
         implementation = own_implementation(module.config)  # type: ignore[arg-type]
@@ -93,7 +94,8 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
 
 
 def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return one module of each class and config that attends through transformers' interface."""
+    """Return the modules in these layers that call transformers' attention functions, one of each
+    class and config."""
     found: dict[tuple[int, type], nn.Module] = {}
     for layer in layers:
         for module in layer.modules():
@@ -106,10 +108,12 @@ def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
-    """Describe the third-party function behind an attention implementation, as the start of a
-    sentence.
+    """Return a text that names the third-party function behind an attention implementation, as the
+    start of a sentence. None if every function is transformers' own.
 
-    Return None if every function is transformers' own.
+    Args:
+        module: the attention module.
+        implementation: the config's `_attn_implementation`.
     """
     forward = written(type(module).forward)
     names = forward.__globals__
@@ -130,7 +134,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
 
 
 def _remembered(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache the results of `ask`, except for arguments without a hash (a callable dataclass)."""
+    """Return `ask` with a cache of its results, except for arguments that cannot be hashed."""
     kept = functools.lru_cache(ask)
 
     @functools.wraps(ask)
@@ -148,7 +152,8 @@ _inside = _remembered(undecorated)
 
 @functools.lru_cache
 def _eager_names(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the eager functions that an attention's forward can fall back to."""
+    """Return the names of the eager attention functions in the code of an attention module's
+    forward."""
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 
@@ -162,14 +167,15 @@ def _why_foreign(
     inner: Any,
     mask: Any,
 ) -> str | None:
-    """Compute `foreign_function` for these functions, which are the same in each call of a model.
+    """Return the text of `foreign_function` for this attention function and mask function. The
+    result is cached, because the functions are the same in each call of a model.
 
     Args:
         kind: the attention module's class.
-        home: the module that defines the class.
+        home: the Python module that defines the class.
         implementation: the name of the attention implementation.
         function: the attention function.
-        registered: the function is in transformers' table.
+        registered: True if the function is in transformers' ALL_ATTENTION_FUNCTIONS.
         inner: a third-party function that `function` calls; None: none.
         mask: the mask function.
     """
@@ -204,7 +210,7 @@ def _why_foreign(
 
 
 def _is_softmax(function: Callable[..., Any], implementation: str | None) -> bool:
-    """True if a registered attention function is known to compute softmax attention."""
+    """True if this function of ALL_ATTENTION_FUNCTIONS is known to compute softmax attention."""
     if isinstance(function, functools.partial):
         return False  # transformers registers no partial: its arguments would change the result
     home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")
@@ -219,11 +225,11 @@ NAMED_AT_MOST = 3  # hooks in a message
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) -> list[str]:
-    """Return the names of the third-party modules and instance forwards in a layer.
+    """Return the names of third-party code inside a layer: modules, and forwards set on modules.
 
     Args:
-        layer: the layer.
-        previous: the layer's own instance forward.
+        layer: the decoder layer.
+        previous: the forward that was set on the layer itself before `patch`; None: there was none.
     """
     found = [] if previous is None or _harmless(previous) else [full_name(previous)]
     for module in layer.modules():
@@ -243,12 +249,18 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
 
 
 def _harmless(forward: Any) -> bool:
-    """True if the forward comes from a library whose modules treat tokens alike."""
+    """True if the forward is from a library (torch, transformers, peft and others) whose modules
+    compute every token alike."""
     return package_of(forward) in MODULES_ARE_HARMLESS
 
 
 def refuse_opacus(where: str) -> NoReturn:
-    """Raise UnsupportedModelError: opacus' hooks would get chunks and batch gradients."""
+    """Raise UnsupportedModelError for hooks of opacus, which compute per-sample gradients and would
+    get those of chunks.
+
+    Args:
+        where: the class with the hooks, for the message.
+    """
     raise UnsupportedModelError(
         f"{where} has hooks of opacus, which compute the gradient of each sample from one forward "
         "and one backward of a module. A streamed layer calls the module once per chunk, so the "
@@ -258,11 +270,9 @@ def refuse_opacus(where: str) -> NoReturn:
 
 
 def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
-    """Return third-party hooks on inner modules, and torch's global ones, with the modules of each.
-
-    Hooks of libraries that treat tokens alike and store nothing are left out. [Note: who sees the
-    rows]
-    """
+    """Return the third-party hooks on modules inside `module` and those registered for all modules:
+    by the hook's name, the modules it is registered on. Hooks of libraries that treat all tokens
+    alike and store nothing are left out."""
     found: dict[str, list[str]] = {}
     everywhere = vars(torch.nn.modules.module)
     tables = [("all modules", everywhere[name]) for name in GLOBAL_HOOKS]
@@ -278,9 +288,8 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
 
 
 def named_hooks(found: dict[str, list[str]]) -> str:
-    """Describe the result of `hooks_of_others`: count (probe.py:12) on layers.0.mlp and 11 other
-    modules.
-    """
+    """Return the result of `hooks_of_others` as text: "count (probe.py:12) on layers.0.mlp and 11
+    other modules"."""
     told = []
     for hook, paths in list(found.items())[:NAMED_AT_MOST]:
         others = len(set(paths)) - 1
@@ -294,10 +303,9 @@ def named_hooks(found: dict[str, list[str]]) -> str:
 
 
 def why_rows(module: nn.Module) -> str | None:
-    """Return why a backbone's inside needs the batch's own rows; None if a packed row will do.
-
-    [Note: who sees the rows]
-    """
+    """Return why the modules inside a backbone must get the batch's own rows, as text for
+    `describe`. None if the rows may be replaced by a packed row, which third-party code would
+    notice."""
     hooks = hooks_of_others(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"
@@ -321,11 +329,15 @@ def why_rows(module: nn.Module) -> str | None:
 
 
 def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
-    """True if third-party code between backbone and loss may read values at padding positions.
+    """True if third-party code between backbone and loss may read values at padding positions: a
+    hook, a head, the model's forward or a loss function.
 
-    Such code is a hook, a head, the model's forward or a loss. `why_rows` covers the inside of the
-    backbones. Code around the model's call (its hooks, a forward outside of streambp's) gets the
-    caller's values and does not count.
+    Hooks on the model itself do not count, because they get the caller's values. `why_rows` covers
+    the inside of backbones.
+
+    Args:
+        model: the causal language model.
+        backbones: the models inside it that run the decoder layers.
     """
     home = {base.__module__ for backbone in backbones for base in type(backbone).__mro__}
     of_model = list(
@@ -358,20 +370,20 @@ def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
 
 
 def _is_known(function: Any, home: set[str]) -> bool:
-    """True if a function or class is from one of these modules or from a library that treats tokens
-    alike.
-    """
+    """True if a function or class is defined in one of the Python modules `home`, or in a library
+    that treats all tokens alike."""
     found = function.__module__ if isinstance(function, type) else home_of(_innermost(function))
     return found in home or found.partition(".")[0] in MODULES_ARE_HARMLESS
 
 
 @contextlib.contextmanager
 def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[list[str]]:
-    """Context manager that yields the names of third-party hooks that modify values, or may.
+    """Context manager that yields a list of third-party hooks, by name, that modify values. A hook
+    is added when it modifies a value, or at once if a branch of its code could do so.
 
     Args:
-        layer: the layer; hooks on its inner modules and global hooks are checked.
-        names: names of the hook tables: hooks on values, or `BACKWARD_HOOKS`.
+        layer: the layer; hooks on its inner modules and hooks for all modules are watched.
+        names: names of the hook dicts: of forward hooks, or `BACKWARD_HOOKS`.
     """
     changing: list[str] = []
     everywhere = vars(torch.nn.modules.module)
@@ -395,7 +407,8 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
 
 
 def may_edit_gradients(layer: nn.Module) -> bool:
-    """True if the source of a third-party backward hook inside a layer returns a value."""
+    """True if a third-party backward hook inside the layer may return another gradient, by its
+    code."""
     hooks = (
         h
         for m in layer.modules()
@@ -412,7 +425,8 @@ def may_edit_gradients(layer: nn.Module) -> bool:
 
 
 def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a hook and add its name to `changing` if it modified or returned a value."""
+    """Run a hook, return its result, and add its name to `changing` if it modified or returned a
+    value."""
     tensors = tensors_in((args[1:], kwargs), Tensor)
     # version counters miss writes through `.data` or NumPy
     before = [x.detach().clone() for x in tensors]
@@ -429,7 +443,8 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
 
 
 def _may_change(hook: Callable[..., Any]) -> bool:
-    """True if the hook's source has branches, and returns a value or assigns to items."""
+    """True if the hook's code has branches, and returns a value or assigns to items: a test may
+    miss what it modifies."""
     code = getattr(_innermost(hook), "__code__", None)
     if code is None:
         return False
@@ -446,7 +461,7 @@ def _may_change(hook: Callable[..., Any]) -> bool:
 
 
 def _gives_back(code: CodeType) -> bool:
-    """True if the code can return anything but None."""
+    """True if the function's code can return anything but None."""
     nothing = False  # the previous instruction loads None
     for step in dis.get_instructions(code):
         if (step.opname == "RETURN_CONST" and step.argval is not None) or (
@@ -458,7 +473,7 @@ def _gives_back(code: CodeType) -> bool:
 
 
 def _innermost(function: Any) -> Any:
-    """Return the function that a partial or a callable object runs."""
+    """Return the plain function that a functools.partial or a callable object calls."""
     while isinstance(function, functools.partial):
         function = function.func
     if hasattr(function, "__code__"):

@@ -18,12 +18,12 @@ ARRAYS = (np.ndarray, array.array, bytearray)  # mutable numbers outside of torc
 
 
 class Values(NamedTuple):
-    """A tensor or array [...] and its saved values.
+    """A tensor or NumPy array [...] and a copy of its values, to restore them.
 
     Attributes:
         name: the name for messages.
         holder: the tensor or array.
-        kept: the saved values.
+        kept: the copied values.
         version: the tensor's version counter; None: it has no counter.
     """
 
@@ -34,16 +34,17 @@ class Values(NamedTuple):
 
 
 def values_of(name: str, tensor: Tensor) -> Values:
-    """Copy a tensor's values [...] and its version counter."""
+    """Return a copy of a tensor's values [...] with its version counter."""
     with _disable_current_modes(), torch.no_grad():
         version = None if tensor.is_inference() else tensor._version
         return Values(name, tensor, tensor.detach().clone(), version)
 
 
 def put_back(values: Values) -> None:
-    """Write values [...] back, and restore the version counter.
+    """Write the copied values [...] back into their tensor or array, and restore the version
+    counter.
 
-    With the old counter the tensor counts as never written to, and graphs that saved it stay valid.
+    Autograd graphs that saved the tensor stay valid with the old counter.
     """
     now, kept = values.holder, values.kept
     if isinstance(now, np.ndarray):
@@ -62,9 +63,7 @@ def put_back(values: Values) -> None:
 
 
 class Writes(TorchDispatchMode):
-    """Dispatch mode that copies tensors before an operation writes to them.
-
-    [Note: a trial leaves nothing]
+    """Torch dispatch mode that copies a tensor's values before an operation writes to it in place.
 
     Attributes:
         before: the copies.
@@ -96,7 +95,8 @@ class Writes(TorchDispatchMode):
 
 
 def written(known: Iterable[Values]) -> list[Values]:
-    """Return the entries whose values differ now. Synchronizes once with each device."""
+    """Return the entries whose tensors or arrays now have other values. Synchronizes once with each
+    device."""
     found: list[Values] = []
     asked: dict[torch.device, list[tuple[Values, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
@@ -122,7 +122,8 @@ def bytes_of(numbers: np.ndarray[Any, Any] | array.array[Any] | bytearray) -> by
 
 
 def can_be_copied(tensor: Tensor) -> bool:
-    """True if a tensor [...] has values that a copy can restore."""
+    """True if a tensor [...] has values that a copy can restore: plain, strided and with memory of
+    its own for each element."""
     plain = (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided

@@ -65,24 +65,22 @@ from streambp.known_names import (
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """True if ZeRO-3 manages a parameter [...], gathered or not."""
+    """True if DeepSpeed's ZeRO-3 partitions this parameter [...], whether it is gathered now or
+    not."""
     return hasattr(parameter, PARTITIONED)
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of a parameter when gathered.
-
-    Between gathers, ZeRO-3 replaces a parameter of shape [V, h], say, by a tensor of 0 elements.
-    """
+    """Return a parameter's full shape, such as [V, h]. Between gathers, ZeRO-3 replaces the
+    parameter's data by a tensor of 0 elements."""
     shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
     return shape
 
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Pass hidden_states as a positional argument that requires a gradient, if ZeRO-3 is active.
-
-    Registered as a forward pre-hook of streamed layers.
-    """
+    """Return the layer's arguments, changed so that hidden_states is positional and requires a
+    gradient. None if ZeRO-3 does not partition the layer. Registered as a forward pre-hook of
+    decoder layers."""
     if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
@@ -101,13 +99,13 @@ FSDP2 = "FSDP2"
 
 
 class Hold(NamedTuple):
-    """How an engine manages a module's parameters.
+    """Flags for the parts of a module's training state that DeepSpeed ZeRO or FSDP2 manages.
 
     Attributes:
-        weights: parameters are on this rank only while a module runs, which makes its forward a
-            collective: ZeRO-3, FSDP2.
-        gradients: the engine's hooks wait for each gradient: ZeRO-1 to -3, FSDP2. DDP's hooks wait
-            for each backward, however its graph was built.
+        weights: True if parameters are on this rank only while a module runs, which makes its
+            forward a collective: ZeRO-3, FSDP2.
+        gradients: True if hooks wait for each parameter's gradient: ZeRO-1 to -3, FSDP2. DDP's
+            hooks wait for each backward, however its graph was built.
     """
 
     weights: bool
@@ -115,10 +113,10 @@ class Hold(NamedTuple):
 
 
 def engine_of(module: nn.Module) -> str | None:
-    """Return the name of the engine that manages a module's parameters or gradients; None: no
-    engine.
+    """Return the name, for messages, of what shards or reduces a module's parameters: "DDP",
+    "FSDP2", "FSDP1" or DeepSpeed's ZeRO; None if nothing does.
 
-    An engine around the module is detected by its marks on parameters. DDP sets none.
+    A wrapper around the module is found by marks on its parameters. DDP sets none.
     """
     modules, parameters = contents_of(module)
     if any(isinstance(inner, DistributedDataParallel) for inner in modules):
@@ -133,7 +131,8 @@ def engine_of(module: nn.Module) -> str | None:
 
 
 def engine_of_parameter(parameter: Tensor) -> str | None:
-    """Return the name of the engine that marked a parameter [...]; None: no engine did."""
+    """Return the name, for messages, of what shards or reduces a parameter [...]: FSDP1, FSDP2 or
+    DeepSpeed's ZeRO; None if nothing has marked it."""
     if is_partitioned(parameter):
         return "DeepSpeed's ZeRO-3"
     if hasattr(parameter, GRADIENT_HOOKED):
@@ -146,12 +145,11 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
 
 
 def reduces_later(parameter: Tensor) -> str | None:
-    """Return the name of what changes a gradient [...] after autograd accumulated it; None: nothing
-    does.
+    """Return the name, for messages, of what reduces a gradient over ranks after autograd has
+    accumulated it [...] and run the parameter's hooks; None if nothing does.
 
-    FSDP2 reduces a gradient before it runs the parameter's hooks. Every other engine reduces after
-    these hooks. DDP, pipelines and split sequences leave no mark on a parameter. An unmarked
-    parameter in a group of several ranks is therefore assumed to be theirs.
+    FSDP2 reduces before these hooks. DDP, pipelines and split sequences leave no mark on a
+    parameter, so one of them is assumed for an unmarked parameter on several ranks.
     """
     name = engine_of_parameter(parameter)
     ranks = 1
@@ -168,10 +166,8 @@ def reduces_later(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return a module with all inner modules, and their parameters; shared ones appear repeatedly.
-
-    Takes a third of the time of `modules()` and `parameters()`.
-    """
+    """Return a module with all inner modules, and their parameters, without removing duplicates.
+    Takes a third of the time of `modules()` and `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
     modules = [module]
     parameters: list[nn.Parameter] = []
@@ -187,7 +183,8 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
 
 
 def held(module: nn.Module) -> Hold:
-    """Return how an engine manages the parameters of a module and its inner modules."""
+    """Return whether ZeRO or FSDP2 manages the weights and gradients of a module and its inner
+    modules."""
     modules, parameters = contents_of(module)
     one_of_each_class = dict(zip(map(type, modules), modules, strict=True))
     weights = any(map(is_fsdp_unit, one_of_each_class.values()))
@@ -200,7 +197,8 @@ def held(module: nn.Module) -> Hold:
 
 
 def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
-    """Return the hook tables of the layer's inner modules that hold engine hooks."""
+    """Return the hook dicts of the modules inside a layer that contain hooks of DeepSpeed, or
+    accelerate's hook that removes masks."""
     tables = []
     for module in layer.modules():
         if module is not layer:
@@ -213,10 +211,8 @@ def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
 
 @contextlib.contextmanager
 def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
-    """Context manager that disables engine hooks on the layer's inner modules.
-
-    These hooks would gather or reduce once for each chunk. The layer's own hooks still run around
-    the layer, and hooks of other code still run once for each chunk.
+    """Context manager that removes hooks of DeepSpeed and accelerate from modules inside a layer.
+    Otherwise these hooks would gather or reduce once for each chunk. Other hooks stay.
 
     Args:
         tables: the result of `engine_hooks`.
@@ -238,7 +234,8 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
-    """Return the hooks that reduce gradients of the layer's leaves. [Note: inner leaves]"""
+    """Return (module, hook) of DeepSpeed's hooks that reduce the gradients of ZeRO-3 leaf modules
+    inside a layer."""
     reductions: list[Reduction] = []
     for module in layer.modules():
         if module is not layer and getattr(module, Z3_LEAF, False):
@@ -249,30 +246,32 @@ def reductions_of(layer: nn.Module) -> list[Reduction]:
 
 
 class EngineReduce(torch.autograd.Function):
-    """Identity whose backward reduces a layer's inner leaves. [Note: inner leaves]
-
-    Autograd accumulates the gradients of parameters before it continues to the graph of an input.
-    """
+    """Autograd Function that returns a layer's input. The Function's backward runs after the
+    layer's backward. It calls DeepSpeed's hooks for the gradients of ZeRO-3 leaf modules inside the
+    layer."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
-        """Return a view of hidden_states [..., B, T, h]."""
+        """Return a view of hidden_states [..., B, T, h].
+
+        Args:
+            hidden_states: the layer's input.
+            reductions: the result of `reductions_of`.
+        """
         ctx.reductions = reductions
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Reduce the inner leaves and return the gradient [..., B, T, h] unchanged."""
+        """Call DeepSpeed's hooks, and return the gradient [..., B, T, h] unchanged."""
         for module, hook in ctx.reductions:
             hook(module, (), ())
         return grad, None
 
 
 class JoinGradients(torch.autograd.Function):
-    """Identity for a layer's input [..., B, T, h] and its parameters [...].
-
-    One node passes on all their gradients, in this order. [Note: order of gradients]
-    """
+    """Autograd Function that returns a layer's input [..., B, T, h] and its parameters [...]. One
+    node passes on all their gradients together, in this order."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -283,9 +282,8 @@ class JoinGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients [...] unchanged, with zeros where the engine waits for a missing
-        gradient.
-        """
+        """Return the gradients [...] unchanged; zeros in place of None for parameters whose
+        gradient DeepSpeed waits for."""
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(
             zeros_for_engines(parameter) if found is None else found for found, parameter in pairs
@@ -302,9 +300,7 @@ def drops_masks(hook: Callable[..., Any]) -> bool:
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
-    """True if a module hook belongs to DeepSpeed, by the package of the hook or its class, or drops
-    masks.
-    """
+    """True if a module hook is DeepSpeed's, or accelerate's hook that removes masks."""
     owner = getattr(hook, "func", hook)
     return (
         drops_masks(hook)
@@ -313,10 +309,8 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
 
 
 def zeros_for_engines(parameter: Tensor) -> Tensor | None:
-    """Return the gradient of a parameter [...] that the loss does not use.
-
-    The gradient is None, or zeros [...] if DeepSpeed's hooks wait for one.
-    """
+    """Return a gradient for a parameter [...] that the loss does not use: zeros if DeepSpeed's
+    hooks wait for one, else None."""
     managed = is_partitioned(parameter) or hasattr(parameter, GRADIENT_HOOKED)
     if managed:
         return torch.zeros_like(parameter)
@@ -324,7 +318,8 @@ def zeros_for_engines(parameter: Tensor) -> Tensor | None:
 
 
 def must_agree(module: nn.Module) -> bool:
-    """True if a forward of the module is a collective that other ranks take part in."""
+    """True if the module's forward gathers parameters from several ranks (ZeRO-3, FSDP2), so that
+    all ranks must call it equally often."""
     return (
         dist.is_available()
         and dist.is_initialized()
@@ -336,15 +331,15 @@ def must_agree(module: nn.Module) -> bool:
 def everyones_numbers(
     module: nn.Module, mine: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Gather `mine` from each rank, as many numbers on each.
+    """Return the numbers that each rank passes, one list for each rank. A collective: every rank of
+    the group calls this before each of its forwards.
 
-    The ranks are the group over which an engine has partitioned the module's parameters, or all
-    ranks if the engine names no group. Every rank of the group calls this before each of its
-    forwards.
+    The group is the one over which ZeRO-3 or FSDP2 has partitioned the module's parameters,
+    otherwise all ranks.
 
     Args:
         module: the module whose parameters are partitioned.
-        mine: this rank's numbers.
+        mine: this rank's numbers; their count is the same on all ranks.
         device: the device of the model's inputs.
     """
     ranks = None
@@ -361,7 +356,7 @@ def everyones_numbers(
 
 
 def all_gather(group: Any, tensor: Tensor) -> list[Tensor]:
-    """Return every rank's `tensor`, all of the same shape [...]."""
+    """Return the tensor [...] of each rank in the process group; all have the same shape."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     return parts

@@ -47,14 +47,14 @@ from streambp.recurrent.states import States, leaves_of
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """The functions that compute a layer.
+    """The functions that compute a decoder layer, on one rank or with a sequence split over ranks.
 
     Attributes:
-        make: creates a call from the layer's site and arguments.
-        forward: takes a call and a flag for saving; returns hidden_states of the full sequence,
-            then the extra outputs in the order of `call.form.extras`.
-        backward: accumulates the gradients.
-        whole: runs a layer that cannot be chunked.
+        make: creates a `LayerCall` from the layer's settings and arguments.
+        forward: takes a call and a flag: save tensors for backward. Returns hidden_states of the
+            full sequence, then the other outputs in the order of `call.form.extras`.
+        backward: computes the gradients and adds them to a `BackwardPass`.
+        whole: runs a layer that cannot be split into chunks.
     """
 
     make: Callable[[LayerSite, Arguments], Any]
@@ -64,8 +64,12 @@ class Strategy:
 
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
-    """Compute hidden_states [..., B, T, h] and the extra outputs, chunk by chunk and without a
-    graph.
+    """Compute a decoder layer chunk by chunk, without a graph. Return hidden_states [..., B, T, h]
+    and then its other outputs.
+
+    Args:
+        call: the layer call.
+        keep: True: save the tensors that backward needs.
     """
     site = call.site
     kept = call.kept
@@ -133,8 +137,9 @@ def _forward_chunk(
     original: Tensor,
     again: bool,
 ) -> tuple[ChunkOutput, list[Attended]]:
-    """Compute a chunk's output and attention results without a graph, and capture the outputs of
-    Linears that are saved for backward.
+    """Compute one chunk of a layer call without a graph, copy its outputs into `whole`, and return
+    them with the output and logsumexp of each attention call. Linear outputs named by `saves` are
+    collected.
 
     Args:
         call: the call of the layer.
@@ -144,7 +149,7 @@ def _forward_chunk(
         states: the recurrent states at the chunk's start.
         original: the chunk's input as before the layer's forward, which may overwrite
             `hidden_chunk`.
-        again: True if the chunk is computed a second time, after out of memory.
+        again: True if the chunk is computed a second time, after running out of memory.
     """
     kept = call.kept
     witness = call.backward.witness
@@ -174,29 +179,30 @@ def _forward_chunk(
 
 
 def outputs_of(call: LayerCall, whole: Whole) -> tuple[Tensor, ...]:
-    """Return hidden_states [..., B, T, h], then the extra outputs, and store their order in the
-    call.
-    """
+    """Return hidden_states [..., B, T, h], then the layer's other outputs; store the order of the
+    others in `call.form.extras`."""
     result = whole.pop(None)
     call.form.extras = [place for place in whole if place is not None]
     return result, *(whole[place] for place in call.form.extras)
 
 
 class BackwardPass:
-    """One backward pass through a layer: its incoming gradients and its accumulators.
+    """Gradients of one layer call in backward: those of the outputs, which came in, and the sums
+    over chunks of those of the inputs.
 
     Args:
+        call: the layer call.
+        parameters: the number of distinct trainable parameters.
         of_output: gradient of hidden_states [..., B, T, h]; None: hidden_states were not used.
-        of_extras: gradients of the extra outputs.
+        of_extras: gradients of the layer's other outputs.
 
     Attributes:
         needs_input: True if hidden_states need a gradient.
-        wanted: True for each differentiable argument that needs a gradient.
-        hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. It may be the
-            incoming gradient itself: a chunk's part is written after the last read. [Note: gradient
-            reuse]
-        sums: accumulators of the parameters' gradients.
-        shadows: the tensors in the parameters' slots. [Note: shadows]
+        wanted: True for each argument with requires_grad that needs a gradient.
+        hidden_states: the buffer [..., B, T, h] for dx; None: no gradient is wanted. The buffer may
+            be the incoming gradient's: a chunk's part is written after the last read.
+        sums: sums of the parameters' gradients.
+        shadows: detached aliases that replace the layer's parameters. [Note: shadows]
     """
 
     def __init__(
@@ -222,11 +228,12 @@ class BackwardPass:
         )
 
     def choose_buffer(self, call: LayerCall, grad: Tensor | None, counts: Counts | None) -> None:
-        """Use the incoming gradient's buffer for dx if no other code needs it, or a new buffer.
-        [Note: gradient reuse]
+        """Choose the buffer for dx: the incoming gradient's if no other code needs that, or a new
+        buffer.
 
         Args:
-            grad: of hidden_states [..., B, T, h]; None: there is none.
+            call: the layer call.
+            grad: gradient of the layer's output [..., B, T, h]; None: there is none.
             counts: the reference counts of `grad`.
         """
         like = call.hidden_states
@@ -241,9 +248,8 @@ class BackwardPass:
         self.hidden_states = mark(buffer)
 
     def upstream(self, output: ChunkOutput, chunk: Chunk) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and
-        their incoming gradients.
-        """
+        """Return the chunk's outputs that have a graph, hidden_states [..., B, C, h] first, and a
+        list with the gradient of each."""
         tensors, gradients = [], []
         for place, grad in ((None, self.of_output), *self.of_extras.items()):
             tensor = output.hidden_states if place is None else output.extras[place]
@@ -254,12 +260,13 @@ class BackwardPass:
         return tensors, gradients
 
     def add(self, chunk: Chunk, gradients: list[Tensor | None], again: bool = False) -> None:
-        """Accumulate a chunk's gradients.
+        """Add the gradients of one chunk's inputs to those of the full sequence.
 
         Args:
-            gradients: of hidden_states [..., B, C, h] first, if wanted, then of the wanted
+            chunk: the chunk's range of positions.
+            gradients: gradient of hidden_states [..., B, C, h] first, if needed, then of the
                 arguments.
-            again: add to the chunk's earlier gradients instead of overwriting.
+            again: True: add to earlier gradients of the same chunk; False: overwrite.
         """
         first, *gradients = gradients if self.needs_input else (None, *gradients)
         if self.needs_input and self.sums.alone:
@@ -281,9 +288,8 @@ class BackwardPass:
         self._argument_sums.add(summed)
 
     def of_arguments(self) -> list[Tensor | None]:
-        """Return one gradient for each differentiable argument, in its shape [...]; None for an
-        unwanted gradient.
-        """
+        """Return one gradient for each argument with requires_grad, in the argument's shape [...];
+        None where no gradient is wanted."""
         if not self._arguments:
             return [None] * len(self.wanted)
         sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
@@ -297,10 +303,11 @@ class BackwardPass:
 
 
 class StreamedLayer(torch.autograd.Function):
-    """Autograd Function of a streamed layer.
+    """Autograd Function that computes a decoder layer chunk by chunk in forward, and recomputes and
+    differentiates it chunk by chunk in backward.
 
-    Its inputs are hidden_states [..., B, T, h], the differentiable arguments and the layer's
-    trainable parameters. Its outputs are hidden_states and the extra outputs.
+    Inputs are hidden_states [..., B, T, h], the layer's arguments with requires_grad, and the
+    layer's trainable parameters. Outputs are hidden_states and the layer's other outputs.
     """
 
     @staticmethod
@@ -312,7 +319,7 @@ class StreamedLayer(torch.autograd.Function):
         hidden_states: Tensor,
         *rest: Tensor,
     ) -> Any:
-        """Return hidden_states [..., B, T, h] of the layer, then the extra outputs. Tensors for
+        """Return hidden_states [..., B, T, h] of the layer, then its other outputs. Tensors for
         backward are saved in `call.kept`.
 
         Args:
@@ -320,8 +327,8 @@ class StreamedLayer(torch.autograd.Function):
             call: the call of the layer.
             parameters: the layer's trainable parameters.
             hidden_states: [..., B, T, h].
-            rest: the differentiable arguments and the parameters, for autograd only. The values are
-                read from `call` and from the layer's modules.
+            rest: the arguments with requires_grad, then the parameters, for autograd only. The
+                values are read from `call` and from the layer's modules.
         """
         ctx.strategy = strategy
         ctx.call = call
@@ -356,17 +363,18 @@ class StreamedLayer(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden_states [..., B, T, h], the differentiable arguments and
-        the parameters, in their own dtypes.
+        """Return the gradients of hidden_states [..., B, T, h], of the arguments with requires_grad
+        and of the parameters, in their own dtypes.
 
         Args:
-            grad: of hidden_states [..., B, T, h]; its buffer may be overwritten by the first
-                result. [Note: gradient reuse]
-            extra_grads: of the extra outputs, each in its output's shape; None for unused outputs.
+            grad: gradient of hidden_states [..., B, T, h]; its buffer may be overwritten by the
+                first result.
+            extra_grads: gradients of the layer's other outputs, each in its output's shape; None
+                for unused outputs.
 
         Raises:
-            BackwardError: it is the second backward, second derivatives are wanted, or the layer or
-                its inputs changed since forward.
+            BackwardError: this is the second backward, second derivatives are wanted, or the layer
+                or its inputs changed since forward.
             StreamBPError: another thread is computing with the model. [Note: owner of a step]
         """
         counts = None if grad is None else reference_counts(grad)
@@ -434,11 +442,14 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Differentiate the chunks, last to first. [Note: prefix accumulation order]
+    """Recompute and differentiate the chunks of a layer call, last chunk first.
+    [Note: prefix accumulation order]
 
     Args:
-        find_unread: returns the Linear outputs to skip, from the call, its Linears and a flag: the
-            input needs a gradient.
+        find_unread: returns the Linears whose outputs backward never reads, from the call, the
+            layer's Linears by name, and True if the input needs a gradient.
+        call: the layer call.
+        work: receives the gradients.
     """
     if call.kept.graph is not None:  # [Note: kept graphs]
         (chunk,) = call.plan
@@ -482,15 +493,15 @@ def computed_with_graph(
     shadows: list[Tensor],
     states: States,
 ) -> Graph:
-    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph.
+    """Run the layer's own forward on one chunk x [..., B, C, h] with an autograd graph, and return
+    both.
 
     Args:
         call: the call of the layer.
         x: hidden_states of the chunk.
         chunk: the chunk's range of positions.
-        wanted: True if x needs a gradient, and a list with the same flag for each differentiable
-            argument.
-        shadows: the detached aliases in the place of the layer's parameters.
+        wanted: True if x needs a gradient, and the same for each argument with requires_grad.
+        shadows: the detached aliases that now replace the layer's parameters.
         states: the recurrent states at the chunk's start.
     """
     needs_input, arguments = wanted
@@ -517,11 +528,14 @@ def _refill(call: LayerCall, chunk: Chunk, again: bool) -> None:
 def _chunk_backward(
     call: LayerCall, chunk: Chunk, work: BackwardPass, through_states: bool
 ) -> None:
-    """Recompute one chunk with a graph, differentiate it and accumulate. [Note: once for each
-    chunk]
+    """Recompute one chunk with a graph, differentiate it, and add its gradients to `work`.
+    [Note: once for each chunk]
 
     Args:
-        through_states: True if the chunk's start states depend on a differentiated tensor.
+        call: the layer call.
+        chunk: the chunk's range of positions.
+        work: receives the gradients.
+        through_states: True if the chunk's start states depend on a tensor that needs a gradient.
     """
     kept = call.kept
     carries = call.site.kind.states.carries
@@ -552,14 +566,17 @@ def _differentiated(
     of_states: States,
     again: bool,
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
-    """Return the gradients of one chunk: of x and the differentiable arguments, of the start
-    states, and of the parameters.
+    """Return the gradients of one chunk: of x and the arguments with requires_grad, of the chunk's
+    start states, and of the parameters.
 
     Args:
+        call: the layer call.
+        chunk: the chunk's range of positions.
+        work: has the gradients of the layer's outputs.
         x: [..., B, C, h], the chunk's hidden_states.
-        states: the states that the chunk starts from.
+        states: the recurrent states that the chunk starts from.
         of_states: the gradients of the chunk's end states.
-        again: True in a retry; terms that the first attempt accumulated are not added again.
+        again: True in a retry; terms that the first attempt added to sums are not added again.
     """
     if call.attempt is not RUN_ONCE:
         work.sums.begin(again)
@@ -588,7 +605,7 @@ def _differentiated(
             call.backward.witness.see_output(x, graph.output.hidden_states)
     last, origin, output = chunk.stop == call.plan.length, graph.origin, graph.output
     outputs, upstream = work.upstream(output, chunk)
-    for key, grad in of_states.items():  # [Note: states]
+    for key, grad in of_states.items():  # a chunk's end states are outputs as well
         if output.states[key].requires_grad:
             outputs.append(output.states[key])
             upstream.append(grad.to(output.states[key].dtype))

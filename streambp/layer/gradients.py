@@ -63,11 +63,15 @@ NO_HOOKS: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.n
 
 
 def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
-    """Remove the call from the context and return it: a backward pass uses up the saved tensors.
+    """Check that backward may run, and return the layer call and its parameters. The call is
+    removed from the autograd context: backward uses up its saved tensors.
+
+    Args:
+        ctx: the context of `StreamedLayer`.
 
     Raises:
-        BackwardError: it is the second backward, second derivatives are wanted, or a value changed
-            since forward.
+        BackwardError: this is the second backward, second derivatives are wanted, or a value
+            changed since forward.
     """
     call, ctx.call = ctx.call, None
     if call is None:
@@ -99,10 +103,11 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 @contextlib.contextmanager
 def recomputing(call: LayerCall) -> Iterator[None]:
-    """Context manager for the layer's recomputation.
+    """Context manager for a layer's recomputation in backward. The layer's module hooks are
+    checked.
 
     Raises:
-        BackwardError: a hook inside modifies values in backward only, or in forward only.
+        BackwardError: a hook inside the layer modifies values in backward only, or in forward only.
     """
     assert call.backward.seen is not None
     site = call.site
@@ -122,24 +127,30 @@ LEAF_NODE = getattr(torch._C._functions, ACCUMULATE_GRAD)
 
 
 class GraphMarker:
-    """Object that the first node of a layer's autograd graph references. The object stays alive
-    while other code keeps a part of the graph.
-
-    A gradient that arrives at the node of a test run after the test run raises.
+    """Object that the first node of an autograd graph references. The object is alive while any
+    code holds a part of the graph.
 
     Attributes:
-        trying: False once the test run is over.
+        trying: True while the layer is tested on random tokens. A gradient that arrives at a test's
+            graph later raises.
     """
 
     trying = True
 
 
 class MarkGraphStart(torch.autograd.Function):
-    """Identity of x whose autograd node references a `GraphMarker`."""
+    """Autograd Function that returns its input. Its graph node references a `GraphMarker`, which
+    shows later if any code still holds the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: GraphMarker, may_be_written: bool) -> Tensor:
-        """Return x [..., B, C, h] as a view, or as a copy if the layer may write to it."""
+        """Return x [..., B, C, h] as a view, or as a copy if the layer may write to it.
+
+        Args:
+            x: the layer's input.
+            origin: the marker.
+            may_be_written: True: return a copy.
+        """
         ctx.origin = origin
         return x.clone() if may_be_written else x.view_as(x)
 
@@ -148,7 +159,7 @@ class MarkGraphStart(torch.autograd.Function):
         """Return the gradient [..., B, C, h] unchanged.
 
         Raises:
-            BackwardError: the trial is over.
+            BackwardError: the graph belongs to a test of the layer that is over.
         """
         if not ctx.origin.trying:
             raise BackwardError(
@@ -161,8 +172,7 @@ class MarkGraphStart(torch.autograd.Function):
 
 
 def is_kept(origin: weakref.ref[GraphMarker]) -> bool:
-    """True if other code still holds a test run's autograd graph after the test run has dropped its
-    own references.
+    """True if other code still holds part of an autograd graph that its owner has dropped.
 
     Args:
         origin: weak reference to the marker of the graph's first node.
@@ -174,14 +184,14 @@ def is_kept(origin: weakref.ref[GraphMarker]) -> bool:
 
 @dataclasses.dataclass
 class Graph:
-    """A chunk's output and the leaves of its graph.
+    """A chunk's outputs with their autograd graph, and the leaves of this graph.
 
     Attributes:
         output: the outputs of the chunk.
         origin: the marker of the graph's start.
         hidden_chunk: [..., B, C, h], the leaf for hidden_states.
-        leaves: the differentiable arguments.
-        shadows: the parameters' shadows, as views of the current memory.
+        leaves: the arguments with requires_grad.
+        shadows: detached aliases of the layer's parameters. [Note: shadows]
     """
 
     output: ChunkOutput
@@ -192,7 +202,8 @@ class Graph:
 
 
 def can_keep_graph(call: LayerCall) -> bool:
-    """True if the graph of this call may be kept from forward to backward. [Note: kept graphs]"""
+    """True if the autograd graph of this call may stay from forward to backward, so that nothing is
+    recomputed. [Note: kept graphs]"""
     site = call.site
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return not (
@@ -211,11 +222,11 @@ def can_keep_graph(call: LayerCall) -> bool:
 
 @contextlib.contextmanager
 def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager that adds the bytes of the tensors in the layer's autograd graph to
-    `watch.graph`.
+    """Context manager that counts the bytes of the tensors that autograd saves for a chunk, and
+    adds them to `watch.graph`.
 
-    Tensors that exist without the graph are not counted: `known`, frozen weights and the call's
-    arguments, such as cosines and sines.
+    Tensors that are alive anyway are not counted: `known`, frozen weights and the call's arguments,
+    such as cosines and sines.
 
     Args:
         call: the call of the layer.
@@ -246,15 +257,16 @@ def counting(call: LayerCall, watch: ObservedCosts, known: Iterable[Tensor]) -> 
 def refuse_other_leaves(
     layer: nn.Module, outputs: Iterable[Tensor], differentiated: Iterable[Tensor]
 ) -> None:
-    """Search the graph of a chunk's outputs for leaves that are not differentiated. A typical layer
-    takes 0.2 ms.
+    """Raise if the graph of a chunk's outputs has a leaf whose gradient is not computed: a tensor
+    that is neither a parameter nor an argument of the layer. The search takes about 0.2 ms.
 
     Args:
-        outputs: hidden_states [..., B, C, h], extra outputs and end states.
+        layer: the decoder layer.
+        outputs: hidden_states [..., B, C, h], other outputs and end states.
         differentiated: the leaves that receive gradients.
 
     Raises:
-        UnsupportedModelError: the graph ends at another leaf.
+        UnsupportedModelError: there is such a leaf.
     """
     leaf = leaf_besides(outputs, differentiated)
     if leaf is not None:
@@ -282,9 +294,8 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
 
 
 def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
-    """Return a leaf [...] of these outputs' graph that is not differentiated; None if there is
-    none.
-    """
+    """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`; None
+    if all leaves are."""
     known = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
         if type(node) is LEAF_NODE and id(node.variable) not in known:
@@ -294,9 +305,8 @@ def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) ->
 
 
 def depends(leaf: Tensor) -> str:
-    """Return the error text for a layer that depends on an unregistered tensor `leaf` [...]. For
-    FSDP1's flat parameter the text includes the remedy.
-    """
+    """Return the message for a layer that depends on a tensor [...] that is neither its parameter
+    nor its argument. The message includes the remedy for FSDP1's flat parameter."""
     flat = (
         ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in "
         "accelerate's config), DeepSpeed ZeRO or DDP."
@@ -309,12 +319,17 @@ def depends(leaf: Tensor) -> str:
 
 
 def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
-    """Raise if other code still holds part of a finished chunk's graph, for an auxiliary loss for
-    example. Forward gave that loss tensors without a graph, so its gradient would be lost. [Note:
-    side effects]
+    """Raise if other code still holds part of the graph of a differentiated chunk, for an auxiliary
+    loss for example. Forward gave that code tensors without a graph, so its gradient would be lost.
+
+    Later calls of this kind run unchunked.
+
+    Args:
+        call: the layer call.
+        origin: weak reference to the marker of the graph's first node.
 
     Raises:
-        BackwardError: the graph is still held. Later calls of this kind run unchunked.
+        BackwardError: the graph is still held.
     """
     if origin() is None or call.site.fingerprint.in_cycles:
         return
@@ -339,8 +354,8 @@ UNKNOWN = 0
 
 
 def reference_counts(gradient: Tensor) -> Counts:
-    """Return the reference counts of the tensor, its Python object and its storage. Must be called
-    directly in a Function's `backward(ctx, gradient)`.
+    """Return three reference counts of a gradient: of the C++ tensor, of its Python object and of
+    its storage. Must be called directly in an autograd Function's `backward(ctx, gradient)`.
 
     Args:
         gradient: [..., B, T, h] in a layer's backward.
@@ -353,14 +368,20 @@ def reference_counts(gradient: Tensor) -> Counts:
 
 
 def mark(gradient: Tensor) -> Tensor:
-    """Mark this buffer [..., B, T, h] as allocated by streambp for a returned gradient."""
+    """Mark this buffer [..., B, T, h] by an attribute, as allocated by streambp for a gradient, and
+    return it."""
     gradient._streambp_buffer = True  # type: ignore[attr-defined]
     return gradient
 
 
 def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
-    """True if `gradient` [...] may be reused as a buffer with the shape and dtype of `like`. [Note:
-    gradient reuse]
+    """True if `gradient` [...] may be reused as a buffer with the shape and dtype of `like`,
+    because no other code holds it.
+
+    Args:
+        gradient: the incoming gradient.
+        counts: reference counts of `gradient`.
+        like: a tensor [...] with the needed shape and dtype.
     """
     return (
         getattr(gradient, "_streambp_buffer", False)
@@ -375,9 +396,8 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
 
 @functools.cache
 def counts_when_alone() -> Counts:
-    """Return the reference counts of a Function's gradient that only the engine holds. The counts
-    are constant for a process.
-    """
+    """Return the `reference_counts` of a gradient that only autograd's engine holds. The counts are
+    measured once in a process."""
     seen: list[Counts] = []
 
     class Probe(torch.autograd.Function):

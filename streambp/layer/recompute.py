@@ -38,13 +38,12 @@ NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Autocast(NamedTuple):
-    """Autocast's state for a device and for the CPU. [Note: autocast]
+    """The state of torch's autocast, for a device and for the CPU. [Note: autocast]
 
     Attributes:
         states: (device type, enabled, dtype) for each device type.
         cache: True if autocast caches weight copies.
-        on: True if autocast casts on one of the devices; otherwise a backward pass needs no
-            restoring.
+        on: True if autocast is enabled for one of the device types.
     """
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
@@ -53,7 +52,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> Autocast:
-        """Return the current state."""
+        """Return the current state of autocast for this device and the CPU."""
         states, on = [], False
         for kind in ("cpu",) if device.type == "cpu" else (device.type, "cpu"):
             if torch.amp.is_autocast_available(kind):
@@ -67,7 +66,7 @@ class Autocast(NamedTuple):
         return self.restored(enabled=False)
 
     def restored(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Context manager that restores the captured state.
+        """Context manager that restores autocast's captured state.
 
         Args:
             enabled: False: disable autocast instead.
@@ -91,7 +90,13 @@ class Autocast(NamedTuple):
 
 
 def check_mode(layer: nn.Module, training: bool) -> None:
-    """Raise BackwardError if the layer is in another mode than it was in forward."""
+    """Raise BackwardError if the layer is in train mode and was in eval mode in forward, or the
+    reverse.
+
+    Args:
+        layer: the layer.
+        training: `layer.training` in forward.
+    """
     if layer.training != training:
         raise BackwardError(
             f"The layer was in {'train' if training else 'eval'} mode in forward and is in the "
@@ -102,16 +107,16 @@ def check_mode(layer: nn.Module, training: bool) -> None:
 
 @contextlib.contextmanager
 def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
-    """Context manager that disables transformers' checkpointing and `parametrize.cached()` for this
+    """Context manager that disables transformers' checkpointing and `parametrize.cached()` for a
     layer.
 
-    From transformers 5.23 on a class's forward would wrap itself in a checkpoint. Cached
-    parametrized weights have no graph, or a graph that ends elsewhere, so weights are recomputed at
-    each read. Recomputations need this context manager too, because TRL sets the flag again between
-    forward and backward.
+    From transformers 5.23 on a layer's forward would wrap itself in a checkpoint. Cached
+    parametrized weights have no graph, or a graph that ends elsewhere. Recomputations need this
+    context manager too, because TRL sets `gradient_checkpointing` again between forward and
+    backward.
 
     Args:
-        modules: the layer's modules with transformers' flag.
+        modules: the layer's modules that have a `gradient_checkpointing` flag.
     """
     flagged, cached = (
         [module for module in modules if module.__dict__.get(CHECKPOINTING[0])],
@@ -146,11 +151,11 @@ def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
 
 
 class Parameters:
-    """The trainable parameters of a module, stored as slots: (module, name) for
-    `module._parameters[name]`.
+    """The trainable parameters of a module, stored as places: (submodule, name) for
+    `submodule._parameters[name]`.
 
-    A tied parameter has several slots. The parameters themselves are not stored, because engines
-    may replace parameters between forward and backward.
+    A tied parameter has several places. The parameters themselves are not stored, because DDP, ZeRO
+    or FSDP may replace them between forward and backward.
 
     Args:
         module: the module.
@@ -225,8 +230,8 @@ class Parameters:
         return found
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
-        """Raise BackwardError if a parameter was written to or replaced since this object was
-        built, or if another parameter requires a gradient.
+        """Raise BackwardError if a parameter was written to or replaced since forward, or if
+        another parameter requires a gradient.
 
         Args:
             slots: `slots_of` the module now; None: search the module; []: requires_grad flags are
@@ -266,8 +271,8 @@ class Parameters:
         self, change: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Context manager that replaces the parameters in their modules by shadows [...], detached
-        aliases that require gradients. The shadows are yielded in the order of `current`. [Note:
-        shadows]
+        aliases that require gradients. The shadows are yielded in the order of `current`.
+        [Note: shadows]
 
         Args:
             change: returns a shadow's value for a parameter's value.

@@ -1,5 +1,4 @@
 """Expert blocks that DeepSpeed marked as ZeRO-3 leaves before the layer around them was patched.
-[Note: inner leaves]
 
 covers: distributed/engines.py
 """
