@@ -22,7 +22,11 @@ MAX_FRAMES = 24  # maximal number of frames between a model's forward and its ca
 
 
 def computes_its_own_loss() -> bool:
-    """True if the caller is peft's CPT, or a method `compute_loss` that overrides a Trainer's."""
+    """True if the running call of the model comes from code that computes its loss from the logits:
+    peft's CPT, or a `compute_loss` method that a user's Trainer subclass overrides.
+
+    The function inspects the running Python frames.
+    """
     return any(map(_is_cpts, _near())) or any(map(_overrides, _near()))
 
 
@@ -36,9 +40,8 @@ def _is_cpts(frame: FrameType) -> bool:
 
 
 def _overrides(frame: FrameType) -> bool:
-    """True if a running function is a `compute_loss` method of a Trainer's subclass outside of the
-    known libraries.
-    """
+    """True if a running function is a `compute_loss` method of a Trainer's subclass that neither
+    transformers nor another known library defines."""
     method, kind = TRAINERS_LOSS
     if frame.f_code.co_name != method:
         return False
@@ -49,7 +52,8 @@ def _overrides(frame: FrameType) -> bool:
 
 
 def wants_predictions() -> bool:
-    """True if a Trainer collects the logits of this evaluation, for metrics or as predictions."""
+    """True if the running call is an evaluation by a Trainer that collects the logits, for
+    `compute_metrics` or as predictions. The function inspects the running Python frames."""
     return any(
         frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False
         for frame in _running()
@@ -57,7 +61,7 @@ def wants_predictions() -> bool:
 
 
 def _running() -> Iterator[FrameType]:
-    """Yield the running frames, innermost first."""
+    """Yield the Python frames of the current call stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

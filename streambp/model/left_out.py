@@ -25,14 +25,15 @@ REMEDY = (
 
 
 class NoLogitsError(StreamBPError, KeyError):
-    """The key `logits` was read from an output without this key."""
+    """Raised by `output["logits"]` for an output whose logits were not built."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class LeftOut:
-    """Mixin for a model's output whose field `logits` is None because labels were passed."""
+    """Mixin for a `ModelOutput` whose `logits` are None because labels were passed. Reading the
+    field warns."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -41,7 +42,8 @@ class LeftOut:
         return value
 
     def get(self, name: Any, default: Any = None) -> Any:
-        """Return the value of a key, like dict.get."""
+        """Return the value of a key, like `dict.get`. Warn if the key is "logits" and the output
+        has none."""
         if name in self:  # type: ignore[attr-defined, operator]
             return self[name]
         if name == LOGITS:
@@ -59,9 +61,8 @@ class LeftOut:
 
 
 def _tell() -> None:
-    """Warn about logits that are None, at the line of the caller, unless the caller is a
-    library.
-    """
+    """Warn that logits are None, at the source line of the code that reads them. Code of libraries
+    that test for None gets no warning."""
     home = str(sys._getframe(2).f_globals.get("__name__"))
     if home.partition(".")[0] not in TEST_FOR_NONE:
         warnings.warn(f"logits is None: {REMEDY}", stacklevel=3)
@@ -69,5 +70,6 @@ def _tell() -> None:
 
 @functools.cache
 def left_out(kind: type[Any]) -> type[Any]:
-    """Return a subclass of an output class that warns, with the same name."""
+    """Return a subclass of a `ModelOutput` class, under the same name. Reading the logits of its
+    instances warns."""
     return type(kind.__name__, (LeftOut, kind), {"__module__": kind.__module__})

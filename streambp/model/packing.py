@@ -19,11 +19,12 @@ from streambp.layer.site import LayerSite
 def finds_other_documents(
     kwargs: Mapping[str, Any], implementation: str | None, cached: bool
 ) -> bool:
-    """True if streamed layers may split a row into documents and the unpatched model would not.
+    """True if position_ids make patched layers split a row into packed documents, and the unpatched
+    model would attend over the whole row.
 
     Args:
         kwargs: arguments of a model's call.
-        implementation: the model's attention implementation.
+        implementation: the model's attention implementation, such as "sdpa".
         cached: True if the unpatched call makes a cache; transformers then derives no documents
             from position_ids.
     """
@@ -45,10 +46,11 @@ def finds_other_documents(
 
 
 def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> bool:
-    """Warn that streamed layers split rows into documents and the unpatched model would not; True
-    if a warning was issued.
+    """Warn that patched layers split rows into packed documents where the unpatched model would
+    not. True if a warning was issued.
 
     Args:
+        sites: the records of the decoder layers.
         unseen: True if the unpatched attention reads documents from a mask, which omits documents
             in a call with a cache.
         states: True if the unpatched recurrences and convolutions continue from one document to the
@@ -84,9 +86,8 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
 
 
 def warn_of_trials(sites: list[LayerSite]) -> bool:
-    """Warn about user hooks inside layers that ran in trials; True if a warning was issued.
-    [Note: who sees the rows]
-    """
+    """Warn about user hooks inside of layers that also ran in test runs on random tokens. True if a
+    warning was issued. [Note: who sees the rows]"""
     shown: dict[str, list[str]] = {}
     for site in sites:
         for hook, paths in site.tests.hooks_run_in_tests.items():
