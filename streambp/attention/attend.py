@@ -32,10 +32,11 @@ Layout = Spans | DenseMask
 
 
 class Params(NamedTuple):
-    """Settings of one attention call for a chunk.
+    """Settings of one attention call for a chunk of the sequence.
 
     Attributes:
-        backend: kernels that compute the blocks.
+        backend: the kernels that compute the attention, one rectangle of queries and keys (a block)
+            at a time.
         scale: factor of q @ k^T, applied before softcap * tanh(scores / softcap).
         softcap: limit of the scores; None: no tanh.
         dropout: probability to drop a weight.
@@ -49,13 +50,16 @@ class Params(NamedTuple):
     seed: int
 
     def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
-        """Return the kernel arguments (`Task`) of each block of a chunk, with tensors on `device`.
-        Tasks with mask tensors or document boundaries are generated when their block's turn comes.
+        """Return the kernel arguments (`Task`) of each block of a chunk. A block is a rectangle of
+        queries and keys, computed by one kernel call.
+
+        Tasks with mask tensors or document boundaries are generated one by one, so that few tensors
+        exist at a time.
 
         Args:
             plan: the chunk's blocks.
             layout: keys that each query may read.
-            device: device of the tensors.
+            device: device of the tasks' tensors.
         """
         if plan.by_place and self.dropout == 0.0:
             return list(
@@ -66,9 +70,9 @@ class Params(NamedTuple):
         )
 
     def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
-        """Return the kernel arguments of one block. A MASK block needs its part of the mask [B or
-        1, H or 1, q, k]; a VARLEN block needs cu_q and cu_k, [documents + 1] in int32.
-        """
+        """Return the kernel arguments of one block, a rectangle of queries and keys. A block of
+        kind MASK gets its part of the mask [B or 1, H or 1, q, k]. A block of kind VARLEN gets
+        cu_seqlens of its queries and keys, [documents + 1] each in int32."""
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
@@ -92,18 +96,22 @@ def attend_blocks(
     keep_wide: bool = False,
     plan: BlockPlan | None = None,
 ) -> Attended:
-    """Attend with the queries of one chunk, block by block, and merge the blocks by logsumexp
-    (DESIGN.md section 2).
+    """Compute attention for the queries of one chunk. Keys are read block by block, and the blocks'
+    outputs are merged by their logsumexp (DESIGN.md section 2).
 
     Args:
-        q: [B, H, C, D], the chunk's queries.
+        q: [B, H, C, D], the queries of the chunk's C tokens.
         site: K and V of the chunk and of all earlier chunks.
         layout: keys that each query may read.
         chunk: the chunk's range of positions.
         params: the kernels, and the scale, softcap and dropout of the attention call.
-        sink: [H], the logits of one more key; None: no sink.
-        keep_wide: also return o before rounding, if backward can use it. [Note: rounded outputs]
+        sink: [H], the attention sink: logits of one more key without a value; None: no sink.
+        keep_wide: also return o before rounding to q's dtype, if backward can use it. [Note:
+            rounded outputs]
         plan: the blocks; None: plan them here.
+
+    Returns:
+        The output o [B, C, H, D_v] and its logsumexp.
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
@@ -134,7 +142,8 @@ def attend_blocks(
 
 
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
-    """Merge one more key, read by every query, with logit sink [H] and value zero.
+    """Merge an attention sink into a chunk's attention output: one more key, read by every query,
+    with logit sink [H] and value zero.
 
     The blocks' backward needs the merged lse alone. The sink's own gradient is -sum over queries of
     exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's weight.
@@ -146,17 +155,23 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
 
 
 class PrefixRead(torch.autograd.Function):
-    """Autograd function from one chunk's k and v to the keys and values of its prefix. Backward
-    adds the prefix's gradients to the accumulators, like `PrefixAttention`."""
+    """Autograd function from one chunk's k and v to the keys and values of all tokens up to the
+    chunk's end. Backward adds the gradients of all these keys and values to buffers that the chunks
+    share."""
 
     @staticmethod
     def forward(
         ctx: Any, k: Tensor, v: Tensor, site: KVBuffer, chunk: Chunk
     ) -> tuple[Tensor, Tensor]:
-        """Return K [B, H_kv, e, D] and V up to the chunk's end, as views of the buffers.
+        """Return K [B, H_kv, e, D] and V of the e tokens up to the chunk's end, as views of the
+        buffers.
 
-        The chunk's own k [B, H_kv, C, D] and v only connect the graph: `site` holds their values
-        already.
+        Args:
+            k: [B, H_kv, C, D], the chunk's keys, only to connect the graph: `site` holds their
+                values.
+            v: the chunk's values, only to connect the graph.
+            site: the buffers of K and V.
+            chunk: the chunk's range of positions.
         """
         ctx.site = site
         ctx.chunk = chunk
@@ -165,8 +180,8 @@ class PrefixRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Add dK [B, H_kv, e, D] and dV to the accumulators. Return the gradients of the chunk's
-        own k and v [B, H_kv, C, D], in the dtypes of K and V."""
+        """Add dK [B, H_kv, e, D] and dV of all tokens up to the chunk's end to the shared buffers.
+        Return the gradients of the chunk's own k and v [B, H_kv, C, D], in their dtypes."""
         own = slice(ctx.chunk.start, ctx.chunk.stop)
         parts = list[Tensor | None]()
         for total, grad, like in zip(
@@ -180,8 +195,8 @@ class PrefixRead(torch.autograd.Function):
 
 
 class PrefixAttention(torch.autograd.Function):
-    """Autograd function of one chunk's attention over its prefix, from q, k, v and a sink's logits
-    to [B, C, H, D_v]."""
+    """Autograd function of one chunk's attention to all tokens up to the chunk's end. The inputs
+    are q, k, v and the logits of an attention sink; the output is [B, C, H, D_v]."""
 
     @staticmethod
     def forward(
@@ -196,14 +211,18 @@ class PrefixAttention(torch.autograd.Function):
         params: Params,
         saved: Attended | None,
     ) -> Tensor:
-        """Return o [B, C, H, D_v] in q's dtype.
+        """Return the chunk's attention output o [B, C, H, D_v] in q's dtype.
 
         Args:
             q: [B, H, C, D].
-            k: [B, H_kv, C, D], only to connect the graph: `site` holds its values already.
+            k: [B, H_kv, C, D], only to connect the graph: `site` holds the values already.
             v: [B, H_kv, C, D_v], only to connect the graph.
-            sink: [H], the logits of one more key; None: no sink.
-            saved: result of the same chunk's attention in forward; None: attend again.
+            sink: [H], the attention sink: logits of one more key without a value; None: no sink.
+            site: K and V of the chunk and of all earlier chunks.
+            layout: keys that each query may read.
+            chunk: the chunk's range of positions.
+            params: the kernels, scale, softcap and dropout.
+            saved: output that the forward pass saved for this chunk; None: compute attention again.
         """
         attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
         o = attended.o.contiguous()
@@ -220,10 +239,10 @@ class PrefixAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the sink's gradient
-        [H], from do [B, C, H, D_v].
+        [H], from the output's gradient [B, C, H, D_v].
 
-        dK and dV of earlier chunks are added to the accumulators of `site`. [Note: prefix
-        accumulation order]
+        dK and dV of earlier chunks are added to buffers in `site`, from which these chunks'
+        backward reads them later. [Note: prefix accumulation order]
         """
         q, o, lse, sink = ctx.saved_tensors
         # [B, C, H, D]. [Note: one layout]

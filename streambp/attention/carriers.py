@@ -43,11 +43,11 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class Layout(NamedTuple):
     """Keys that the queries of a full sequence may read, and positions where no chunk may end.
-    [Note: chunk ends]
 
     Attributes:
         spans: keys of each query.
-        barriers: positions where no chunk may end.
+        barriers: positions where no chunk may end, because an earlier query would read a later key.
+            [Note: chunk ends]
         told: name of the argument that marks the documents of packed rows, and the number of
             documents; None: no argument marks documents.
     """
@@ -58,17 +58,16 @@ class Layout(NamedTuple):
 
 
 class NoAttention:
-    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers:
-    descriptions of how a layer's chunks read keys and values.
+    """Adapter between a decoder layer and chunked attention, for a layer that reads no keys (a
+    recurrence alone). Subclasses are the adapters for layers with attention.
 
     Attributes:
         costs: text of `describe` about the costs.
         why_not_split: reason why the tokens cannot be sharded over ranks.
-        in_tiles: True if K and V may be stored in tiles (K and V of one chunk each), some of which
-            are in host memory.
+        in_tiles: True if K and V may be stored chunk by chunk, some of them in host memory.
         reads_a_mask: True if the layer passes attention_mask to attention only.
-        ours: True if a streamed layer's attention is replaced, so that a test run can hide the keys
-            of other chunks from queries.
+        ours: True if the layer's attention is replaced while the layer is chunked, so that a test
+            run can hide the keys of other chunks from queries.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
         returns_weights: True if floating tensors after the hidden states are attention weights that
             nobody requested.
@@ -83,17 +82,19 @@ class NoAttention:
     returns_weights = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """Return the configs that route the layer's attention to streambp while the layer streams;
-        an empty list if the layer keeps its own attention."""
+        """Return the configs of which `_attn_implementation` is replaced while the layer is
+        chunked; an empty list if the layer keeps its own attention."""
         return attention_configs(layer) if self.ours else []
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Return the reason why the layer cannot be chunked with these arguments, or None. The mask
-        among the arguments may be replaced.
+        """Check the arguments of a layer's call, and replace its mask in `named` where needed.
+        Return the reason why the layer cannot be chunked with these arguments, or None.
 
         Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark in packed rows; None: no
                 documents.
@@ -101,8 +102,13 @@ class NoAttention:
         return None
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """Read from the mask, of whichever type, the keys that each query of hidden_states x [...,
-        B, T, h] may read."""
+        """Return the keys that each query of the sequence may read, from the layer's mask of any
+        type.
+
+        Args:
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+        """
         mask = attention_mask_of(named)
         batch_size, length = x.shape[-3:-1]
         barriers: tuple[Barrier, ...] = ()
@@ -122,8 +128,13 @@ class NoAttention:
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the chunk's arguments with mask and cache replaced, and the function that the
-        cache calls on new keys and values (None: no cache)."""
+        """Return the layer's arguments for one chunk, with mask and cache replaced. The second
+        result is the function that the replaced cache calls on new keys and values; None: no cache.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that computes the chunk's attention.
+        """
         return named, None
 
     def whole(
@@ -135,18 +146,20 @@ class NoAttention:
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the arguments of the first `length` tokens, with the masks that the unpatched
-        model passes to the layer.
+        """Return the layer's arguments for the first `length` tokens, with the masks that the
+        unpatched model would pass to the layer.
 
         Args:
-            mask: function from a `LazyMask` to the mask of the model's own mask function.
+            named: the layer's arguments by name.
+            length: number of tokens.
+            mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
         return named
 
 
 class ThroughInterface(NoAttention):
-    """A layer that attends through transformers' attention interface. The layer receives the
-    `ChunkAttention` as its mask."""
+    """Adapter for a decoder layer that calls transformers' attention interface. The layer gets a
+    `ChunkAttention` as its attention_mask, and passes it to the attention function."""
 
     reads_a_mask = True
 
@@ -178,11 +191,12 @@ class ThroughInterface(NoAttention):
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the arguments in which `point` replaces the attention mask, and None.
+        """Return the layer's arguments for one chunk, in which `point` replaces the attention mask,
+        and None (no cache).
 
         Args:
             named: the layer's arguments by name.
-            point: the object that attends for the layer's chunk.
+            point: the object that computes the chunk's attention.
         """
         point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
@@ -206,8 +220,14 @@ class ThroughInterface(NoAttention):
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the arguments with the model's own mask in place of each `LazyMask`. A layer
-        without a `LazyMask` receives a causal mask."""
+        """Return the layer's arguments with the model's own mask in place of each `LazyMask`.
+        Arguments without a `LazyMask` get a causal mask.
+
+        Args:
+            named: the layer's arguments by name.
+            length: number of tokens.
+            mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
+        """
         found = {name: _own_masks(value, mask) for name, value in named.items()}
         if not isinstance(attention_mask_of(named), LazyMask):
             found["attention_mask"] = mask(LazyMask())
@@ -216,11 +236,11 @@ class ThroughInterface(NoAttention):
 
 @dataclasses.dataclass(frozen=True)
 class ForeignAttention(NoAttention):
-    """A layer whose attention class has another forward than its source code. The layer runs
-    unchunked, with the model's own masks.
+    """Adapter for a decoder layer whose attention forward was replaced by other code, Unsloth's for
+    example. The layer runs unchunked, with the model's own masks.
 
     Attributes:
-        by: name of the forward that replaces the original.
+        by: name of the function that replaces the forward.
     """
 
     by: str
@@ -229,13 +249,15 @@ class ForeignAttention(NoAttention):
 
     @property
     def why_not_split(self) -> str:  # type: ignore[override]
-        """Return the reason: the replacement attends to this rank's shard alone."""
+        """Return the reason why the tokens cannot be sharded over ranks: the replaced forward would
+        attend to this rank's part of the sequence alone."""
         return f"{self.by} attends in its place, to this rank's shard"
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str:
-        """Return the reason to refuse every chunk, whatever the hidden states x [..., B, T, h]."""
+        """Return the reason why no chunk of the layer can be computed. The hidden states x [..., B,
+        T, h] do not matter."""
         return (
             f"{self.by} stands in the place of its attention's forward, and attends in its own way"
         )
@@ -247,12 +269,12 @@ VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 @dataclasses.dataclass(frozen=True)
 class Picking(ThroughInterface):
-    """A layer whose attention names the keys that its queries read: sparse attention with an
-    indexer. [Note: indexers]
+    """Adapter for a decoder layer with sparse attention: an indexer module picks the keys that each
+    query reads. [Note: indexers]
 
     Attributes:
-        kept: number of keys that the layer's own indexer picks for a query; None: the layer reads
-            the picks of an earlier layer.
+        kept: number of keys that the layer's own indexer picks for a query; None: the layer uses
+            the keys that an earlier layer's indexer picked.
     """
 
     kept: int | None = None
@@ -262,7 +284,7 @@ class Picking(ThroughInterface):
 
     @property
     def costs(self) -> str:  # type: ignore[override]
-        """Return the text of `describe` about the costs."""
+        """Return text for `describe` about what sparse attention costs in time and memory."""
         found = (
             "sparse attention: plain products with all keys before, which are masked if they are "
             "not picked"
@@ -275,7 +297,7 @@ class Picking(ThroughInterface):
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
         """Return the context manager and the arguments for running the layer unchunked, with the
-        model's own masks. Its indexer is not replaced there."""
+        model's own masks and indexer."""
         own = [own_implementation(config) or EAGER for config in configs]
 
         def mask(lazy: LazyMask) -> Any:
@@ -291,8 +313,8 @@ class Picking(ThroughInterface):
 
 @dataclasses.dataclass(frozen=True)
 class OverCache(NoAttention):
-    """A layer that attends by itself over the prefix that its cache returns. See
-    `attention/self_attending.py`.
+    """Adapter for a decoder layer that computes its own attention, without transformers' interface,
+    over keys and values that its KV cache returns. See `attention/self_attending.py`.
 
     Attributes:
         argument: name of the argument that takes the cache.
@@ -355,8 +377,14 @@ class OverCache(NoAttention):
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the chunk's arguments and the function that its cache calls. The cache returns the
-        prefix; the mask is cut to the chunk."""
+        """Return the layer's arguments for one chunk, and the function that the replaced cache
+        calls on new keys and values. That function returns all keys and values up to the chunk's
+        end. The mask is cut to the chunk.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that stores the chunk's keys and values.
+        """
         assert isinstance(point, PrefixChunkAttention)
         chunk = point.chunk
         mask = named["attention_mask"]
@@ -398,11 +426,11 @@ def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
 
 
 def attention_mask_of(named: Mapping[str, Any]) -> Any:
-    """Return the mask that the layer will pass to its attention.
+    """Return the mask among a layer's arguments that the layer will pass to its attention.
 
     Some layers receive a second mask, of padding, for other modules that mix tokens. The second
     mask is named attention_mask, or shares a dictionary with attention's mask. Attention's mask is
-    the one that streambp's mask function made.
+    the one that streambp's mask function made (`LazyMask`).
     """
     for value in named.values():
         if type(value) in VALUE_TYPES:
@@ -417,7 +445,8 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
 
 
 def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
-    """Raise UnsupportedMaskError if the model's own attention is eager, which adds bool masks."""
+    """Raise `UnsupportedMaskError` if the model's attention implementation is "eager", which would
+    add a bool mask to the scores as 0 and 1."""
     for config in configs:
         if own_implementation(config) == EAGER:
             raise UnsupportedMaskError(

@@ -58,12 +58,11 @@ def stream_attention(
     """Compute attention as a function of transformers' attention interface: query [B, H, C, D], key
     and value [B, H_kv, C, D] -> [B, C, H, D_v].
 
-    In a streamed layer `attention_mask` is the `ChunkAttention` that the layer was called with.
-    This object has K and V of earlier chunks and the keys that each query may read, so a
-    `sliding_window` argument is already included. In a layer that does not stream, `attention_mask`
-    is the model's own: a `LazyMask`, a 4-D tensor, or None for causal. The sequence is then
-    attended as one chunk. Keys from another sequence (cross-attention to an image) are attended by
-    the model's sdpa.
+    `attention_mask` is a `ChunkAttention` in a layer that is computed chunk by chunk. This object
+    has K and V of earlier chunks and the keys that each query may read, so a `sliding_window`
+    argument is already included. Any other layer passes the model's own mask: a `LazyMask`, a 4-D
+    tensor, or None for causal. The sequence is then attended as one chunk. Keys from another
+    sequence (cross-attention to an image) are attended by the model's sdpa.
 
     Raises:
         UnsupportedModelError: the module attends in a way that streambp does not support, such as
@@ -127,8 +126,8 @@ def stream_attention(
 
 
 def _own_function(module: nn.Module) -> Any:
-    """Return the attention function of the module's own implementation; None if the module must use
-    ours in this thread. [Note: routed configs]"""
+    """Return the attention function of the model's own implementation, "sdpa" for example. None if
+    the current thread must use `stream_attention` for this module. [Note: routed configs]"""
     own = _met_by_chance(getattr(module, "config", None))
     if own is None:
         return None
@@ -137,7 +136,12 @@ def _own_function(module: nn.Module) -> Any:
 
 
 def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError:
-    """Return the error for a module that attends with these arguments or properties."""
+    """Return the error for an attention module with arguments or properties that are not supported.
+
+    Args:
+        module: the attention module.
+        foreign: names of these arguments or properties.
+    """
     return UnsupportedModelError(
         f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
         "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
@@ -164,8 +168,8 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
 def _unusual(
     mask: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Return the names of a call's arguments that are refused, a sink's logits [H], and picks [B,
-    S, k]."""
+    """Return what is special about an attention call: the names of refused arguments, the logits
+    [H] of an attention sink, and the keys [B, S, k] that an indexer picked."""
     given = {name for name, value in kwargs.items() if value is not None}
     foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
     picks = kwargs.get(PICKS)
@@ -175,8 +179,8 @@ def _unusual(
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
-    """Return a `LazyMask`: transformers' mask function for our attention. A config that is not
-    routed in this thread gets the mask of its own implementation."""
+    """Return a `LazyMask` with the arguments of transformers' mask functions. If the current thread
+    does not use `stream_attention` for the config, return its own implementation's mask."""
     own = _met_by_chance(config)
     function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
     return function(config=config, **description)
@@ -203,12 +207,13 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
 
 
 class Routed(str):
-    """`NAME` in a config, in place of the config's own implementation. [Note: routed configs]
+    """Value of a config's `_attn_implementation` while layers with this config are chunked: a
+    string with the name of `stream_attention`. [Note: routed configs]
 
     Attributes:
         own: the config's own implementation, which a copied or pickled config gets back.
-        config: id of the config.
-        holders: one object for each `routed` that uses the name.
+        config: id() of the config.
+        holders: one object for each `routed` context manager that uses the name.
     """
 
     own: str | None
@@ -241,8 +246,8 @@ _plain = object.__getattribute__
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
-    """Return the attention implementation that the config names outside of `routed`, whether routed
-    now or not."""
+    """Return the attention implementation of a config outside of `routed`, "sdpa" for example, even
+    while `routed` has replaced it."""
     name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
@@ -251,8 +256,8 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     """Context manager in which models with these configs use `stream_attention` and `LazyMask`.
     Sub-configs are unchanged.
 
-    Our name enters transformers' tables here, so a model unpickled in a process without `patch`
-    runs. No model outside of `routed` uses the name.
+    The name is registered in transformers' tables here, so a model unpickled in a process without
+    `patch` runs. No model outside of `routed` uses the name.
 
     [Note: routed configs] Models share config objects, and threads run models. So a config has our
     name from the first of its `routed` in any thread to the last one's end, and then its own again.
@@ -300,14 +305,19 @@ def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
 
 
 def _is_here(config: PreTrainedConfig) -> bool:
-    """True if this thread is within `routed` with the config."""
+    """True if the current thread is inside of a `routed` context manager for the config."""
     return id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get()
 
 
 @contextlib.contextmanager
 def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
-    """Context manager within `routed`: models with these configs attend with these implementations
-    in this thread."""
+    """Context manager inside of `routed`: models with these configs use other attention
+    implementations in this thread.
+
+    Args:
+        configs: the configs.
+        implementations: the implementation for each config, such as "sdpa".
+    """
     before = COMPARED.set(
         {id(config): name for config, name in zip(configs, implementations, strict=True)}
     )
@@ -318,9 +328,12 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
 
 
 def _met_by_chance(config: object) -> str | None:
-    """Return the implementation that the config must use in this thread, or None if that is ours.
-    Within `unrouted` the caller has named it; outside of `routed` it is the config's own. [Note:
-    routed configs]"""
+    """Return the attention implementation that the current thread must use for a config. None if
+    that is `stream_attention`.
+
+    Inside of `unrouted` the caller has named the implementation. Outside of `routed` the config
+    has. [Note: routed configs]
+    """
     if not isinstance(config, PreTrainedConfig):
         return None
     compared = COMPARED.get().get(id(config))

@@ -27,13 +27,15 @@ from streambp.chunks import Chunk
 
 @dataclasses.dataclass
 class Attended:
-    """Result of one chunk's attention: o [B, C, H, D_v], contiguous, and lse [B, H, C].
+    """Attention output of one chunk: o [B, C, H, D_v], contiguous, and its logsumexp lse [B, H, C]
+    over all keys.
 
     [Note: one layout]
 
     Attributes:
-        wide: o before rounding, for a backward that can use it. [Note: rounded outputs]
-        version: version counter of o when a layer received o; None if no layer did, or if o counts
+        wide: o before rounding to the queries' dtype, for a backward that can use it. [Note:
+            rounded outputs]
+        version: o's version counter when the layer received o; None if no layer did, or if o counts
             no versions.
     """
 
@@ -44,17 +46,20 @@ class Attended:
 
     @property
     def changed(self) -> bool:
-        """True if the layer has written to o."""
+        """True if the layer has overwritten o in place after it received o."""
         return self.version is not None and self.o._version != self.version
 
 
 class MergedOutput:
-    """Output and logsumexp of a chunk, merged from its blocks.
+    """Attention output and logsumexp of a chunk, merged step by step from the outputs over parts of
+    the keys.
 
     Args:
-        q: [B, C, H, D] of the chunk.
+        q: the chunk's queries, [B, C, H, D].
         value_size: D_v.
-        wide: True if o must not be rounded, because later operations change it.
+        plan: the blocks (rectangles of queries and keys) that compute the chunk's attention.
+        chunk: the chunk's range of positions.
+        wide: True if o must not be rounded to q's dtype, because later operations change it.
     """
 
     def __init__(
@@ -70,8 +75,14 @@ class MergedOutput:
         self._lse: Tensor | None = None
 
     def add(self, number: int, o: Tensor, lse: Tensor) -> None:
-        """Merge o [b, H, t, D_v] and lse [b, H, t] of the plan's block `number`. Both tensors may
-        be overwritten."""
+        """Merge one block's output o [b, H, t, D_v] and logsumexp lse [b, H, t]. Both tensors may
+        be overwritten.
+
+        Args:
+            number: index of the block in the plan.
+            o: attention output over the block's keys alone.
+            lse: its logsumexp.
+        """
         plan = self._plan
         block = self._plan.blocks[number]
         if plan.covers[number] and self._o is None:
@@ -97,8 +108,8 @@ class MergedOutput:
         merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
 
     def result(self) -> Attended:
-        """Return o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. The sums cannot
-        be used afterwards.
+        """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. The
+        object must not be used afterwards.
 
         A query that is in no block has o = 0 and lse = -inf.
         """
@@ -137,7 +148,8 @@ def merge(
 def merge_in_torch(
     o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
 ) -> None:
-    """Merge like `merge`, by torch's operators. Tests compare `merge_in_triton` with this function.
+    """Merge two partial attention outputs like `merge`, by torch's operators. Tests compare
+    `merge_in_triton` with this function.
 
     Args:
         o: [b, t, H, D].
@@ -160,10 +172,13 @@ def merge_in_torch(
 
 
 class SummedQueries:
-    """dq of a chunk, summed over its blocks.
+    """Gradient dq of a chunk's queries, summed over the blocks (rectangles of queries and keys) of
+    its attention.
 
     Args:
-        q: [B, C, H, D] of the chunk.
+        q: the chunk's queries, [B, C, H, D].
+        plan: the blocks.
+        chunk: the chunk's range of positions.
     """
 
     def __init__(self, q: Tensor, plan: BlockPlan, chunk: Chunk) -> None:
@@ -174,7 +189,8 @@ class SummedQueries:
         self._sum: Tensor | None = None
 
     def add(self, number: int, dq: Tensor) -> None:
-        """Add dq [b, H, t, D] of the plan's block `number`. The tensor may be overwritten."""
+        """Add one block's dq [b, H, t, D], for the block with index `number` in the plan. The
+        tensor may be overwritten."""
         block = self._plan.blocks[number]
         dq = dq.transpose(1, 2)
         if self._plan.covers[number]:
@@ -198,6 +214,6 @@ class SummedQueries:
             self._sum[rows, columns].add_(dq)
 
     def result(self) -> Tensor:
-        """Return dq [B, H, C, D] in q's dtype."""
+        """Return the sum, dq [B, H, C, D], in q's dtype."""
         total = torch.zeros_like(self._q) if self._sum is None else self._sum
         return total.to(self._q.dtype).transpose(1, 2)

@@ -62,7 +62,8 @@ if AVAILABLE:
 
 
 def fits_triton(*tensors: Tensor) -> bool:
-    """True if outputs like these [b, t, H, D] can be merged here."""
+    """True if `merge_in_triton` supports outputs like these, [b, t, H, D]: their device, dtypes and
+    layout."""
     if not AVAILABLE or not tensors[0].is_cuda:
         return False
     fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)
@@ -70,7 +71,8 @@ def fits_triton(*tensors: Tensor) -> bool:
 
 
 def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """Merge like `merge.merge`, in one kernel that computes in float32.
+    """Merge two partial attention outputs like `merge.merge`, in one Triton kernel that computes in
+    float32.
 
     Args:
         o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.
