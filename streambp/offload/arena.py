@@ -26,13 +26,14 @@ NO_HOST_MEMORY = re.compile(
 
 
 def padded(size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes occupies on a stack."""
+    """Return the bytes that a tensor of `size` bytes occupies in host memory, with the
+    alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclasses.dataclass(eq=False)
 class BufferStack:
-    """A stack of memory ranges that are allocated in sequence and freed together.
+    """Host memory that is allocated range after range and freed all at once, like a stack.
 
     Attributes:
         kind: purpose of the stack; stacks of one kind grow to similar sizes.
@@ -59,7 +60,8 @@ class BufferStack:
         return sum(segment.numel() for segment in self.segments[self._segment :]) - self._top
 
     def push(self, size: int) -> Tensor | None:
-        """Allocate `size` bytes [size]; None if the stack is full."""
+        """Reserve `size` bytes and return them as a uint8 tensor [size]; None if the stack is
+        full."""
         wanted = padded(size)
         while self._segment < len(self.segments):
             segment = self.segments[self._segment]
@@ -75,7 +77,8 @@ class BufferStack:
 
 @dataclasses.dataclass(eq=False)
 class Arena:
-    """Stacks within a budget. A returned stack is reused for the next request of its kind.
+    """Pool of host memory within a budget. Memory is borrowed as stacks (`BufferStack`), and a
+    returned stack is reused for the next request of its kind.
 
     Args:
         limit: budget in bytes.
@@ -95,7 +98,7 @@ class Arena:
     _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
     def take(self, kind: str = "") -> BufferStack:
-        """Return the latest free stack of that kind, or a new stack without memory."""
+        """Return the stack of this kind that was returned last, or a new stack without memory."""
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)
@@ -103,17 +106,16 @@ class Arena:
         return BufferStack(kind)
 
     def give_back(self, stack: BufferStack) -> None:
-        """Return a stack to the arena: all ranges are free, and its memory is reused for the same
-        kind.
-        """
+        """Return a stack to the pool. All of its ranges become free, and its memory is reused for
+        the same kind of stack."""
         stack.used = stack._segment = stack._top = 0
         self._free.append(stack)
 
     def grow(self, stack: BufferStack, size: int) -> bool:
-        """Add `size` bytes to a stack; return False if the budget or the system refuses.
+        """Add `size` bytes of memory to a stack. Return False if the budget or the system refuses.
 
-        Free stacks are released first if the budget is short. `refused` contains the system's error
-        text.
+        Unused stacks are released first if the budget is short. `refused` contains the system's
+        error text.
         """
         self.refused = None
         if self.allocated + size > self.limit and self._free:
@@ -141,7 +143,8 @@ class Arena:
 
 
 def local_ranks() -> int:
-    """Return the number of ranks that share this machine's memory, as reported by the launcher."""
+    """Return the number of ranks on this machine, as reported by the launcher (torchrun's
+    LOCAL_WORLD_SIZE, for example)."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
@@ -155,7 +158,8 @@ def _text(path: Path) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], ...]:
-    """Return the files of this process's control groups and all groups above.
+    """Return the files with memory limits of this process's Linux control groups, and of all groups
+    above.
 
     The files are: limit, bytes in use, and statistics, with the name of the cache statistic.
     Parents count because a batch system's limit is not at the root. Versions 1 and 2 are covered;
@@ -206,7 +210,10 @@ def host_limit(
 
     Args:
         wanted: requested bytes; None: no request.
+        meminfo: file with the machine's memory.
+        cgroup: root folder of the control groups.
         set_aside: bytes that this rank will allocate for other purposes.
+        membership: file with the control groups of this process.
 
     Raises:
         StreamBPError: less memory is available than requested. The out-of-memory killer would raise
