@@ -16,7 +16,8 @@ from streambp.torchs_own import torch_own
 
 
 def index(x: LazyTensor, at: Any) -> Any:
-    """Return x[at] for an index of tokens; lazy rows also support an index of entries, or of both.
+    """Return x[at] of a lazy tensor without the complete tensor. `at` selects tokens; for lazy
+    logits also vocabulary entries, or both.
 
     Returns NotImplemented for any other index, such as a NumPy array.
     """
