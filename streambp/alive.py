@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 
 class Living(Sequence[T], Generic[T]):
-    """Objects in their order, as long as somebody else keeps them; none in a copy."""
+    """Ordered sequence of weak references: iteration yields the objects that still exist. A copied
+    or pickled sequence is empty."""
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._items = [weakref.ref(item) for item in items]
@@ -41,17 +42,18 @@ class Living(Sequence[T], Generic[T]):
         return Living, ()
 
     def enter(self, item: T, order: Any) -> None:
-        """Put an item in its place.
+        """Insert an object in order.
 
         Args:
-            order: a function of an item, by which they stand.
+            item: the object.
+            order: sort key, a function of an object.
         """
         self._items = [weakref.ref(one) for one in sorted((*self, item), key=order)]
 
 
 class Home:
-    """The module that was given to `patch`, as long as somebody else keeps it; then the outermost
-    one that streams."""
+    """Weak reference to the module that was passed to `patch`. If that module is deleted, the
+    reference changes to the largest remaining patched module."""
 
     def __init__(self, given: nn.Module | None = None) -> None:
         self._given = None if given is None else weakref.ref(given)
@@ -69,13 +71,13 @@ class Home:
 
     @property
     def known(self) -> bool:
-        """True if a module was named, or found, and is still there."""
+        """True if the reference is set and its module still exists."""
         return self._given is not None and self._given() is not None
 
     def name(self, module: nn.Module) -> None:
-        """Say which module it is."""
+        """Set the module that was passed to `patch`."""
         self._given = weakref.ref(module)
 
     def enter(self, module: nn.Module) -> None:
-        """A module of it streams."""
+        """Add a patched module inside, which may take the place of a deleted outer module."""
         self._inside.enter(module, lambda _: 0)

@@ -113,7 +113,7 @@ class StreamConfig:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Return the globs among `saves`."""
+        """Return the names in `saves` that are globs for Linear modules."""
         names = (name.partition(LAST)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
@@ -123,9 +123,13 @@ class StreamConfig:
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:
-        """Return the configuration of a layer that is one of the last `left` layers.
+        """Return the configuration of one layer, in which "name@n" in `saves` is "name" or left
+        out.
 
         Names that end in "@n" apply to the last n layers.
+
+        Args:
+            left: number of layers from this one to the last, both included.
         """
         if not any(LAST in name for name in self.named_saves):
             return self
@@ -181,11 +185,11 @@ FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
 
 
 def config_of(found: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
-    """Return `base` with these fields, by name.
+    """Return a copy of `base` with other values for the fields in `found`.
 
     Args:
-        found: values by field.
-        source: their origin, for the message.
+        found: values by field name.
+        source: origin of the values, for the error message.
         base: the configuration to change.
 
     Raises:

@@ -20,17 +20,18 @@ LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Placeholder for a differentiable tensor.
+    """Placeholder for a tensor in nested arguments, which are stored without their tensors.
 
     Attributes:
-        number: the tensor's index.
+        number: the tensor's index in a list.
     """
 
     number: int
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to all tensors and slots in nested containers."""
+    """Return a copy of nested lists, tuples and dicts with `change` applied to all tensors and
+    `Slot` placeholders."""
     if isinstance(value, Tensor | Slot):
         return change(value)
     if isinstance(value, tuple | list):
@@ -48,7 +49,8 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @contextlib.contextmanager
 def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
-    """Context manager that sets an attribute of these objects to these values, one for each."""
+    """Context manager that sets the attribute `name` of several objects, each to its value in
+    `values`, and restores the attributes afterwards."""
     before = [getattr(one, name) for one in objects]
     try:
         for one, value in zip(objects, values, strict=False):
@@ -60,7 +62,7 @@ def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iter
 
 
 def tensors_in(value: Any, kind: type[T]) -> list[T]:
-    """Return the tensors of type `kind` in nested containers."""
+    """Return the tensors of type `kind` in nested lists, tuples and dicts."""
     if isinstance(value, LEAVES):
         return [value] if isinstance(value, kind) else []
     if type(value) in (tuple, list, dict):
@@ -79,9 +81,8 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
 def changed_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[T], change: Callable[[T], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with `change` applied to tensors of type `kind`, nested ones
-    included.
-    """
+    """Return a call's arguments with `change` applied to all tensors of type `kind`, also in nested
+    lists, tuples and dicts."""
     # torch's tree functions are many times slower
     if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
         own = tuple([change(value) if isinstance(value, kind) else value for value in args])

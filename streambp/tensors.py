@@ -16,7 +16,8 @@ ANY_DIMS = "..."
 
 
 def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
-    """Check that every argument is a tensor of its kind and dimensions, such as "... h" or "B T".
+    """Check that arguments are tensors with the expected kind of dtype and the expected dimensions,
+    such as "... h" or "B T".
 
     Args:
         wanted: by name, in order, the argument, its dimensions and its kind. A dimension has the
@@ -66,22 +67,23 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
 
 
 def _is_of(dtype: torch.dtype, kind: Kind) -> bool:
-    """True if a dtype is of the kind."""
+    """True if a dtype belongs to a kind, such as floating or integer."""
     if kind == "floating":
         return dtype.is_floating_point
     return kind == "any" or not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _shown(text: str) -> str:
-    """Format dimensions as a shape."""
+    """Return dimensions such as "B T" in the form of a shape, for an error message."""
     return "[" + ", ".join(text.split()) + "]"
 
 
 def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor [...] in the memory of `result`, without a base.
+    """Return a tensor [...] with the memory of `result` that does not count as a view of another
+    tensor.
 
-    A Function's forward may not return a view: torch refuses later in-place operations on it.
-    `F.linear` with a bias returns a view.
+    torch refuses in-place operations on a view that a custom autograd Function's forward returns,
+    and `F.linear` with a bias returns a view.
 
     Args:
         result: a contiguous tensor that no other code reads.

@@ -56,15 +56,16 @@ METHODS = {
 
 
 def asked_of(func: Any) -> Any:
-    """Return the torch function of a `__torch_function__` call. [Note: torch's own functions]
+    """Return torch's own function for a call of `__torch_function__`, even if a program has
+    replaced `torch.name` by a function of its own. [Note: torch's own functions]
 
     Call it directly in `__torch_function__`.
 
     Args:
-        func: the function that torch found under the name.
+        func: the argument of `__torch_function__`, which may be the program's function.
 
     Raises:
-        StreamBPError: `func` replaces several methods of `torch.Tensor`, and C does not report
+        StreamBPError: `func` replaces several methods of `torch.Tensor`, and torch does not report
             which was called.
     """
     if isinstance(func, OF_C):
@@ -102,9 +103,9 @@ def asked_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """Return the name by which a torch function has a rule.
+    """Return the name by which the rules of lazy tensors are looked up for a torch function.
 
-    Other functions (custom operators) get a name without a rule.
+    Other functions (custom operators) get a name that has no rule.
     """
     if isinstance(func, OF_C) or any(
         getattr(func, "__globals__", None) is vars(home) for home in HOMES
@@ -114,6 +115,7 @@ def rule_name(func: Any) -> str:
 
 
 def method(name: str) -> Callable[..., Any] | None:
-    """Return torch's own method of a tensor."""
+    """Return torch's own method `name` of a tensor, even if a program has replaced it; None if
+    there is no such method."""
     found: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
     return found

@@ -106,8 +106,11 @@ def read(source: Any) -> dict[str, Any]:
 
 
 def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
-    """Return the `StreamConfig` of a DeepSpeed config's "streambp" section; None without the
+    """Return the `StreamConfig` from the "streambp" section of a DeepSpeed config; None without the
     section.
+
+    Args:
+        settings: the DeepSpeed config.
 
     Raises:
         ConfigError: the section is invalid, or activation_checkpointing is set as well.
@@ -138,10 +141,10 @@ class DeepSpeedStreamCallback(LoggingCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Patch the model.
+        """Patch the Trainer's model with the settings of its DeepSpeed config.
 
         Raises:
-            ConfigError: `stream_config` does not accept the section.
+            ConfigError: the section "streambp" is invalid.
         """
         stream = stream_config(read(args.deepspeed))
         if stream is not None and model is not None:
@@ -149,7 +152,7 @@ class DeepSpeedStreamCallback(LoggingCallback):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class whose name was `StreamCallback` before, with a warning."""
+    """Return `DeepSpeedStreamCallback` for its former name `StreamCallback`, with a warning."""
     if name != "StreamCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

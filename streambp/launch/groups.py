@@ -37,9 +37,8 @@ def keep_groups(trainer: Any) -> None:
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
-    """Return the result of a trainer's `_prepare_inputs`, with micro-batches that hold complete
-    groups.
-    """
+    """Return the result of a TRL trainer's `_prepare_inputs`, after regrouping the generated rows
+    so that a micro-batch holds complete groups of one prompt's completions."""
     before = getattr(trainer, ROLLOUTS, None)
     inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
     cut = getattr(trainer, ROLLOUTS, None)
@@ -60,7 +59,8 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
 
 
 def grouped(batches: list[Batch]) -> list[Batch]:
-    """Return micro-batches of the same sizes with the same rows, each prompt's rows adjacent.
+    """Return the same rows in micro-batches of the same sizes, in which the completions of each
+    prompt are adjacent.
 
     A prompt is identified by its ids and its mask. Micro-batches stay unchanged if they have no
     prompts, or if some value is not row by row (images).

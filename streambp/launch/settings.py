@@ -22,7 +22,7 @@ DEFAULTS = StreamConfig(lazy_logits=True)  # unchanged programs read logits
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings for streaming the models of a program.
+    """Settings of `streambp launch`: how models are patched, and when.
 
     Attributes:
         config: settings of every model.
@@ -40,7 +40,8 @@ class Settings:
         check_fields(self)
 
     def to_json(self) -> str:
-        """Return the differences from the defaults as JSON, for an environment variable."""
+        """Return the settings that differ from the defaults as JSON, for an environment
+        variable."""
         given = {name: getattr(self.config, name) for name in FIELDS}
         changed: dict[str, Any] = {}
         for name, value in given.items():
@@ -84,9 +85,10 @@ Allowed = Annotated[
 
 
 def with_flags(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function with a typer signature: `**settings` becomes one flag for each field.
+    """Return a command function with a signature for typer, in which `**settings` becomes one flag
+    for each setting.
 
-    The fields are `StreamConfig`'s and --at. Flags absent from the command line are None.
+    The flags are `StreamConfig`'s fields and --at. Flags absent from the command line are None.
     """
     signature = inspect.signature(function, eval_str=True)
     own = []
@@ -126,7 +128,7 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def from_flags(arguments: Any) -> Settings:
-    """Return settings from a command line's arguments.
+    """Return the `Settings` from a command line's parsed arguments.
 
     Raises:
         ConfigError: `StreamConfig` rejects a value.

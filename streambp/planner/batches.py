@@ -59,36 +59,38 @@ class Batch:
 
     @classmethod
     def of_data(cls, lengths: Sequence[int], rows: int) -> Batch:
-        """Return `rows` rows at equal steps through a data set's sorted lengths, the longest
-        included.
-        """
+        """Return a batch of `rows` rows that represents a data set: lengths at equal steps through
+        the sorted `lengths`, the longest included."""
         found = sorted(lengths)
         return cls(tuple(found[-(-len(found) * row // rows) - 1] for row in range(1, rows + 1)))
 
     @classmethod
     def of_mean(cls, longest: int, mean: int, rows: int) -> Batch:
-        """Return one row of `longest` tokens and equal others, with `mean` tokens on average."""
+        """Return a batch with one row of `longest` tokens, and other rows of equal length, with
+        `mean` tokens on average."""
         rest = (rows * mean - longest) // (rows - 1)
         return cls((*(rest,) * (rows - 1), longest))
 
     @property
     def row(self) -> int:
-        """Return the tokens of the longest row, which all rows have with padding."""
+        """Return the tokens of the longest row, to which all rows are padded."""
         return max(self.lengths)
 
     @property
     def scored(self) -> int:
-        """Return the number of scored tokens: all tokens behind the prompt."""
+        """Return the number of tokens with a loss: all tokens behind the prompt."""
         return sum(self.lengths) - self.prompt * len(self.lengths)
 
     def tokens(self, packed: bool) -> int:
-        """Return the number of tokens that layers compute."""
+        """Return the number of tokens that layers compute, with padding or (`packed`) as one packed
+        row."""
         if packed:
             return self.prompt + self.scored
         return len(self.lengths) * self.row
 
     def reach(self, packed: bool) -> float:
-        """Return the length of a causal row whose queries read equally many keys on average."""
+        """Return the length of a single causal row whose queries read as many keys on average as
+        this batch's."""
         rests = sum(length**2 - self.prompt**2 for length in self.lengths)  # 2 P C + C^2
         if packed:
             return (self.prompt**2 + rests) / self.tokens(True)
@@ -193,7 +195,8 @@ def both_ways(
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:
-    """Return the FLOPs, bytes read and written, and dispatches of a batch's step, by kind of phase.
+    """Return the FLOPs, bytes and dispatches (`Work`) of a batch's step, by kind of phase such as
+    "forward".
 
     Args:
         method: the way to run the step, with its counted costs.
@@ -223,7 +226,7 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
 
 
 def batches_table(plan: Plan, found: Sequence[tuple[Way, Way]]) -> str:
-    """Return a table of both ways for each batch.
+    """Return a table as text that compares, for each batch, padded rows and one packed row.
 
     The column "no host" is GiB with nothing saved and nothing on the host.
 

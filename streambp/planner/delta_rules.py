@@ -28,7 +28,8 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Save x [B, D, T], copied unless its tokens or its channels are contiguous, and return y."""
+    """Make the allocations of a causal convolution kernel's forward, and return its output [B, D,
+    T]. x [B, D, T] is saved, copied unless its tokens or its channels are contiguous."""
     if 1 not in x.stride()[1:]:
         x = x.contiguous()
     ctx.save_for_backward(x, weight, bias)
@@ -61,15 +62,15 @@ def delta_rule(
     returns_end: bool,
     normalises: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output [B, T, H_v, V] and the end state, or None instead of an unrequested end
-    state.
-    """
+    """Make the allocations of fla's delta-rule kernel. Return its output [B, T, H_v, V], and its
+    end state or None."""
     out, end = chunk_delta_rule(q, k, v, g, beta, start, normalises)
     return out, end if returns_end else None
 
 
 class Blocks:
-    """Sizes of one call, and empty tensors of the kernels' usual shapes."""
+    """Sizes of one call of fla's delta-rule kernel, and methods that create empty tensors of its
+    usual shapes."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.rows, self.tokens, self.heads, self.keys = k.shape
@@ -92,13 +93,15 @@ class Blocks:
         )
 
     def over_heads(self, x: Tensor) -> Tensor:
-        """Return a sum of [B, T, H_v, K] to [B, T, H, K], for value heads that share keys."""
+        """Return an empty tensor for the sum over the value heads that share a key head: [B, T,
+        H_v, K] -> [B, T, H, K]."""
         if self.value_heads == self.heads:
             return x
         return x.new_empty(self.rows, self.tokens, self.heads, self.keys)
 
     def flops(self, between: int, within: int) -> None:
-        """Add the FLOPs of products of each token with states and with its block.
+        """Add the FLOPs of the kernel's products of tokens with states, and of tokens with their
+        block.
 
         Args:
             between: number of products with a state.

@@ -17,10 +17,16 @@ from streambp.rates import Rates
 
 
 def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, float, int, float]:
-    """Return the bytes of a step's exchanges on a rank, including its own part.
+    """Return the bytes that a rank exchanges in a step with ranks that share its sequences,
+    including its own part.
+
+    Args:
+        split: the kind of sequence sharding.
+        seq_len: positions of a row.
+        setting: the training setting.
 
     Returns:
-        bytes of all-to-alls or sums, which the step waits for; bytes of gathers; number of groups
+        Bytes of all-to-alls or sums, which the step waits for; bytes of gathers; number of groups
             of heads for gathered keys; bytes that reordering keys moves on the device.
     """
     ranks = setting.ranks

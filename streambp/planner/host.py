@@ -16,7 +16,8 @@ from streambp.planner.skeleton import Skeleton
 
 
 class UncountedHost(Engine):
-    """Offload engine that copies synchronously and hides host memory from the device's count."""
+    """Copies tensors to host memory synchronously, in a count of device bytes. The host memory
+    itself is hidden from the count."""
 
     def __init__(self, device: torch.device, skeleton: Skeleton | None = None) -> None:
         super().__init__(device)
@@ -38,7 +39,8 @@ class UncountedHost(Engine):
 
 
 class CountingManager(OffloadManager):
-    """Offload manager that counts a step's host bytes.
+    """Counts the host bytes that a step with offloading needs, without real copies to pinned
+    memory.
 
     Counted are tensors that wait for backward, and the maximum over layers of keys and values.
     """

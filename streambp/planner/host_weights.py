@@ -27,7 +27,8 @@ MOST_TOKENS = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """The first `layers` of `of` layers, whose weights are in host memory.
+    """The first decoder layers of a model, whose weights are in host memory (weights="cpu"), and
+    their bytes.
 
     Attributes:
         layers: number of layers in host memory.
@@ -77,7 +78,13 @@ def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) 
 
 
 def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
-    """Return the first `layers` layers in host memory, for layer weights of these sizes [bytes]."""
+    """Return a record of the first `layers` layers in host memory.
+
+    Args:
+        sizes: bytes of each layer's weights.
+        layers: number of layers in host memory.
+        decoded: bytes of one layer's 4-bit weights after decoding.
+    """
     found = sizes[:layers]
     return OnHost(
         layers, len(sizes), sum(found), sum(found[-SLOTS:]), max(found, default=0), decoded
@@ -85,8 +92,13 @@ def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
 
 
 def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
-    """Return the smallest number of first layers that frees `lacking` bytes; all layers if none
-    does.
+    """Return a record of the fewest first layers whose move to host memory frees `lacking` bytes on
+    the device; all layers if none is enough.
+
+    Args:
+        sizes: bytes of each layer's weights.
+        lacking: bytes to free.
+        decoded: bytes of one layer's 4-bit weights after decoding.
     """
     for number in range(1, len(sizes)):
         on_host = first(sizes, number, decoded)

@@ -22,7 +22,8 @@ from streambp.planner.count import one_kernel
 
 @contextlib.contextmanager
 def launched_kernels() -> Iterator[None]:
-    """Context manager in which the head's two kernels and the merge are counted by their bytes.
+    """Context manager in which streambp's Triton kernels (for logits, and for merged attention
+    outputs) are counted by the bytes that they move, without a launch.
 
     [Note: one kernel]
     """
@@ -30,7 +31,15 @@ def launched_kernels() -> Iterator[None]:
     def launch(
         kernel: Callable[..., Any], moved: Callable[..., float], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a kernel's function and count its bytes."""
+        """Call a function that stands for one Triton kernel, and count the bytes that the kernel
+        moves.
+
+        Args:
+            kernel: the function.
+            moved: function of the same arguments that returns the bytes.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         with one_kernel(moved(*args)):
             return kernel(*args, **kwargs)
 

@@ -33,7 +33,8 @@ from streambp.planner.survey import STREAMED, UNPATCHED_RECIPE, Counter, SurveyR
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A phase's peak bytes, relative to the bytes before the step.
+    """Predicted and measured peak bytes of one phase of a step, relative to the bytes before the
+    step.
 
     Attributes:
         phase: the phase's name.
@@ -187,7 +188,7 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Exclude host memory of a patched CPU model's offloading from a count of storages."""
+    """Hide the host memory of a CPU model's offloading from a count of tensor storages."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     sites = installed.steps.sites
     if sites and sites[0].offloader is not None:

@@ -74,10 +74,10 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A method with its chunk size at one length.
+    """A way to run a step, with its chunk size, for one sequence length.
 
     Attributes:
-        method: the method's name.
+        method: name of the way.
         saves: as in `StreamConfig`.
         offload: as in `StreamConfig`.
         chunk_size: tokens of a chunk on each rank.
@@ -108,7 +108,7 @@ class Choice:
 
     @property
     def config(self) -> StreamConfig:
-        """Return the config for `streambp.patch`."""
+        """Return the `StreamConfig` with which `streambp.patch` runs steps in this way."""
         if self.on_host is None:
             weights = "device"
         elif self.on_host.layers == self.on_host.of:
@@ -121,12 +121,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Longest:
-    """The longest sequence of a method.
+    """The longest sequence that fits into memory with one way to run a step.
 
     Attributes:
-        method: the method's name.
+        method: name of the way.
         seq_len: positions.
-        binds: the limit: a phase on the GPU, or "host memory".
+        binds: what limits the length: a phase on the GPU, or "host memory".
     """
 
     method: str
@@ -136,10 +136,11 @@ class Longest:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A method at the plan's length, with its fastest chunk size that fits, else the smallest one.
+    """Seconds of one way to run a step at the plan's length, with the fastest chunk size that fits
+    (the smallest if none fits).
 
     Attributes:
-        method: the method's name.
+        method: name of the way.
         chunk_size: tokens of a chunk.
         fits: True if the step fits.
         peak: bytes.
@@ -157,7 +158,8 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Lever:
-    """A change of the setting, and the longest sequence after the change.
+    """A change outside of streambp's settings, such as more GPUs, and the longest sequence that it
+    allows.
 
     Attributes:
         change: description.
@@ -202,7 +204,8 @@ class Plan:
 
     @property
     def next_fastest(self) -> tuple[Timed, ...]:
-        """Return the two fastest streamed methods behind the choice, of those that fit."""
+        """Return the two fastest ways to run a step after the chosen one, among those that fit and
+        are computed chunk by chunk."""
         if self.choice is None:
             chosen = None
         else:
@@ -312,10 +315,10 @@ def plan_profile(
 
 
 def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
-    """Return the setting with all layers' frozen weights in host memory.
+    """Return the setting with all layers' frozen weights in host memory; None if there are no such
+    weights, or several GPUs.
 
-    Trained weights move as well if the setting requests host memory for all weights. None if there
-    are no such weights, or several GPUs.
+    Trained weights move as well if the setting requests host memory for all weights.
     """
     sizes = profile.frozen
     trained = 0
@@ -496,9 +499,8 @@ def options(
 
 
 def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
-    """Return the setting with a rank's bytes for gathered keys, a share of the memory free at step
-    start.
-    """
+    """Return the setting with a limit on a rank's bytes for keys gathered from other ranks: a share
+    of the memory that is free at the start of a step."""
     kept = static(profile, setting)
     free = (
         memory.usable
@@ -544,12 +546,12 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
 
 
 def fits(at: Peak, memory: Memory) -> bool:
-    """True if a peak is within the usable bytes of the device and of the host."""
+    """True if a step's peak is within the usable bytes of the device and of the host."""
     return at.total <= memory.usable and (memory.host is None or at.host <= memory.host)
 
 
 def chunk_sizes(batch_size: int) -> tuple[int, ...]:
-    """Return candidate chunk sizes in positions of each row, the largest first."""
+    """Return the chunk sizes that a plan tries, in positions of each row, the largest first."""
     return tuple(
         dict.fromkeys(in_one_pass(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS)
     )

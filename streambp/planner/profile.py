@@ -36,7 +36,8 @@ FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # fields of
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Bytes of a phase on the device beyond weights and optimizer.
+    """Memory of one phase of a step (such as "backward 35") on the device, without weights and
+    optimizer.
 
     Attributes:
         name: the phase's name.
@@ -66,7 +67,7 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Kind of sequence sharding of a method, and the bytes of a step's exchanges.
+    """The kind of sequence sharding of a counted step, and the bytes that ranks exchange in it.
 
     Attributes:
         by: Ulysses or context parallelism.
@@ -91,7 +92,8 @@ class Split:
     moved: float = 0.0
 
     def repeats(self, ranks: int) -> float:
-        """Return the factor on the bytes of keys for Ulysses with more ranks than kv heads."""
+        """Return how many ranks get a copy of the same keys under Ulysses, if there are more ranks
+        than key/value heads; 1 otherwise."""
         return max(1.0, max((ranks / heads.keys for heads in self.heads), default=1.0))
 
 
@@ -129,7 +131,8 @@ class Method:
 
     @property
     def counts_chunks(self) -> bool:
-        """True if fewer and larger chunks can take less memory."""
+        """True if a step may take less memory with fewer and larger chunks, because layers save
+        bytes for each chunk."""
         if self.host.chunks > 0:
             return True
         return any(phase.law.chunks > 0 for phase in (*self.first, *self.accumulating))
@@ -137,7 +140,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters with the same replication: "dense" or "expert".
+    """Parameters that the same number of ranks replicate: "dense" or "expert" parameters.
 
     Attributes:
         name: "dense" or "expert".
@@ -156,7 +159,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A module in the module tree.
+    """A module in the tree of a model's modules, with the sizes of its parameters and activations.
 
     Attributes:
         name: the module's name.
@@ -213,10 +216,10 @@ class Profile:
     trained: tuple[int, ...] = ()
 
     def method(self, name: str) -> Method:
-        """Return the method with this name.
+        """Return a counted way to run a step, by its name.
 
         Raises:
-            ConfigError: the method was not counted.
+            ConfigError: no way with this name was counted.
         """
         return named({method.name: method for method in self.methods}, name)
 
@@ -225,10 +228,10 @@ Entry = TypeVar("Entry")
 
 
 def named(methods: Mapping[str, Entry], name: str) -> Entry:
-    """Return the method with this name.
+    """Return the entry of `methods` with this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none; the message lists the names.
     """
     if name not in methods:
         raise ConfigError(f"method is {name!r}; it must be one of {list(methods)}.")
@@ -297,7 +300,7 @@ class Setting:
 
     @property
     def split(self) -> str:
-        """Return the kind of sequence sharding; "" for one rank."""
+        """Return the kind of sequence sharding over ranks; "" if each rank has full sequences."""
         if self.ulysses > 1:
             return ULYSSES
         if self.context_parallel > 1:
@@ -307,7 +310,8 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank: `total` = weights + optimizer + gradients + activations.
+    """Bytes on one rank in the phase of a step that needs most: `total` = weights + optimizer +
+    gradients + activations.
 
     Attributes:
         total: bytes on the device in the worst phase.
@@ -331,10 +335,10 @@ class Peak:
 
 
 def static(profile: Profile, setting: Setting) -> Peak:
-    """Return the bytes before and after a step, with all gradients.
+    """Return the bytes between steps, with all gradients: weights, optimizer state and gradients.
 
-    2 + gradient + 12 / R bytes for each parameter in bf16, with R replicas that share the optimizer
-    state.
+    These are 2 + gradient + 12 / R bytes for each parameter in bf16, with R replicas that share the
+    optimizer state.
     """
     weights = gradients = optimizer = 0.0
     for group in profile.groups:
@@ -458,8 +462,8 @@ def work(
 
 
 def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
-    """Return the quantity that determines bytes of other ranks' keys, for a shard of `tokens`
-    tokens.
+    """Return the number to which the bytes of keys from other ranks are proportional, for a shard
+    of `tokens` tokens.
 
     Ulysses: tokens times the repetitions of keys. Context parallelism: tokens of full sequences
     times the heads of a group. [Note: bytes of keys]
@@ -476,12 +480,12 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
 
 
 def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
-    """Return the methods that this setting's ranks can run.
+    """Return the counted ways to run a step that this setting's ranks can run.
 
-    Methods without streaming are assumed to share tokens evenly.
+    Unpatched steps are assumed to share tokens evenly.
 
     Raises:
-        ConfigError: no method was counted with this kind of sequence sharding.
+        ConfigError: no step was counted with this kind of sequence sharding.
         UnsupportedModelError: the ranks cannot share the heads.
     """
     ranks = setting.ranks
@@ -535,7 +539,7 @@ def from_json(data: Mapping[str, Any]) -> Profile:
     """Return the `Profile` from the result of `to_json`, also after conversion to and from text."""
 
     def node(value: Mapping[str, Any]) -> Node:
-        """Return the node from a dict."""
+        """Return the `Node` from a dict, with its children."""
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
     methods = []

@@ -141,7 +141,8 @@ def headline(profile: Profile, setting: Setting) -> str:
 
 
 def _choice(plan: Plan) -> list[str]:
-    """Return lines about the choice, the default step and the limits."""
+    """Return lines of the plan's text: the chosen way to run a step, the step without settings, and
+    the limits."""
     if plan.choice is None:
         because = too_large(plan)
         lines = [
@@ -366,7 +367,7 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
     """
 
     def said(what: str, done: float) -> None:
-        """Draw the bar with a text."""
+        """Draw the progress bar with a text."""
         if stream.isatty():
             full = round(BAR * done)
             stream.write(
@@ -404,7 +405,7 @@ def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) ->
 
 
 def _count(number: int) -> str:
-    """Return a number with the suffix B, M or k."""
+    """Return a number as text with the suffix B (billions), M or k."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.2f}{letter}"

@@ -48,7 +48,7 @@ Source: TypeAlias = str | Path | PreTrainedConfig | nn.Module
 
 
 class Skeleton:
-    """A causal language model whose tensors have no data.
+    """A model whose tensors have no data, on which training steps are counted.
 
     Args:
         source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model
@@ -63,8 +63,8 @@ class Skeleton:
             torch on a CPU.
         kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
             "auto": Liger's on a GPU if liger-kernel is installed here.
-        fewer: copy only the representative layers of a model; the skeleton's parameters are then
-            those of these layers.
+        fewer: copy only some layers of a model, one or a few for each structure; the skeleton's
+            parameters are then those of these layers.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not apply to it.
@@ -141,7 +141,8 @@ class Skeleton:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager like `active`, in which mixers also make their kernels' allocations.
+        """Context manager like `active`, in which recurrent and convolutional layers also make
+        their kernels' allocations.
 
         Values that modules keep are restored: classes and closures are shared with the copied
         model.
@@ -202,7 +203,12 @@ class Skeleton:
         return self._reduced
 
     def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
-        """Return the same modules with empty tensors."""
+        """Return a copy of the model's modules with tensors without data.
+
+        Args:
+            model: the model.
+            fewer: True to copy only the representative layers.
+        """
         memo: dict[int, Any] = {}
         if fewer:
             self._reduced = reduced_layers(model)
@@ -251,7 +257,7 @@ def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **k
 
 
 def _constant(value: Any, _: Any) -> Any:
-    """Return `value`, as the getter of a property."""
+    """Return `value`; a partial of this function is the getter of a property."""
     return value
 
 
@@ -268,7 +274,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Apply `fn` like `nn.Module._apply`, but create new parameters.
+    """Replace `nn.Module._apply`, which moves and casts modules, and create new parameters.
 
     torch would swap fake tensors in place, which their weak references forbid.
     """
@@ -322,9 +328,8 @@ class QuantisedLinear(nn.Module):
 
 
 def parameters_of(parameter: Tensor) -> int:
-    """Return the number of model parameters in this tensor [...], also if it stores them in fewer
-    bytes.
-    """
+    """Return the number of model parameters in a tensor [...], which may store several in one
+    element (4-bit weights)."""
     return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
@@ -367,12 +372,13 @@ def _quantise(model: nn.Module, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ShrunkModel:
-    """The representative layers of the longest stack, and the kind of every layer.
+    """Selection of a model's layers that represents all of them in a count, because layers with the
+    same structure cost the same.
 
     Attributes:
         kept: indices of the representative layers in the full model.
         kinds: the kind of every layer.
-        backbone: name of the module that runs the stack.
+        backbone: name of the module that runs the layers.
         layers: name of its list of layers.
     """
 

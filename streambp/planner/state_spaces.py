@@ -32,7 +32,7 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [...] with a contiguous last dimension."""
+    """Return x [...], copied if its last dimension is not contiguous."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
@@ -42,7 +42,7 @@ def _selective_scan(
     ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y [B, D, T] and the end state.
+    """Make the allocations of mamba_ssm's selective scan. Return y [B, D, T] and the end state.
 
     Shapes: u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None.
     """
@@ -92,7 +92,8 @@ def _fused_mamba(
     ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor, out_proj: Tensor,
     out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return [B, T, h] for xz [B, 2 D, T].
+    """Make the allocations of mamba_ssm's fused Mamba layer, and return its output [B, T, h] for xz
+    [B, 2 D, T].
 
     Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be
     None.
@@ -117,7 +118,8 @@ def _fused_mamba(
 
 
 def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-    """Return dt [D, B T] from `small` [B T, R + 2 N].
+    """Make the allocations of the step size in a Mamba layer, and return dt [D, B T] for `small` [B
+    T, R + 2 N].
 
     A norm of dt allocates three tensors: a copy of its input, its output, a copy of its output.
     """
@@ -235,9 +237,8 @@ class Sizes:
         )
 
     def flops(self, times: int) -> None:
-        """Add `times` times the products of forward: scores, states of blocks, and output from
-        both.
-        """
+        """Add the FLOPs of a scan's products (scores, states of blocks, and output from both),
+        `times` times those of forward."""
         scores = 2 * self.groups * self.block * self.size
         mixed = 2 * self.heads * self.width * (self.block + 2 * self.size)
         add_flops(times * self.rows * self.tokens * (scores + mixed))
@@ -329,7 +330,7 @@ def _mamba2_scan(
     ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None,
     start: Tensor | None, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out [B, T, H, P] and the end state.
+    """Make the allocations of mamba_ssm's Mamba 2 scan. Return out [B, T, H, P] and the end state.
 
     Shapes: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d
     and dt_bias [H] or None.
@@ -360,7 +361,8 @@ def _fused_mamba2(
     ctx: Any, zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor | None, dt_bias: Tensor, a: Tensor, d: Tensor,
     norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
 ) -> Tensor:  # fmt: skip
-    """Return [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H].
+    """Make the allocations of mamba_ssm's fused Mamba 2 layer, and return its output [B, T, h] for
+    zxbcdt [B, T, 2 H P + 2 G N + H].
 
     Shapes: conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases
     may be None.

@@ -146,7 +146,7 @@ def run_step(
     phases = Phases(count, list(model.parameters()), host)
 
     def before(place: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a layer's forward."""
+        """Record that a layer's forward begins: a forward pre-hook."""
         if phases.backward:
             return  # a recomputation
         if place == 0:
@@ -159,9 +159,8 @@ def run_step(
         phases.enter("forward", place)
 
     def after(place: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Register a hook that begins the phase of the layer's backward. After the last layer,
-        begin the head's phase.
-        """
+        """Register a tensor hook that records the start of the layer's backward: a forward hook.
+        The last layer's hook also records the start of the head."""
         if phases.backward:
             return
         if isinstance(output, tuple):

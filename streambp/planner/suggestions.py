@@ -16,7 +16,7 @@ MOST_GPUS = 1024
 
 
 class Training(NamedTuple):
-    """The trained parameters.
+    """The trained parameters: all of them, or LoRA adapters on a frozen, possibly quantised model.
 
     Attributes:
         lora: rank of the adapters; None: all parameters are trained.
@@ -40,7 +40,8 @@ class Training(NamedTuple):
         return (*given, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
 
     def smaller(self) -> Iterator[Training]:
-        """Generate trainings with less memory on the device, the closest first."""
+        """Yield ways of training that take less device memory, such as LoRA or 4-bit weights, the
+        closest first."""
         rank = self.lora or RANK
         if self.lora is None:
             yield Training(rank)

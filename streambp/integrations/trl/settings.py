@@ -69,7 +69,7 @@ class StreamArguments:
     )
 
     def stream_config(self) -> StreamConfig:
-        """Return the settings as a `StreamConfig`.
+        """Return the `stream_*` settings as a `StreamConfig`.
 
         Raises:
             ConfigError: `StreamConfig` does not accept a value.

@@ -23,11 +23,12 @@ from streambp.planner.auto import patch
 def add_streamed_head(
     config: StreamConfig, head_class: type[FusedHead], model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Stream a model and add streambp's fused head; replaces TRL's function that adds TRL's fused
-    head.
+    """Patch a model and add streambp's fused head, in place of TRL's `add_fused_lm_head`.
 
     Args:
         config: settings, unless the model is patched already.
+        head_class: class of the fused head.
+        model: the model.
         args, kwargs: arguments of TRL's `add_fused_lm_head`.
 
     Raises:
