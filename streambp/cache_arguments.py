@@ -98,8 +98,8 @@ def cache_parameters(forward: Any) -> tuple[str, ...]:
 
 
 def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of a decoder layer's arguments that take a cache. If the layer only passes a
-    cache on, these are its attention's arguments.
+    """Return the names of a decoder layer's forward arguments that take a KV cache, also if the
+    layer only passes them on to its attention.
 
     [Note: cache arguments]
     """

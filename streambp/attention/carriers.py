@@ -140,7 +140,14 @@ class NoAttention:
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return the context manager and the arguments for running the layer unchunked."""
+        """Return the context manager and the arguments for running the layer unchunked, under
+        torch's checkpoint.
+
+        Args:
+            configs: the configs of which `_attn_implementation` is replaced otherwise.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+        """
         return routed(configs), args, kwargs
 
     def unpatched(
@@ -334,11 +341,15 @@ class OverCache(NoAttention):
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Replace the layer's mask by an `OwnMask`. Return the reason why the layer cannot be
-        chunked, or None.
+        """Check the arguments of a layer's call, and replace its mask in `named` by an `OwnMask`.
+        Return the reason why the layer cannot be chunked, or None.
 
         Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
 
         Raises:
             UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
@@ -406,7 +417,7 @@ class OverCache(NoAttention):
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the arguments with the model's own mask, cut to the first `length` tokens."""
+        """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
         changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
         for name in PER_KEY:
             if isinstance(named.get(name), Tensor):

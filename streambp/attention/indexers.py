@@ -178,5 +178,6 @@ def _part(
 
 
 def _row(x: Tensor, row: int) -> Tensor:
-    """Return one row of x, [1, ...] of [B or 1, ...]."""
+    """Return row number `row` of x [B, ...] as [1, ...]. An x [1, ...] that serves all rows is
+    returned unchanged."""
     return x if len(x) == 1 else x[row : row + 1]

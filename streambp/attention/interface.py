@@ -150,8 +150,14 @@ def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError
 
 
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
-    """Return a 4-D mask [B, 1, S, T], bool or additive, that excludes all keys but picks [B, S,
-    k]."""
+    """Return a 4-D attention mask [B, 1, S, T], bool or additive, in which each query reads only
+    the keys that an indexer picked for it.
+
+    Args:
+        mask: the model's mask.
+        picks: [B, S, k], indices of the picked keys.
+        length: T.
+    """
     if not isinstance(mask, Tensor):
         raise UnsupportedModelError(
             f"Attention is given keys that an indexer picked, and {type(mask).__name__} in place "

@@ -147,12 +147,13 @@ class MathKernel(Kernel):
     tiling = Tiling(q_block=512, k_block=2048, k_forward=2048)
 
     def takes(self, block: Block) -> bool:
-        """True if the kernel supports the block's kind. Any number of queries and keys is
-        supported, because causal blocks compare positions."""
+        """True if the kernel supports the block's kind. The numbers of queries and keys do not
+        matter."""
         return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v] and lse [B, H, Tq], both in promote_types(dtype, float32)."""
+        """Return the attention output o [B, H, Tq, D_v] and its logsumexp lse [B, H, Tq], both in
+        promote_types(dtype, float32)."""
         # [B, H_kv, G, Tq, Tk]
         scores = self._masked(self._scores(q, k, task), q, k, task)
         v = _wide(v)
@@ -221,7 +222,8 @@ class CpuFlashKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]."""
+        """Return the attention output o [B, H, Tq, D] in q's dtype, and its logsumexp lse [B, H,
+        Tq]."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=task.scale
@@ -312,7 +314,8 @@ class CudnnKernel(Kernel):
     tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, few=CUDNN_FEW)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq]."""
+        """Return the attention output o [B, H, Tq, D_v] in q's dtype, and its logsumexp lse [B, H,
+        Tq]."""
         causal = task.block.kind is Kind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=task.scale

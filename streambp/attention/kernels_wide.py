@@ -115,7 +115,7 @@ def _common(q: Tensor, v: Tensor) -> int:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Pad x [B, H, T, D] to [B, H, T, width], with tokens before heads in memory. [Note: one
+    """Pad x [B, H, T, D] with zeros to [B, H, T, width], contiguous as [B, T, H, width]. [Note: one
     layout]"""
     if x.shape[-1] == width:
         return x

@@ -44,17 +44,18 @@ Visit = Iterable[tuple[Block, Tensor, Tensor]]
 
 @dataclasses.dataclass
 class KVBuffer:
-    """Buffers of keys and values of the whole sequence, for one attention call in a layer, and
-    buffers of their gradients.
+    """Buffers for one attention call of a layer: keys and values of the whole sequence, and the
+    sums of their gradients over chunks.
 
     Attributes:
         columns: D_v if V is padded in its buffer, otherwise None. [Note: padded values]
-        packed: the width to which V is padded at its next read.
-        versions: version counters of K and V that are the layer's own tensors. [Note: one chunk]
-        added: number of gradient parts, dK and dV of each block, that were added for the current
-            chunk.
-        again: number of these parts that a retry of the chunk skips, because they were added
-            before. [Note: once for each chunk]
+        packed: width to which V must be padded again before its next read, because the zeros were
+            freed; None: nothing to pad.
+        versions: version counters of K and V if these are the layer's own tensors; None: copies.
+            [Note: one chunk]
+        added: number of kernel calls whose dK and dV were added for the current chunk.
+        again: number of kernel calls that a retry of the chunk skips, because their dK and dV were
+            added before. [Note: once for each chunk]
     """
 
     k: Tensor  # [B, T, H_kv, D], contiguous
@@ -80,10 +81,12 @@ class KVBuffer:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
-        """Return the buffers for contiguous K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all
+        """Return buffers that hold contiguous K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all
         tokens.
 
         Args:
+            k: the keys.
+            v: the values.
             width: number of columns to which V is padded; None: no padding.
         """
         if width is None:
@@ -135,7 +138,7 @@ class KVBuffer:
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Copy a chunk's K [B, H_kv, C, D] and V to their place in the buffers."""
+        """Copy a chunk's K [B, H_kv, C, D] and V into the buffers of the whole sequence."""
         start = chunk.start
         length = chunk.stop - chunk.start
         self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
@@ -433,8 +436,8 @@ class PrefixMemory:
     tiles: HostTensors | None = None
 
     def open_scratch(self) -> HostTensors:
-        """Return the host storage for tensors of the current pass over the chunks. The first call
-        creates the storage."""
+        """Return the host storage for K and V that are moved off the device during the current pass
+        over the chunks. The first call creates the storage."""
         if self.tiles is None:
             self.tiles = self.scratch()
         return self.tiles

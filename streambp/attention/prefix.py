@@ -245,7 +245,8 @@ class Prefix:
         return reads
 
     def find_saved(self) -> None:
-        """Load K and V that forward saved, of every chunk and attention call, into `sites`."""
+        """Load K and V that forward saved, for all chunks, and append them to `sites`: one object
+        for each attention call of the layer."""
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):

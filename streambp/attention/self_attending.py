@@ -89,8 +89,8 @@ class OwnMask:
         return v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
 
     def causal(self, length: int) -> OwnMask:
-        """Return a plain causal mask of the same kind for the first `length` tokens, without
-        padding."""
+        """Return a causal mask without padding for the first `length` tokens, of the same dtype and
+        meaning of True as this mask."""
         if self.mask.dim() == 2:
             return OwnMask(torch.ones_like(self.mask[:, :length]))
         if self.mask.dim() == 1:

@@ -103,10 +103,10 @@ class HeadInputs:
 
     @functools.cached_property
     def rows(self) -> Tensor | None:
-        """Return the positions [n] with a label, in order; None if all N have a label.
+        """Return the positions [n] that have a label, in order; None if all N positions have one.
 
-        Labels without data (in a count of bytes) are treated like most batches. The last position
-        of a row has no next token, so not all positions have a label.
+        Labels without data (on the meta device) are treated like most batches: the last position of
+        a row has no next token, so not all positions have a label.
         """
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
@@ -277,10 +277,10 @@ class BlockwiseLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         *norm: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of TokenLogProbs, [N] each, with 0 at positions without a label.
+        """Return the fields of `TokenLogProbs`, [N] each, with 0 at positions without a label.
 
-        All fields but log_probs are None if not `wanted`. Saved for backward are hidden, weight,
-        bias, and the lse [n] of the n positions with a label.
+        Optional fields that are not `wanted` are None. Saved for backward are hidden, weight, bias,
+        and the logsumexp [n] of the n positions with a label.
         """
         rows = inputs.rows
         labels = inputs.row_labels
@@ -501,14 +501,14 @@ class HeadGradients:
     def results(
         self, upstream: Tensor | None = None, places: tuple[Tensor | None, ...] = (None, None, None)
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters.
-
-        Each is in its tensor's dtype.
+        """Return the summed gradients of hidden [N, h], weight [V, h], bias [V] and the norm's
+        parameters, each in its tensor's dtype.
 
         Args:
             upstream: a scalar tensor that multiplies the gradients, in place if a sum has the right
                 dtype. None: no factor.
-            places: result of `places`; None entries are created here.
+            places: tensors for the results, from the method `places`; None entries are created
+                here.
         """
         values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set

@@ -76,7 +76,8 @@ class Pending:
 
 
 def _usual(scale: Tensor) -> Tensor:
-    """Return the scalar `scale`, or 1 where its size is not between 2^-64 and 2^64."""
+    """Return the scalar `scale`; 1 in its place if its absolute value is not between 2^-64 and
+    2^64."""
     size = scale.abs()
     return torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), scale, 1.0)
 
@@ -111,10 +112,11 @@ class OnePassNLL(torch.autograd.Function):
         bias: Tensor | None,
         *norm: Tensor,
     ) -> Tensor:
-        """Return the sum of -log p, a scalar in promote_types(hidden dtype, float32).
+        """Return the sum of -log p over all labels, a scalar in promote_types(hidden dtype,
+        float32).
 
-        The context stores the gradients of hidden [N, h], weight [V, h], bias [V] and the norm's
-        parameters.
+        The gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters are
+        computed too, and stored for backward.
         """
         rows = inputs.rows
         labels = inputs.row_labels

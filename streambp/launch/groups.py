@@ -25,12 +25,14 @@ Batch = dict[str, Any]
 
 
 def keep_groups(trainer: Any) -> None:
-    """Make a generating TRL trainer (GRPO, RLOO) keep a prompt's rows together.
+    """Make a TRL trainer that generates completions (GRPO, RLOO) keep all completions of a prompt
+    in one micro-batch.
 
     [Note: whole groups]
 
-    Effective only while the trainer's model has rows="packed". Trainers that do not buffer rollouts
-    do not change. `StreamGRPOTrainer` and `streambp launch` call this function themselves.
+    The change has an effect only while the trainer's model has rows="packed". Trainers that do not
+    buffer generated batches do not change. `StreamGRPOTrainer` and `streambp launch` call this
+    function themselves.
     """
     if PREPARES not in vars(trainer):  # only once, and never over a function that the user has set
         setattr(trainer, PREPARES, functools.partial(prepare_groups, trainer))

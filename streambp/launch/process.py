@@ -57,10 +57,10 @@ class Launched:
         keep_groups(trainer)
 
     def for_trainer(self, trainer: Any) -> StreamConfig:
-        """Return the config for a trainer.
+        """Return the `StreamConfig` for a trainer's model.
 
-        Evaluation returns logits if the trainer passes them to user functions. The trainer's own
-        streaming arguments, as in our trainers, take precedence over the launch settings.
+        Evaluation returns logits if the trainer passes logits to user functions. The `stream_*`
+        arguments of streambp's own trainers take precedence over the launch settings.
         """
         own = getattr(trainer.args, "stream_config", None)
         config = self.config if own is None else own()
@@ -93,7 +93,7 @@ class Launched:
         add_head(causal, *args, **kwargs)
 
     def training(self, model: nn.Module) -> None:
-        """Patch a model on which `train()` was called."""
+        """Patch a model whose `train()` was just called (the setting at="train")."""
         if (
             not self._busy
             and not self._knows(model)
@@ -103,12 +103,12 @@ class Launched:
             model.register_forward_hook(Watcher(self), with_kwargs=False)
 
     def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
-        """Patch a model, unless the user has patched it already; return False if it cannot be
-        patched.
+        """Patch a model, unless the user has patched it already. True if the model is patched
+        afterwards.
 
         Args:
             model: the model of a trainer or of a loop.
-            config: None: the model's present config, or the launch config.
+            config: settings; None: those of the model's existing patch, or of `streambp launch`.
 
         Raises:
             ConfigError: the settings do not fit the model.
@@ -216,7 +216,8 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
         self.told = False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Patch the model that `model_init` has created anew, and a reference model.
+        """Patch models that did not exist before: the model that `model_init` has created anew, and
+        a reference model.
 
         Other libraries create the reference after or outside of `Trainer.__init__`.
         """
@@ -238,6 +239,6 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Print the report after the first training forward."""
+        """Print the report after the first training forward, as a forward hook."""
         if model.training:
             self.on_step_end()

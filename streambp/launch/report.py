@@ -150,7 +150,7 @@ def table(accounts: list[Account]) -> str:
 
 
 def say(text: str) -> None:
-    """Print to stderr, beside the program's output; ignore a closed stderr. [Note: reports]"""
+    """Print text to stderr, and ignore a closed stderr. [Note: reports]"""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(
             "\n".join(f"streambp: {line}" for line in text.splitlines()),

@@ -51,7 +51,8 @@ class Settings:
 
 
 def from_fields(found: dict[str, Any]) -> Settings:
-    """Return settings from `StreamConfig`'s fields and "at", as parsed from JSON.
+    """Return the `Settings` of `streambp launch` from a dict with `StreamConfig`'s fields and "at",
+    parsed from JSON.
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid.
@@ -64,9 +65,9 @@ def from_fields(found: dict[str, Any]) -> Settings:
 
 
 def config_from(found: dict[str, Any], source: str) -> StreamConfig:
-    """Return a `StreamConfig` from fields by name.
+    """Return a `StreamConfig` from a dict of its fields.
 
-    Logits are lazy unless `lazy_logits` is passed or the head is switched off.
+    `lazy_logits` is True unless the dict contains it, or head=False.
 
     Args:
         found: fields by name.

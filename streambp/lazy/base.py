@@ -197,7 +197,7 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def with_classes(self, classes: int | None) -> Any:
-        """Return a view with the W entries in dimension `classes` (None: the last).
+        """Return a lazy view whose W entries are in dimension `classes` (None: the last).
 
         Returns NotImplemented if the class has no such view.
         """

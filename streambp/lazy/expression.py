@@ -58,9 +58,8 @@ class Operand:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
-        """Return an operand of recorded logits functions (`Node`) that refers to a tensor [*tokens,
-        k], and records its version counter to detect later in-place changes.
-        """
+        """Return the input of a recorded function that refers to a tensor [*tokens, k]. The
+        tensor's version counter is recorded to detect later in-place changes."""
         return cls(tensor, 0 if tensor.is_inference() else tensor._version)
 
     def check(self) -> None:

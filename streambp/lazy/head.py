@@ -65,12 +65,11 @@ class HeadHandle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states [M, h], weights and norm.
-
-        The gradients come from all results of this backward call; None without results.
+        """Return the gradients of hidden states [M, h], weights and norm, computed from the
+        gradients of all results in this backward call; None without results.
 
         Raises:
-            StreamBPError: the head's weights or inputs changed since forward.
+            StreamBPError: weights or hidden states were changed in place since forward.
         """
         source, weight, bias, *_ = ctx.saved_tensors
         left = ctx.hub.take()
@@ -109,7 +108,7 @@ class RunInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, None]:
-        """Call `run` and drop `upstream` [1]."""
+        """Call the function `run`, and return no gradients; `upstream` [1] is not used."""
         if ctx.run is not None:
             ctx.run()
         return None, None
@@ -353,9 +352,8 @@ class Statistic:
         return inputs_of(self.reading)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the requested statistics, [N] each in promote_types(dtype, float32), without a
-        graph.
-        """
+        """Return the requested softmax statistics, [N] each in promote_types(dtype, float32),
+        without a graph."""
         head = self.reading.head
         known: tuple[Tensor, Tensor] | None = None
         if self.labels is None:

@@ -205,9 +205,8 @@ class CausalLMForward(InstanceForward):
         )
 
     def refuse_foreign(self) -> None:
-        """Raise StreamBPError if another library computes the loss, because per-token values are
-        then unavailable.
-        """
+        """Raise `StreamBPError` if another library's function computes the model's loss, because
+        log-probabilities for each token are then unavailable."""
         if self.foreign is not None:
             raise StreamBPError(
                 f"Per-token values were asked for, but {self.foreign} replaces the forward of "

@@ -215,7 +215,8 @@ def runs(x: Any) -> bool:
 
 
 def by_token(x: Tensor) -> Tensor:
-    """Return x [..., h] as [n, h] with n marked dynamic, so that all n share one graph."""
+    """Return x [..., h] as [n, h], with n marked as a dynamic size for torch.compile. All n then
+    share one graph."""
     return _any_length(x.reshape(-1, x.shape[-1]), 0)
 
 

@@ -119,11 +119,11 @@ class HeldHead(nn.Module):
         self.request = request
 
     def install(self) -> None:
-        """Replace the output projection in the model."""
+        """Put this module in the place of the model's output projection."""
         self._model[0]._modules[self._name] = self
 
     def remove(self) -> None:
-        """Restore the output projection in the model."""
+        """Put the model's own output projection back."""
         self._model[0]._modules[self._name] = self._head[0]
 
     @property
@@ -196,7 +196,8 @@ class Lending(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden_states [..., h] and of each weight, unchanged."""
+        """Return the gradient of hidden_states [..., h] unchanged, and the gradients of the weights
+        that `Borrowed.backward` stored in `Lent`."""
         grads = ctx.lent.grads
         ctx.lent.grads = ()
         return None, grad, *(grads or (None,) * (len(ctx.needs_input_grad) - 2))

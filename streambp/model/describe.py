@@ -287,9 +287,10 @@ def _names(record: StepRecord | None) -> tuple[str, ...]:
 
 
 def _describe_attention(found: PatchState, record: StepRecord | None) -> str:
-    """Return the configured attention, and the kernels of each layer's last streamed call.
+    """Return text with the configured attention, and the kernels that computed attention in each
+    layer's last chunked call.
 
-    Blocks computed by plain matrix products are named, because other kernels are faster.
+    Plain matrix products are named with their reason, because other kernels are faster.
     """
     parts: list[str] = [found.config.attention]
     if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():

@@ -56,9 +56,8 @@ class FusedHead(InstanceForward):
         self.state.enter(self)
 
     def call(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Return a `FusedCausalLMOutput` for `fused_lm_head=True`, and the model's output
-        otherwise.
-        """
+        """Return TRL's `FusedCausalLMOutput` if `fused_lm_head=True` is passed, and otherwise the
+        model's usual output."""
         if self.retired or not fused_lm_head:
             return self.original(*args, **kwargs)
         if args:

@@ -154,7 +154,8 @@ def _saved(state: PatchState, step: Step, chosen: Chosen | None) -> tuple[Saved,
 
 
 def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
-    """Return what `step` moved to host memory and back; None without offloading."""
+    """Return how many bytes `step` moved to host memory and back, for its record; None without
+    offloading."""
     if state.offloader is None:
         return None
     stats = state.offloader.stats()

@@ -161,12 +161,13 @@ class StepRecord:
 
     @property
     def least_free(self) -> float | None:
-        """Return the fewest free bytes that the device reported; None: unknown."""
+        """Return the fewest free bytes that the device reported during the step; None: unknown."""
         return self.memory.least_free
 
     @property
     def peak(self) -> int | None:
-        """Return the peak bytes of torch's allocator; None: unknown."""
+        """Return the peak bytes of torch's allocator on the first layer's device, since the peak
+        was reset last; None: unknown."""
         return self.memory.peak
 
     @property

@@ -70,7 +70,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens over all rows."""
+        """Return the number of tokens of the micro-batch, over all rows."""
         return sum(rows * length for rows, length in self.shapes.values())
 
     @property

@@ -38,7 +38,7 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     @classmethod
     def add_to(cls, trainer: Any) -> None:
-        """Put this callback first among a Trainer's callbacks, before those that report logs.
+        """Put a `StreamCallback` first among a Trainer's callbacks, before those that report logs.
 
         An existing `StreamCallback` is moved; otherwise a new one is added.
         """

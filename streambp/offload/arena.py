@@ -54,7 +54,7 @@ class BufferStack:
 
     @property
     def left(self) -> int:
-        """Return the bytes that can still be allocated."""
+        """Return the bytes of the stack that can still be allocated."""
         if self._segment >= len(self.segments):
             return 0
         return sum(segment.numel() for segment in self.segments[self._segment :]) - self._top

@@ -130,8 +130,8 @@ class Engine:
         """
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds of copies out and back, and of compute's waits for copies in each
-        direction.
+        """Return the seconds, by name, of copies in each direction and of compute's waits for
+        copies.
 
         The call synchronizes with the device, so call it outside of a step.
         """
@@ -147,9 +147,8 @@ class Engine:
         return float(stop - start)
 
     def memory(self) -> DeviceMemory | None:
-        """Return the device's memory as counted by torch's allocator, with `memory_limit` as limit;
-        None if unknown.
-        """
+        """Return the bytes that torch's allocator has on the device: now, peak and limit
+        (`memory_limit`). None if unknown."""
         if not tells_memory(self.device):
             return None
         allocated = counted_bytes(self.device, "allocated")

@@ -129,7 +129,7 @@ class HostRanges:
 
     @property
     def root(self) -> nn.Module:
-        """Return the model."""
+        """Return the model whose layers' weights are on the host."""
         found = self.home()
         assert found is not None  # which calls this
         return found
@@ -168,8 +168,8 @@ class HostRanges:
 
         Args:
             room: device bytes for layers' weights.
-            slots: number of further layers whose weights are loaded from the host, if any layer is
-                on the host.
+            slots: number of device buffers for the weights of layers on the host; the buffers take
+                part of `room`.
         """
         sizes = {index: self.bytes_of(index) for index in self.sites}
         most = room if sum(sizes.values()) <= room else room - slots * max(sizes.values())

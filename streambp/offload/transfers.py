@@ -79,7 +79,7 @@ class Holding:
         self.retire.atexit = False
 
     def alive(self) -> list[Any]:
-        """Return the stores that are still referenced."""
+        """Return the stores of tensors (`HostTensors`) that other code still references."""
         return [store for store in (one() for one in self.stores) if store is not None]
 
     @property

@@ -147,7 +147,8 @@ class HostWeights:
 
     @property
     def seconds_waited(self) -> float:
-        """Return the seconds that compute has waited for weights; synchronizes with the device."""
+        """Return the seconds for which the compute stream has waited for copies of weights. The
+        call synchronizes with the device."""
         return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
 
     def begin(self, given: Any) -> None:

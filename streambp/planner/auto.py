@@ -225,7 +225,7 @@ class ModelStates:
 
     @property
     def installed(self) -> PatchState:
-        """Return the state of the model's patch."""
+        """Return the `PatchState` of the patched model."""
         found = patch_of(self.model)
         assert found is not None
         return found[1]
@@ -287,7 +287,8 @@ class ModelStates:
         return Figures(law, costs, seconds_of(law.method, rates), rates.products, rates.link)
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
-        """Return the bytes that a device has for layer weights beside a step that saves nothing.
+        """Return the bytes that a device has left for layer weights, beside a step that saves only
+        the layers' inputs.
 
         Infinity if no limit is known; 0 if the step could not be counted. [Note: layers that stay]
 
@@ -321,11 +322,12 @@ class ModelStates:
 
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:
-    """Return a cached function (tokens, chunk tokens) -> seconds of a step that saves nothing.
+    """Return a cached function (tokens, chunk tokens) -> predicted seconds of a step that saves
+    only the layers' inputs.
 
     Args:
-        method: the step.
-        rates: the device's rates.
+        method: the counted costs of the step.
+        rates: the device's speeds.
         rows: batch size of the count; the function takes tokens of all rows.
     """
     return functools.lru_cache(REMEMBERED)(

@@ -36,11 +36,11 @@ EQUAL_SECONDS = 1.005  # steps whose seconds differ by less count as equally fas
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A micro-batch of rows with a common prompt.
+    """A micro-batch whose rows begin with the same prompt.
 
     Attributes:
         lengths: tokens of each row.
-        prompt: number of leading tokens that are equal in all rows.
+        prompt: number of leading tokens that are equal in all rows; 0: none.
 
     Raises:
         ConfigError: there are no rows, or a row has no token behind the prompt.
@@ -106,15 +106,15 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """The fastest way to compute a batch that fits in memory; if none fits, the way with the lowest
-    peak.
+    """Prediction for the fastest way to compute a batch that fits in memory; if none fits, for the
+    way with the lowest peak.
 
     Attributes:
         batch: the batch.
-        packed: True for one packed row.
+        packed: True if the rows are computed as one packed row.
         tokens: tokens that layers compute.
         fits: True if the step fits in memory.
-        method: name of the method.
+        method: name of the way to run the step.
         chunk_size: positions of a chunk in each row; the packed batch has one row.
         peak: bytes.
         resident: bytes of the peak with nothing saved and nothing on the host.
@@ -141,14 +141,15 @@ def both_ways(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> tuple[Way, Way]:
-    """Return the best way for a batch as padded rows, and as one packed row.
+    """Return the fastest way to compute a batch with padded rows, and the fastest with one packed
+    row.
 
     Args:
-        profile: profile of one row (batch_size 1).
+        profile: the model's counted costs for one row (batch_size 1).
         batch: the batch.
         memory: limits of the GPU and the host.
         setting: the training setting.
-        rates: the device's rates.
+        rates: the device's speeds.
 
     Raises:
         ConfigError: the profile has several rows, or sequences are sharded over ranks.

@@ -85,7 +85,8 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for number, size, _ in self._alive.values() if first <= number < stop)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        """Count a new storage until it is freed."""
+        """Add a new storage's bytes to the count, and register the subtraction for when the storage
+        is freed."""
         key = storage._cdata
         size = storage.nbytes()
         self._alive[key] = (
@@ -142,7 +143,8 @@ META = torch.device("meta")
 
 
 class Shapes:
-    """Cache of operation results on meta tensors, by the shapes of the inputs.
+    """Cache of the output shapes of torch operations on tensors without data, by the shapes of the
+    inputs.
 
     A step repeats a few hundred operations thousands of times, and a count spends most of its time
     on torch's inference of output shapes. Cached operations return new tensors, their first
@@ -221,9 +223,8 @@ class Shapes:
         return type(value), "nan" if value != value else value
 
     def remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-        """Return the FLOPs and bytes of an operation that is not cached, and cache the operation if
-        possible.
-        """
+        """Return the FLOPs and bytes of an operation that was not in the cache, and add the
+        operation to the cache if possible."""
         schema = func._schema
         given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         view = any(x.untyped_storage()._cdata in given for x in tensors(result))
@@ -292,8 +293,8 @@ class AllocatedBytes(contextlib.nullcontext[None]):
 
 
 class StepCount(LiveBytes):
-    """Counts the bytes in use, as `LiveBytes` does, and the FLOPs and moved bytes of a step on
-    tensors without data.
+    """Dispatch mode that counts a step on tensors without data: bytes in use (like `LiveBytes`),
+    FLOPs, and bytes read and written.
 
     Args:
         kernels: "flash" or "cudnn": add the workspaces of these kernels to the peak; None: add
@@ -321,7 +322,8 @@ class StepCount(LiveBytes):
         return self._done
 
     def add(self, work: Work) -> None:
-        """Add FLOPs, bytes or dispatches of code that runs no torch operation here."""
+        """Add the FLOPs, bytes and dispatches of a kernel that a count replaces by other
+        operations."""
         self._done = self._done.plus(work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -462,11 +464,13 @@ class Replayed(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any
     ) -> Any:
-        """Return `forward(ctx, *args)`; args include tensors [...]."""
+        """Return `forward(ctx, *args)`, the replacement of the kernel's forward; args include
+        tensors [...]."""
         ctx.replay = backward
         return forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of args, from the replay's backward on grads [...]."""
+        """Return the gradients of args, from the replacement of the kernel's backward on grads
+        [...]."""
         return None, None, *ctx.replay(ctx, *grads)

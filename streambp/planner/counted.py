@@ -60,7 +60,7 @@ class Asked:
         check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20))
 
     def skeleton(self) -> Skeleton:
-        """Return the model without data.
+        """Return the model to count, without data (`Skeleton`).
 
         Raises:
             StreamBPError: the source is unknown, or an option does not apply to it.

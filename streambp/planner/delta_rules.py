@@ -37,7 +37,8 @@ def _causal_conv(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of x [B, D, T], and of weight [D, k] and bias [D] in float32."""
+    """Make the allocations of a causal convolution kernel's backward. Return gradients of x [B, D,
+    T], and of weight [D, k] and bias [D] in float32."""
     x, weight, bias = ctx.saved_tensors
     if 1 not in grad.stride()[1:]:
         grad = grad.contiguous()
@@ -121,7 +122,8 @@ def _chunk_delta_rule(
     start: Tensor | None,
     normalises: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Make the allocations of forward and return the output [B, T, H_v, V] and end state.
+    """Make the allocations of the forward of fla's chunked delta rule. Return the output [B, T,
+    H_v, V] and the end state.
 
     Shapes: q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v],
     start [B, H_v, K, V] or None.
@@ -166,7 +168,8 @@ def _chunk_delta_rule(
 
 
 def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for d_out [B, T, H_v, V].
+    """Make the allocations of the backward of fla's chunked delta rule, for d_out [B, T, H_v, V].
+    Return the gradients of forward's tensors.
 
     The start state's gradient is in float32, and so is g's if each head has one decay. Other
     gradients have their tensors' dtypes.

@@ -111,9 +111,8 @@ def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, 
 
 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return dq [B, H, T, D] and dk [B, H_kv, T, D] after the inverse rotation; Liger's in
-    place.
-    """
+    """Return dq [B, H, T, D] and dk [B, H_kv, T, D], the gradients of the queries and keys before
+    the rotary embedding; Liger's kernel writes them in place."""
     with one_kernel(ctx.moved):
         if ctx.by == "liger":
             return (dq, dk, None)

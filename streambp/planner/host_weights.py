@@ -53,9 +53,10 @@ class OnHost:
 
     @property
     def freed(self) -> int:
-        """Return the bytes that become free on the device.
+        """Return the device bytes that become free while the weights of these layers are in host
+        memory.
 
-        These are the weights of all `layers`, minus two layers and one layer's decoded weights.
+        All `layers` count, minus device buffers for two layers and one layer's decoded weights.
         """
         return self.bytes - SLOTS * self.largest - self.decoded
 
@@ -108,8 +109,8 @@ def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
 
 
 def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:
-    """Return a step's costs by kind of phase, in which layers with weights in host memory have
-    entries of their own.
+    """Return the costs of a step (`Work`) by kind of phase. Layers whose weights are in host memory
+    have entries of their own.
 
     The new entries include the bytes copied: weights to the device in forward and backward,
     gradients to the host in backward. Backward starts with the last two of these layers still on

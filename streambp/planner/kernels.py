@@ -67,7 +67,8 @@ def launched_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_launches() -> Iterator[None]:
-    """Context manager in which a Triton kernel on tensors without data raises a `StreamBPError`.
+    """Context manager in which the launch of a Triton kernel on tensors without data raises
+    `StreamBPError`.
 
     Triton would launch the kernel with null pointers. On a GPU this is an illegal access, and the
     process cannot use its device afterwards.
@@ -79,7 +80,7 @@ def no_launches() -> Iterator[None]:
     launch = triton.JITFunction.run
 
     def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Launch a kernel unless a tensor has no data."""
+        """Launch a Triton kernel; raise `StreamBPError` if an argument has no data."""
         if any(isinstance(x, Tensor) and not has_data(x) for x in (*args, *kwargs.values())):
             name = getattr(kernel, "__name__", "a Triton kernel")
             raise StreamBPError(

@@ -18,7 +18,7 @@ UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
 def fields_of(choice: Choice) -> dict[str, Any]:
-    """Return the `StreamConfig` fields that the choice sets, as JSON values."""
+    """Return the `StreamConfig` fields that a chosen plan sets, by name as JSON values."""
     fields: dict[str, Any] = {"chunk_size": choice.chunk_size, "saves": list(choice.saves)}
     fields |= {"offload": choice.offload} if choice.offload != "none" else {}
     fields |= {"gpu_memory": written(choice.gpu_memory)} if choice.gpu_memory is not None else {}

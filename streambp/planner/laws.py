@@ -92,9 +92,8 @@ class Part:
     k_block: int
 
     def at(self, step: Features) -> Work:
-        """Return the FLOPs, bytes and dispatches of a step with these features (T, C, number of
-        chunks and so on).
-        """
+        """Return the FLOPs, bytes and dispatches of these phases in a step with the given features
+        (T, C, number of chunks and so on)."""
         return Work(*(max(0.0, law.at(step)) for law in self.laws))
 
 

@@ -42,7 +42,8 @@ CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
 
 @dataclasses.dataclass(frozen=True)
 class MixerKernel:
-    """A function for which a package has a kernel.
+    """A function of transformers' recurrent or convolutional layers for which a package such as fla
+    has a kernel.
 
     Attributes:
         parameters: parameters by which the function is recognized.
@@ -177,7 +178,11 @@ def out_of_reach(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def replaced_functions(found: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Context manager that replaces these names in their namespaces, then restores them."""
+    """Context manager that replaces functions in modules' globals, and restores them afterwards.
+
+    Args:
+        found: (namespace, name, replacement) of each function.
+    """
     before = [(space, name, space[name]) for space, name, _ in found]
     try:
         for space, name, stand_in in found:

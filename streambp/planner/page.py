@@ -97,5 +97,6 @@ def part(file: str) -> str:
 
 
 def _embedded(profile: Profile) -> dict[str, Any]:
-    """Return a profile as JSON types without `saves`, which the page's planner does not read."""
+    """Return a profile as JSON types for the HTML page, without `saves`, which the page does not
+    read."""
     return to_json(dataclasses.replace(profile, saves=None))

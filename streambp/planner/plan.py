@@ -172,19 +172,21 @@ class Lever:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Result of `plan`.
+    """Result of `plan`: the fastest way to train at a sequence length, its alternatives, and the
+    limits.
 
     Attributes:
-        profile: the counted model.
+        profile: the model's counted costs.
         setting: the training setting.
         memory: limits of each rank.
         seq_len: positions of a row.
-        choice: the fastest method that fits `seq_len`; None if none fits.
-        binds: the limit of the longest sequence over all streamed methods.
+        choice: the fastest way to run a step that fits `seq_len`; None if none fits.
+        binds: the limit (a phase on the GPU, or "host memory") of the longest sequence under
+            streambp.
         levers: changes that would allow a longer sequence, the simplest first.
-        longest: the longest sequence of each method.
-        times: every method at `seq_len`, on a device with these rates.
-        rates: rates of the device.
+        longest: the longest sequence of each way to run a step.
+        times: seconds of each way to run a step at `seq_len`.
+        rates: speeds of the device.
         by_default: step of `patch` without settings; None if other rules apply.
         safest: the choice with the least memory, at most `SLOWER` slower than the fastest.
     """
@@ -292,10 +294,17 @@ def plan_profile(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT],
 ) -> Plan:
-    """Plan for a counted model.
+    """Plan training of a model whose costs were counted.
 
     With weights="auto", weights stay on the device if a step fits. Otherwise the weights of the
     smallest possible number of first layers move to host memory.
+
+    Args:
+        profile: the model's counted costs.
+        seq_len: positions of a row; "max": the most that fit.
+        memory: memory limits of each rank.
+        setting: the training setting.
+        rates: the device's speeds.
 
     Raises:
         ConfigError, UnsupportedModelError: ranks cannot share the model's sequences as the setting
@@ -338,9 +347,8 @@ def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
 def _plan_profile(
     profile: Profile, seq_len: int | Literal["max"], memory: Memory, setting: Setting, rates: Rates
 ) -> Plan:
-    """Plan training of a counted model. `setting.on_host` already says which layers have their
-    weights in host memory.
-    """
+    """Plan training of a model whose costs were counted; the number of layers with weights in host
+    memory is fixed by `setting.on_host`."""
     methods = available(profile, setting)
     table = tuple(longest(profile, method, memory, setting) for method in methods)
     best = max(
@@ -408,8 +416,8 @@ def choose(
     """Return the fastest way to run a step, with its chunk size, that fits into memory; None if
     none fits.
 
-    If several take equally long within half a percent, the result is the one that moves the least
-    to the host, with the largest chunk.
+    Among ways that take equally long within half a percent, the result moves the fewest bytes to
+    the host; then the largest chunk decides.
 
     Args:
         profile: the model's counted costs.
@@ -458,7 +466,7 @@ def options(
     """Yield every way to run a step with every chunk size, including those that do not fit into
     memory.
 
-    Methods that are not chunked have a single option.
+    Unpatched ways, which have no chunks, are yielded once.
 
     Args:
         profile: the model's counted costs.
@@ -515,7 +523,7 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
     """Return the longest sequence that fits into memory with one way to run a step, with the
     smallest chunks.
 
-    Methods with bytes for each chunk are tried with every chunk size.
+    Ways that save bytes for each chunk are tried with every chunk size.
 
     Args:
         profile: the model's counted costs.

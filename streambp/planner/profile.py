@@ -52,7 +52,7 @@ class Phase:
 
 
 class Heads(NamedTuple):
-    """Numbers of heads in a layer's attention.
+    """Numbers of heads in a layer's attention, and the bytes of a head that other ranks send.
 
     Attributes:
         queries: query heads.
@@ -99,11 +99,11 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to run a training step, with its counted costs as functions of T and C (tokens of a row
-    and of a chunk).
+    """One way to run a training step, such as gradient checkpointing, with its counted costs as
+    functions of a row's tokens T and a chunk's tokens C.
 
     Attributes:
-        name: the method's name.
+        name: name of the way.
         saves: names of the tensors saved for backward, as in `StreamConfig`.
         offload: as in `StreamConfig`.
         prefix_on_host: True if a layer's keys and values are streamed from the host
@@ -180,22 +180,23 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Costs of a model with a batch of `batch_size` rows.
+    """Counted memory and costs of a model's training steps, for a batch of `batch_size` rows.
 
     Attributes:
         model: class name.
         dtype: dtype of the weights.
         layers: number of layers.
         batch_size: number of rows.
-        groups: parameters by replication.
+        groups: numbers and bytes of dense and of expert parameters.
         unsharded: bytes that ZeRO-3 gathers at a time.
-        methods: the counted methods.
-        tree: the module tree.
-        left_out: unpatched methods that could not be counted, with reasons.
-        mixers: assumed code of recurrent and convolutional layers.
-        saves: options of saves="auto" (`layer_costs.counted_saves`).
+        methods: each counted way to run a step, such as gradient checkpointing, with its costs.
+        tree: the model's modules with their parameters and activations.
+        left_out: unpatched ways that could not be counted, with reasons.
+        mixers: text on the assumed code of recurrent and convolutional layers.
+        saves: bytes and FLOPs of the tensors that saves="auto" may save, as JSON types; None:
+            unknown.
         frozen: for each layer the bytes of its frozen weights in host memory.
-        decoded: see `OnHost`.
+        decoded: bytes of one layer's 4-bit weights after decoding; see `OnHost`.
         trained: for each layer the bytes in host memory of its weights, if all of the layer is
             trained.
     """
@@ -240,7 +241,7 @@ def named(methods: Mapping[str, Entry], name: str) -> Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The conditions of a step.
+    """Training setting on which the costs of a step depend: ranks, ZeRO, optimizer and host memory.
 
     Args:
         gpus: number of ranks, and of replicas of each parameter (expert parallelism divides the
@@ -257,7 +258,7 @@ class Setting:
             start.
         room: bytes of a rank for gathered keys and their gradients; `plan` computes it like a step.
             At least one key/value head is gathered.
-        weights: as in `StreamConfig`, for streamed steps on one GPU; "auto" keeps weights on the
+        weights: as in `StreamConfig`, for chunked steps on one GPU; "auto" keeps weights on the
             device if a step fits.
         on_host: layers with weights in host memory; `plan` selects as many as a step needs.
     """
@@ -531,12 +532,12 @@ def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """Return `profile` as JSON types; the inverse of `from_json`."""
+    """Return a profile as JSON types, from which `from_json` restores it."""
     return dataclasses.asdict(profile)
 
 
 def from_json(data: Mapping[str, Any]) -> Profile:
-    """Return the `Profile` from the result of `to_json`, also after conversion to and from text."""
+    """Return the `Profile` from the result of `to_json`."""
 
     def node(value: Mapping[str, Any]) -> Node:
         """Return the `Node` from a dict, with its children."""

@@ -114,12 +114,12 @@ class Skeleton:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager in which new tensors have no data.
+        """Context manager in which new tensors have no data: they are on meta, or fake tensors.
 
         transformers treats fake tensors as a trace and would build masks that a real step does not
-        have; this is disabled. Refused operations are not logged: some only occur in trials
-        (`trials.py`). A log handler would store the record and its traceback, whose tensors would
-        count as alive.
+        have; this is disabled. Refused operations are not logged: some only occur in test runs of
+        layers. A log handler would store the record and its traceback, whose tensors would count as
+        alive.
         """
         if self.mode is None:
             with (
@@ -157,7 +157,7 @@ class Skeleton:
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """Return the causal language model inside adapters and other wrappers.
+        """Return the causal language model inside adapters (PEFT) and other wrappers.
 
         Raises:
             StreamBPError: no module has a language-model head.
@@ -172,8 +172,8 @@ class Skeleton:
         )
 
     def on_host(self) -> dict[str, Any]:
-        """Return the bytes of layer weights in host memory and after decoding, by `Profile`'s field
-        names.
+        """Return the bytes of each layer's weights in host memory, and of one layer's 4-bit weights
+        after decoding, by the names of `Profile`'s fields.
 
         Empty for 8-bit weights, which cannot be in host memory.
         """
@@ -195,8 +195,7 @@ class Skeleton:
 
     def reduce(self) -> ShrunkModel:
         """Remove layers of the model that have the same structure as others, unless already
-        removed. Return the remaining layers, and the kind of each layer.
-        """
+        removed. Return which layers remain, and the kind of each layer."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)
@@ -291,15 +290,15 @@ def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the hook tables of all modules."""
+    """Yield the hook dictionaries, such as `_forward_hooks`, of all modules."""
     for module in model.modules():
         for name in MODULE_HOOKS:
             yield getattr(module, name)
 
 
 class QuantisedLinear(nn.Module):
-    """A frozen Linear stored in few bits: each product builds the weight in the input's dtype and
-    frees it.
+    """Linear with a frozen 4-bit or 8-bit weight, as a replacement in a count: each forward and
+    backward allocates the weight in the input's dtype and frees it.
 
     Args:
         linear: the original module.
@@ -334,13 +333,15 @@ def parameters_of(parameter: Tensor) -> int:
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
-    """Return [..., width] for x [..., in]; only the number of x's columns is saved for backward."""
+    """Make the allocations of a quantised Linear's forward, and return its output [..., width] for
+    x [..., in]. Only the number of x's columns is saved for backward."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
 
 def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """Return the gradient of x [..., in] for grad [..., out]; the frozen weight gets none."""
+    """Make the allocations of a quantised Linear's backward, and return the gradient of x [..., in]
+    for grad [..., out]."""
     return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
 
 
@@ -388,9 +389,8 @@ class ShrunkModel:
     layers: str
 
     def stand_in(self, index: int) -> int:
-        """Return the position, among the representatives, of the layer that represents layer
-        `index`.
-        """
+        """Return the position, among the representative layers, of the layer that represents layer
+        `index`."""
         if index in self.kept:
             return self.kept.index(index)
         inner = []
@@ -402,7 +402,7 @@ class ShrunkModel:
         )
 
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Return the layers of the full model that are not representatives.
+        """Yield the layers of the full model that are not representatives.
 
         A layer that occurs several times may be a representative elsewhere.
         """
@@ -434,7 +434,8 @@ class ShrunkModel:
 
 
 def reduced_layers(model: nn.Module) -> ShrunkModel:
-    """Select representative layers: the first, the last, and one between them.
+    """Select layers that represent all layers of a model in a count: the first, the last, and one
+    between them.
 
     For several kinds of layers, or layers with states, the first INNER layers of each kind are
     selected. Some work happens once, in backward of the first layer of a kind, and not in each
@@ -476,8 +477,8 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
 def values_by_layer(
     backbone: Any, depth: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return lists with one value a layer: of the config, of the backbone, and of the config's
-    properties.
+    """Return the lists that have one value for each layer: in the model's config, in the backbone,
+    and in properties of the config. Each result maps attribute names to lists.
 
     Some properties compute the layers' kinds from their number. Attributes of every configuration
     are skipped: they do not depend on layers, and reading them may warn.

@@ -141,9 +141,10 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
 def split_over(
     by: str, ranks: int, rows: int, length: int, seen: set[Heads] | None = None
 ) -> Iterator[None]:
-    """Context manager in which streamed models treat their batch as the first rank's shard.
+    """Context manager in which patched models treat their batch as the first rank's part of longer
+    sequences, without other processes.
 
-    Keys are gathered one kv head at a time.
+    Keys are gathered one key/value head at a time.
 
     Args:
         by: kind of sequence sharding.
@@ -208,12 +209,13 @@ def split_of(
     tokens: int,
     saves: Sequence[str],
 ) -> Split:
-    """Return the `Split` from the bytes of a step's exchanges.
+    """Return the bytes that ranks exchange in a step for each token (`Split`), computed from the
+    bytes of one counted step.
 
     Args:
         by: kind of sequence sharding.
         heads: heads of all layers.
-        links: see `SplitCount`.
+        links: bytes of the counted step's exchanges; see `SplitCount`.
         ranks: number of ranks in the count.
         tokens: tokens of a shard in the count.
         saves: saved tensors.
@@ -231,8 +233,8 @@ def split_of(
 def lines_of_keys(
     phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
 ) -> list[list[Counted]]:
-    """Return the memory of each phase at several T and C, repeated for each relevant number of
-    bytes of other ranks' keys.
+    """Return the counted memory of each phase, repeated for each number of bytes of keys from other
+    ranks at which the phase's peak changes.
 
     Args:
         phases: the phases of each count, in order.

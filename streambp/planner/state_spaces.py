@@ -62,7 +62,8 @@ def _selective_scan(
 
 
 def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for grad [B, D, T]; those of b and c in float32."""
+    """Make the allocations of the backward of mamba_ssm's selective scan, for grad [B, D, T].
+    Return the gradients of forward's tensors; those of b and c are in float32."""
     u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
     grad = _rows(grad)
     if z is None:
@@ -82,7 +83,7 @@ selective_scan = functools.partial(Replayed.apply, _selective_scan, _selective_s
 
 
 def _like(x: Tensor | None) -> Tensor | None:
-    """Return an empty tensor like x, or None."""
+    """Return an uninitialized tensor like x; None for None."""
     if x is None:
         return None
     return torch.empty_like(x)
@@ -130,7 +131,8 @@ def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
 
 
 def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
+    """Make the allocations of the backward of mamba_ssm's fused Mamba layer, for grad [B, T, h].
+    Return the gradients of forward's tensors; that of conv is in float32."""
     conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = (
         ctx.saved_tensors
     )
@@ -179,7 +181,8 @@ fused_mamba = functools.partial(Replayed.apply, _fused_mamba, _fused_mamba_backw
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of one call of Mamba 2's scan, and empty tensors of its usual shapes.
+    """Sizes of one call of mamba_ssm's Mamba 2 scan, and methods that create empty tensors of its
+    usual shapes.
 
     Attributes:
         like: tensor with the dtype and device of the call.
@@ -245,9 +248,8 @@ class Sizes:
 
 
 def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output [B, T, H, P], end state [B, H, P, N] and the decay saved for backward
-    [B, H, NB, 1, Q].
-    """
+    """Make the allocations of a Mamba 2 scan's forward. Return output [B, T, H, P], end state [B,
+    H, P, N] and the decay saved for backward [B, H, NB, 1, Q]."""
     decay = sizes.steps()
     steps = sizes.steps()
     own = sizes.states(ACCUMULATION_DTYPE)
@@ -266,7 +268,8 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _scan_backward(
     sizes: Sizes, dt: Tensor, has_start: bool, given: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of x, dt, B, C and the start state.
+    """Make the allocations of a Mamba 2 scan's backward. Return the gradients of x, dt, B, C and
+    the start state.
 
     Args:
         sizes: sizes of the call.
@@ -344,7 +347,8 @@ def _mamba2_scan(
 
 
 def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for grad [B, T, H, P], in x's dtype or their own."""
+    """Make the allocations of the backward of `_mamba2_scan`, for grad [B, T, H, P]. Return the
+    gradients of forward's tensors, in x's dtype or their own."""
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
     sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
@@ -388,7 +392,7 @@ def _fused_mamba2(
 def _mamba2_sizes(
     zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int
 ) -> Sizes:
-    """Return the sizes of a fused call."""
+    """Return the sizes of a call of mamba_ssm's fused Mamba 2 layer."""
     heads = d.shape[0]
     rows, tokens = zxbcdt.shape[:2]
     size = (conv.shape[0] - heads * width) // groups // 2
@@ -396,7 +400,8 @@ def _mamba2_sizes(
 
 
 def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of forward's tensors for grad [B, T, h]; that of conv in float32."""
+    """Make the allocations of the backward of `_fused_mamba2`, for grad [B, T, h]. Return the
+    gradients of forward's tensors; that of conv is in float32."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
     again = torch.empty_like(out)

@@ -217,7 +217,7 @@ def _gathered_at_once(skeleton: Skeleton) -> int:
 
 
 def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the decoder layers of all stacks."""
+    """Yield all decoder layers of a model, of each of its backbones."""
     for stack in find_stacks(model).stacks:
         yield from stack.layers
 
@@ -228,7 +228,8 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
-    """Return the dense parameters and the experts' parameters; tied parameters count once."""
+    """Return numbers and bytes of the dense parameters and of the experts' parameters; tied
+    parameters count once."""
     groups = []
     for name in ("dense", "expert"):
         mine = []
@@ -275,9 +276,8 @@ class Counter:
         self.growth: list[Counted] = []
 
     def fused(self, recipe: SurveyRecipe) -> bool:
-        """True if a fused kernel attends, as on a GPU in half precision without softcap and picked
-        keys.
-        """
+        """True if a fused attention kernel would run in this step. On a GPU this requires half
+        precision, no softcap and no sparse attention."""
         if recipe.config is None:
             return True
         layers = _layers_of(self.skeleton.model)
@@ -349,7 +349,7 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """Return the number of ranks for counts of sharded sequences.
+        """Return the number of ranks for which a step with sharded sequences is counted.
 
         For Ulysses it is the smallest number that can share all heads, or 1 if none can.
         """

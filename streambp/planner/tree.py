@@ -116,7 +116,8 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
 
 
 def _direct(module: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forward this module calls: children, and entries of its lists."""
+    """Return the modules whose forward a module calls itself: its children, and the entries of its
+    `ModuleList`s."""
     direct: list[nn.Module] = []
     for child in module.children():
         direct += _direct(child) if isinstance(child, nn.ModuleList) else [child]

@@ -139,7 +139,8 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def workspace(func: Any, args: Any, kernels: str) -> int:
-    """Return the bytes that an attention kernel allocates and frees. [Note: kernel workspaces]"""
+    """Return the bytes that an attention kernel allocates and frees within one call. [Note: kernel
+    workspaces]"""
     if func is BACKWARDS[1]:
         return 0
     rows, heads, kv_heads, queries, keys, size, value_size = _attention_shapes(func, args)

@@ -259,8 +259,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """Save the value head or value model to a separate file, so that the policy's file loads like any
-        model's."""
+        """Save the value head or value model to a separate file, so that the policy's file loads
+        like any model's."""
         folder = Path(output_dir or self.args.output_dir)
         if state_dict is None:
             state = self.model.state_dict()
