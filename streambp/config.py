@@ -18,7 +18,8 @@ DIGITS = 9  # at most, of a number of last layers
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
-    """Settings by which a patched model streams (DESIGN.md section 8).
+    """Settings of `streambp.patch`, which computes a model in chunks of the sequence (DESIGN.md
+    section 8).
 
     Args:
         chunk_size: tokens of each row in one chunk, a number, "8k" or "auto".
@@ -37,9 +38,9 @@ class StreamConfig:
         head: compute the loss block by block if labels are given, and never build the logits.
         eval_logits: build the logits as well if labels are given in eval mode (for
             `compute_metrics`).
-        lazy_logits: return a stand-in for logits, with labels beside the loss. Log-probabilities,
-            logsumexp, losses and metrics of each token are computed from it block by block; any
-            other use builds the logits.
+        lazy_logits: return logits that are computed on use (`LazyLogits`), with labels beside the
+            loss. Log-probabilities, logsumexp, losses and metrics of each token are computed from
+            them block by block; any other use builds the logits.
         offload: "cpu" moves each layer's input and the tensors of `saves` to host memory during the
             compute, and back a chunk ahead of their use. "auto" does the same, and chooses
             `gpu_memory` if it is not given.
@@ -77,8 +78,8 @@ class StreamConfig:
             and `unpatch` removes them. Their results round at other points than the model's, in its
             dtypes.
         unpatched_runs: allow a micro-batch to run unpatched with saves="auto", which is fastest.
-            False: each one streams. No number then depends on the free memory, and a backward that
-            runs out of memory is repeated.
+            False: each micro-batch is computed in chunks. No number then depends on the free memory,
+            and a backward that runs out of memory is repeated.
         compare_backward: compare each layer that backward recomputes with the forward, and raise if
             the two differ. [Note: witness]
         share_prefixes: the former name of `rows`. True is rows="packed", False rows="as_given". The

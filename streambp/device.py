@@ -159,15 +159,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def make_room(device: torch.device, allocators: bool) -> None:
-    """Free the memory of a failed attempt before a retry.
+    """Free the memory that a failed attempt holds, before a retry.
 
     A failed backward inside another backward leaves tasks in autograd's queue for the device, and
     its graph with them. The next inner backward drops these tasks. Memory in torch's allocator
-    cache is missing elsewhere.
+    cache is released, because the failed library may need it.
 
     Args:
         device: the device without memory.
-        allocators: torch's own allocator raised, and has emptied its cache already.
+        allocators: True if torch's own allocator raised, which has emptied its cache already.
     """
     with contextlib.suppress(*MEMORY_ERRORS):
         if torch._C._current_graph_task_id() != -1:

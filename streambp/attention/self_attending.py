@@ -164,11 +164,12 @@ def why_picked_blocks_stay_whole(
         positions: position_ids.
         mask: the layer's mask.
         length: T.
-        by_sdpa: True if transformers' sdpa attends. If False, the model's other layers, too, give
-            such a mean to a query that reads no key.
+        by_sdpa: True if transformers' sdpa attends. Other implementations return the mean over all
+            keys for every query without keys, also in layers without an indexer.
 
     Raises:
-        UnsupportedMaskError: other layers give such a mean, and the indexer reads the mean.
+        UnsupportedMaskError: layers without an indexer return such a mean, and the indexer reads
+            it.
     """
     if not any(INDEX_UPDATE in _attributes(module) for module in layer.modules()) or not has_data(
         mask.mask

@@ -260,8 +260,8 @@ def blockwise_loss(
 def _loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute `blockwise_loss` for hidden states [N, h] that are all tokens, in order. A failed
-    attempt leaves no state behind."""
+    """Compute `blockwise_loss` for hidden states [N, h] whose tokens are those of `target` [N], in
+    the same order. A failed attempt leaves no state behind."""
     assert recipe.weight is not None
     check_labels(target, recipe.weight.shape[0], ignore_index)
     request = recipe.request

@@ -403,8 +403,8 @@ class HostTensors:
         """Start the copies to the device that backward needs next, in this layer or in the layer
         before.
 
-        Groups are started undivided, until the number of copies reaches the size of the largest
-        group.
+        Groups of tensors that backward reads together are started one after the other. The start of
+        groups ends once the number of copies reaches the size of the largest group.
         """
         started = 0
         if not self._order:  # forward runs, or the store holds a prefix's tiles

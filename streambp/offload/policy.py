@@ -246,10 +246,10 @@ class SavesPolicy:
             can_keep_graph: returns True if the layer's autograd graph may be saved.
 
         Returns:
-            The names as in `StreamConfig.saves`, a Linear by its exact name; None: the names in the
-                configuration.
-            True if the layer's graph is saved instead.
-            The object that records the bytes and FLOPs of the layer's chunks; None: they are known.
+            Names of the tensors in the form of `StreamConfig.saves`, a Linear by its exact name;
+                None: the names in the configuration.
+            True if the layer's autograd graph is saved instead.
+            An object that records bytes and FLOPs of the layer's chunks; None: both are known.
         """
         index = kept.site.index
         length = kept.plan.length

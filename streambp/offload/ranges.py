@@ -371,8 +371,8 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def tensors_inside(layer: nn.Module) -> list[Tensor]:
-    """Return the parameters [...] of all modules of a layer, with the tensors in their attributes,
-    each once."""
+    """Return the parameters [...] of all modules of a layer, and the tensors in attributes of these
+    parameters (bitsandbytes' statistics). Each tensor is returned once."""
     found = {id(tensor): tensor for module in layer.modules() for tensor in tensors_of(module)}
     return list(found.values())
 

@@ -161,13 +161,14 @@ def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
 
 
 def patch(model: Model, config: StreamConfig | None = None) -> Model:
-    """Make `model` stream: its decoder layers in chunks of the sequence, its loss in blocks of the
-    logits.
+    """Patch a model in place: its decoder layers are computed in chunks of the sequence, and its
+    loss in blocks of the logits.
 
     After an error the model is as before: unpatched, or with its previous patch.
 
-    Layers that mix tokens outside of their attention (convolutions, recurrences) run under gradient
-    checkpointing. The first call of each kind detects them, and `describe` names them.
+    Layers that mix tokens outside of their attention (convolutions, recurrences), and cannot be
+    chunked, run under gradient checkpointing. The first call of each kind detects such layers, and
+    `describe` names them.
 
     Args:
         model: a transformers model, or a module that contains one (a PeftModel, for example).
@@ -179,7 +180,8 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
         The same object as `model`.
 
     Raises:
-        UnsupportedModelError: the model has no decoder layers that can stream exactly.
+        UnsupportedModelError: the model has no decoder layers that can be chunked with the
+            unpatched model's results.
         StreamBPError: the model is part of a patched model.
         ConfigError: `config` names something that the model does not have, or Liger does not
             support the model.

@@ -125,12 +125,11 @@ rotary_kernel = functools.partial(Replayed.apply, _rotary_kernel, _rotary_kernel
 
 def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
     """Replace the forwards of norms and gated MLPs, in a model without data, by functions that make
-    a fused kernel's allocations. Return their number.
+    a fused kernel's allocations. Return the number of replaced forwards.
 
     Args:
         model: the model without data.
-        by: the kernels; None: replace only modules to which a program has given Liger's kernels.
-            Liger's forwards may be bound to modules.
+        by: the kernels; None: replace only modules on which a program has set Liger's kernels.
     """
     fusion = by or "liger"
 

@@ -97,8 +97,8 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
 
 
 class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
-    """PPO on a streamed policy. Arguments are those of TRL's `GRPOTrainer`, with `args` a
-    `StreamPPOConfig`.
+    """Trainer for PPO whose policy is patched by streambp and computed chunk by chunk. Arguments
+    are those of TRL's `GRPOTrainer`, with `args` a `StreamPPOConfig`.
 
     Args:
         value_model: a model with one logit per token (`AutoModelForTokenClassification` with

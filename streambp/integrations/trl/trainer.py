@@ -46,12 +46,13 @@ def add_streamed_head(
 
 
 class StreamedTrainer:
-    """Mixin that comes before a TRL trainer among a class's bases; arguments and behaviour are
-    TRL's.
+    """Mixin for a TRL trainer that patches its models; arguments and behaviour are TRL's. The mixin
+    comes before the trainer among a class's bases.
 
-    Policy and reference stream, and streambp's fused head replaces TRL's. A model that was patched
-    before keeps its own settings. If a model shares prefixes, the completions of a prompt stay in
-    one batch. [Note: whole groups] The logs get numbers of the steps (`StreamCallback`).
+    Policy and reference are computed chunk by chunk, and streambp's fused head replaces TRL's. A
+    model that was patched before keeps its own settings. If a model shares prefixes, the
+    completions of a prompt stay in one batch. [Note: whole groups] The logs get numbers of the
+    steps (`StreamCallback`).
 
     Attributes:
         trl_module: module that defines the TRL trainer.
