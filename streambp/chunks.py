@@ -196,7 +196,7 @@ class ChunkPlan:
     def with_least(self, tokens: int) -> ChunkPlan:
         """Return a plan whose chunks have at least `tokens` positions.
 
-        Ends too close to the previous end or to the sequence's end are left out.
+        Chunk ends that are too close to the previous end, or to the sequence's end, are left out.
         """
         ends: list[int] = []
         for end in self.ends[:-1]:

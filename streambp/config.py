@@ -120,7 +120,7 @@ class StreamConfig:
 
     @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
-        """Return `saves`; () for "auto"."""
+        """Return the names in `saves`; () for "auto"."""
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:

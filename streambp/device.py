@@ -235,9 +235,7 @@ knows_autocast = functools.lru_cache(torch.amp.is_autocast_available)
 
 
 def has_data(x: Tensor) -> bool:
-    """True if x, of any shape [...], has values; meta and fake tensors, used to count steps, have
-    none.
-    """
+    """True if x, of any shape [...], has values. Tensors on meta and fake tensors have none."""
     return not x.is_meta and not isinstance(x, FakeTensor)
 
 

@@ -22,11 +22,11 @@ SHOWN = 120  # characters of a value in a message
 
 
 def check_fields(found: Any, **ranges: float | tuple[float, float]) -> None:
-    """Check the fields of a dataclass, from its `__post_init__`.
+    """Check types and ranges of a dataclass's fields; called in `__post_init__`.
 
     Args:
         found: the dataclass instance.
-        ranges: by field name, the smallest value, or a pair of smallest and largest.
+        ranges: for each field name the smallest value, or a pair of smallest and largest.
 
     Raises:
         ConfigError: a value has another type, is not finite, or is out of range.

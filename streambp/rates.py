@@ -164,12 +164,12 @@ def _plain(name: str) -> str:
 
 
 def write_rates(rates: Rates, file: Path) -> None:
-    """Write the rates as JSON, for `read_rates` on any machine."""
+    """Write a device's `Rates` to a file as JSON, for `read_rates` on any machine."""
     file.write_text(json.dumps(dataclasses.asdict(rates), indent=2) + "\n", "utf-8")
 
 
 def read_rates(file: Path) -> Rates:
-    """Read the rates that `write_rates` wrote.
+    """Return the `Rates` of a device from a file that `write_rates` wrote.
 
     Raises:
         StreamBPError: the file cannot be read, or has other content.

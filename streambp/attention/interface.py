@@ -262,13 +262,13 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     """Context manager in which models with these configs use `stream_attention` and `LazyMask`.
     Sub-configs are unchanged.
 
-    The name is registered in transformers' tables here, so a model unpickled in a process without
-    `patch` runs. No model outside of `routed` uses the name.
+    The name of `stream_attention` is registered in transformers' tables here, so a model unpickled
+    in a process without `patch` runs. No model outside of `routed` uses the name.
 
-    [Note: routed configs] Models share config objects, and threads run models. So a config has our
-    name from the first of its `routed` in any thread to the last one's end, and then its own again.
-    Another thread may find our name without a `routed` of its own. Its calls go on to the
-    implementation that the config names.
+    [Note: routed configs] Models share config objects, and threads run models. So a config has the
+    name from the first of its `routed` in any thread to the last one's end, and then its own
+    implementation again. Another thread may find the name without a `routed` of its own. The calls
+    of that thread go on to the implementation that the config names.
     """
     if all(map(_is_here, configs)):
         return contextlib.nullcontext()

@@ -36,12 +36,15 @@ SECTION = "streambp"
 def initialize(
     *args: Any, model: nn.Module | None = None, config: Any = None, **kwargs: Any
 ) -> Any:
-    """Call `deepspeed.initialize` after patching the model as the "streambp" section specifies.
+    """Call `deepspeed.initialize` after patching the model with the settings in the "streambp"
+    section of the DeepSpeed config.
 
     Args:
-        model: patched here, unless the config has no such section.
-        config: a dictionary, the path of a JSON file, JSON text, or base64 of JSON text. Without
-            `config`, `config_params` or `args.deepspeed_config` is read.
+        args: positional arguments of `deepspeed.initialize`.
+        model: the model; patched only if the config has a section "streambp".
+        config: a dictionary, the path of a JSON file, JSON text, or base64 of JSON text. If None,
+            `config_params` or `args.deepspeed_config` is read.
+        kwargs: keyword arguments of `deepspeed.initialize`.
 
     Returns:
         The result of `deepspeed.initialize`.
@@ -131,8 +134,8 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
 
 
 class DeepSpeedStreamCallback(LoggingCallback):
-    """Patches a Trainer's model before training, as its DeepSpeed config's "streambp" section
-    specifies.
+    """Trainer callback that patches the model before training, with the settings in the "streambp"
+    section of the Trainer's DeepSpeed config.
 
     The base class adds numbers of the last step to the logs
     (`streambp.integrations.StreamCallback`).

@@ -123,7 +123,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return self._count // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the row numbers of each batch."""
+        """Yield each batch as a list of row numbers."""
         first, step = (0, 1) if self.rank is None else (self.rank, self.num_replicas)
         epoch = self.epoch
         skipped = self._done

@@ -80,15 +80,17 @@ class Blocks:
         self._k = k
 
     def per_token(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an empty tensor [B, T, H_v, width]."""
+        """Return an empty tensor [B, T, H_v, width], with `width` numbers for each token and value
+        head."""
         return self._k.new_empty(self.rows, self.tokens, self.value_heads, width, dtype=dtype)
 
     def states(self) -> Tensor:
-        """Return an empty tensor [B, NB, H_v, K, V]: the start state of each block."""
+        """Return an empty tensor [B, NB, H_v, K, V] for the state at the start of each of a row's
+        NB blocks."""
         return self._k.new_empty(self.rows, self.count, self.value_heads, self.keys, self.values)
 
     def state(self) -> Tensor:
-        """Return an empty tensor [B, H_v, K, V] in float32."""
+        """Return an empty tensor [B, H_v, K, V] in float32, for one state of each row."""
         return self._k.new_empty(
             self.rows, self.value_heads, self.keys, self.values, dtype=ACCUMULATION_DTYPE
         )

@@ -206,23 +206,25 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
-        """Return NB, the number of blocks of Q tokens."""
+        """Return NB, the number of blocks of Q tokens in a row."""
         return -(-self.tokens // self.block)
 
     def states(self, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor [B, NB, H, P, N]."""
+        """Return an empty tensor [B, NB, H, P, N] for one state [P, N] of each block and head."""
         return self.like.new_empty(
             self.rows, self.blocks, self.heads, self.width, self.size, dtype=dtype
         )
 
     def steps(self, parts: int = 1) -> Tensor:
-        """Return an empty tensor [B, H, NB, parts, Q] in float32."""
+        """Return an empty tensor [B, H, NB, parts, Q] in float32, for numbers of each token and
+        head such as the step size dt."""
         return self.like.new_empty(
             self.rows, self.heads, self.blocks, parts, self.block, dtype=ACCUMULATION_DTYPE
         )
 
     def scores(self, splits: int = 1) -> Tensor:
-        """Return an empty tensor [B, NB, splits, G, Q, Q] in float32."""
+        """Return an empty tensor [B, NB, splits, G, Q, Q] in float32, for the products C B^T of the
+        tokens of each block."""
         return self.like.new_empty(
             self.rows,
             self.blocks,
@@ -234,7 +236,7 @@ class Sizes:
         )
 
     def inputs(self, splits: int = 1) -> Tensor:
-        """Return an empty tensor [B, T, splits, G, N] in float32, of the size of B or C."""
+        """Return an empty tensor [B, T, splits, G, N] in float32, for B or C of each token."""
         return self.like.new_empty(
             self.rows, self.tokens, splits, self.groups, self.size, dtype=ACCUMULATION_DTYPE
         )

@@ -221,8 +221,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return mask
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Return log_probs and entropy of the completion's tokens, and the values of the states
-        before them, [B, T] each."""
+        """Return log_probs and entropy of the completion's tokens, and `state_values`: the
+        predicted value of the state before each token, [B, T] each."""
         # [B, prompt + completion]
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)

@@ -83,9 +83,11 @@ class StreamedTrainer:
         StreamCallback.add_to(self)
 
     def _refuse_split(self, parallelism: Any) -> None:
-        """Raise if sequences are split over ranks and TRL's trainer does not support splitting.
+        """Raise if sequences are split over ranks and TRL's trainer does not support such
+        sequences.
 
-        TRL's trainer would fail in its first step, on a mask of whole rows and values of a shard.
+        TRL's trainer would fail in its first step, because its mask has full rows and the
+        log-probabilities are those of a part of each row.
         """
         sizes = {name: getattr(parallelism, name, 1) for name in SPLITS}
         if not self.splits_sequences and max(sizes.values()) > 1:
