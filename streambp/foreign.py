@@ -59,8 +59,8 @@ REGION = "_streambp_region"  # attribute of a forward whose code `patch` compile
 def foreign_forward(
     module_class: type[nn.Module], forward: Callable[..., Any] | None = None
 ) -> str | None:
-    """Return the full name of another library's function that runs in a module's call; None: none
-    runs.
+    """Return the full name of a function that another library (Liger, for example) has put in place
+    of a module's forward; None if the module runs its own.
 
     Args:
         module_class: the module's class. A user's subclass of a transformers model is not another
@@ -83,12 +83,12 @@ def foreign_forward(
 
 @functools.lru_cache
 def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None:
-    """Return `foreign_forward`, cached while a class and its bases have these forwards."""
+    """Return `foreign_forward` of a class, cached for these forwards of the class and its bases."""
     return foreign_forward(module_class)
 
 
 def wrapped_functions(forward: Any) -> Iterator[Any]:
-    """Generate a forward and the functions that it wraps, outermost first."""
+    """Yield a forward and the functions that it wraps (decorators, partials), outermost first."""
     seen: set[int] = set()
     while forward is not None and id(forward) not in seen:
         seen.add(id(forward))
@@ -113,10 +113,10 @@ TRLS_SETTINGS = (TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS)
 
 
 def trls_head(function: Any) -> dict[str, Any] | None:
-    """Return the closure of a function made by TRL's `add_fused_lm_head`; None for any other
-    function.
+    """Return the variables that a forward from TRL's `add_fused_lm_head` has in its closure, by
+    name; None for any other function.
 
-    The closure has the arguments and the inner forward, which are not available otherwise.
+    The closure holds the arguments and the inner forward, which are not available otherwise.
     """
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != TRLS_HEAD or not home_of(function).startswith("trl."):
@@ -130,7 +130,8 @@ def trls_head(function: Any) -> dict[str, Any] | None:
 
 
 def home_of(function: Any) -> str:
-    """Return the module that defines a function; for another callable, its class's `__call__`."""
+    """Return the name of the Python module that defines a function, or the class of another
+    callable."""
     names = getattr(function, "__globals__", None)
     if names is None and not hasattr(function, "__code__"):
         names = getattr(type(function).__call__, "__globals__", None)
@@ -139,33 +140,36 @@ def home_of(function: Any) -> str:
 
 
 def package_of(function: Any) -> str:
-    """Return the top-level package of a callable, such as "peft"; for a partial, of its
+    """Return the top-level package that defines a callable, such as "peft". A partial counts as its
     function."""
     return home_of(_called(function)).partition(".")[0]
 
 
 def full_name(function: Any) -> str:
-    """Return a callable's name with its module, for messages; for a partial, of its function."""
+    """Return a callable's qualified name with its module, for messages. A partial counts as its
+    function."""
     function = _called(function)
     return f"{home_of(function)}.{name_of(function)}"
 
 
 def _called(function: Any) -> Any:
-    """Return the function inside of partials."""
+    """Return the function inside of nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def undecorated(function: Any) -> Any:
-    """Return the function in transformers' deprecation decorators (5.17: of `sdpa_mask`)."""
+    """Return the function inside of transformers' deprecation decorators (release 5.17 decorates
+    `sdpa_mask`)."""
     while home_of(function) == DEPRECATION and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
 def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return the original of a function that `torch.compile` made; streamed layers run eagerly.
+    """Return the original of a forward that `torch.compile` made; other forwards are returned
+    unchanged.
 
     `functools.wraps` copies the attribute with the original, but not the function's globals.
     """
@@ -175,7 +179,8 @@ def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if `Module.compile` or `torch.compile` compiles the module, or its forward."""
+    """True if a module runs compiled, by `Module.compile` or `torch.compile` of the module or its
+    forward."""
     own = vars(module)
     forward = own.get("forward")
     return (
@@ -193,18 +198,19 @@ def compiled_inside(module: nn.Module) -> list[nn.Module]:
 def compiled_around(
     model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
 ) -> set[str] | None:
-    """Return names of compiled modules outside of streamed layers that run compiled code.
+    """Return the names of modules outside of the chunked layers that run compiled code. None if no
+    module there is compiled.
 
-    None: no module there is compiled. A compiled module with a module of `ours` inside runs
-    eagerly. Modules added later to a copy of the model also run eagerly, because the copy computes
-    with the patched modules. accelerate's regional compilation makes such a copy. The head's blocks
-    read only its weight.
+    A compiled module with a module of `ours` inside runs eagerly. Modules added later to a copy of
+    the model also run eagerly, because the copy computes with the patched modules. accelerate's
+    regional compilation makes such a copy. A compiled output projection does not count, because
+    only its weight is read.
 
     Args:
         model: the program's model.
-        root: the model that `patch` got.
-        layers: the streamed layers.
-        ours: modules with another forward of streambp's.
+        root: the module that was passed to `patch`.
+        layers: the decoder layers that are computed chunk by chunk.
+        ours: all modules whose forward `patch` has replaced.
     """
     root = model if root is None else root
     insides = set()
@@ -230,9 +236,8 @@ def compiled_around(
 
 
 def has_compiled_parts(layer: nn.Module) -> bool:
-    """True if compiled code runs inside the layer: compiled modules, or regions that `patch`
-    compiles.
-    """
+    """True if compiled code runs inside a layer: compiled modules, or parts that `patch` has
+    compiled for kernels="compiled"."""
     return any(
         module is not layer and (is_compiled(module) or is_region(module))
         for module in layer.modules()
@@ -240,15 +245,15 @@ def has_compiled_parts(layer: nn.Module) -> bool:
 
 
 def is_region(module: nn.Module) -> bool:
-    """True if its forward calls code that `patch` compiles (`model/compiled_regions.py`)."""
+    """True if a module's forward calls code that `patch` has compiled for kernels="compiled"
+    (`model/compiled_regions.py`)."""
     forward = module.__dict__.get("forward")
     return getattr(getattr(forward, "__func__", forward), REGION, None) is not None
 
 
 def name_of(function: Any) -> str:
-    """Return a function's own name, even if `functools.wraps` copied another; for others, the
-    class's.
-    """
+    """Return a function's own name, even if `functools.wraps` gave it another name; for another
+    callable, its class's name."""
     code = getattr(function, "__code__", None)
     if code is not None:
         return str(code.co_name)
@@ -279,15 +284,16 @@ METHODS = {
 
 
 def asked_of(func: Any) -> Any:
-    """Return the torch function of a `__torch_function__` call. [Note: torch's own functions]
+    """Return torch's own function for a call of `__torch_function__`, even if a program has
+    replaced `torch.name` by a function of its own. [Note: torch's own functions]
 
     Call it directly in `__torch_function__`.
 
     Args:
-        func: the function that torch found under the name.
+        func: the argument of `__torch_function__`, which may be the program's function.
 
     Raises:
-        StreamBPError: `func` replaces several methods of `torch.Tensor`, and C does not report
+        StreamBPError: `func` replaces several methods of `torch.Tensor`, and torch does not report
             which was called.
     """
     if isinstance(func, OF_C):
@@ -325,9 +331,9 @@ def asked_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """Return the name by which a torch function has a rule.
+    """Return the name by which the rules of lazy tensors are looked up for a torch function.
 
-    Other functions (custom operators) get a name without a rule.
+    Other functions (custom operators) get a name that has no rule.
     """
     if isinstance(func, OF_C) or any(
         getattr(func, "__globals__", None) is vars(home) for home in HOMES
@@ -337,6 +343,7 @@ def rule_name(func: Any) -> str:
 
 
 def method(name: str) -> Callable[..., Any] | None:
-    """Return torch's own method of a tensor."""
+    """Return torch's own method `name` of a tensor, even if a program has replaced it; None if
+    there is no such method."""
     found: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
     return found

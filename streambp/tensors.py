@@ -21,7 +21,8 @@ ANY_DIMS = "..."
 
 
 def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
-    """Check that every argument is a tensor of its kind and dimensions, such as "... h" or "B T".
+    """Check that arguments are tensors with the expected kind of dtype and the expected dimensions,
+    such as "... h" or "B T".
 
     Args:
         wanted: by name, in order, the argument, its dimensions and its kind. A dimension has the
@@ -71,22 +72,23 @@ def check_tensors(**wanted: tuple[Any, str, Kind]) -> None:
 
 
 def _is_of(dtype: torch.dtype, kind: Kind) -> bool:
-    """True if a dtype is of the kind."""
+    """True if a dtype belongs to a kind, such as floating or integer."""
     if kind == "floating":
         return dtype.is_floating_point
     return kind == "any" or not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _shown(text: str) -> str:
-    """Format dimensions as a shape."""
+    """Return dimensions such as "B T" in the form of a shape, for an error message."""
     return "[" + ", ".join(text.split()) + "]"
 
 
 def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor [...] in the memory of `result`, without a base.
+    """Return a tensor [...] with the memory of `result` that does not count as a view of another
+    tensor.
 
-    A Function's forward may not return a view: torch refuses later in-place operations on it.
-    `F.linear` with a bias returns a view.
+    torch refuses in-place operations on a view that a custom autograd Function's forward returns,
+    and `F.linear` with a bias returns a view.
 
     Args:
         result: a contiguous tensor that no other code reads.
@@ -107,17 +109,18 @@ LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Placeholder for a differentiable tensor.
+    """Placeholder for a tensor in nested arguments, which are stored without their tensors.
 
     Attributes:
-        number: the tensor's index.
+        number: the tensor's index in a list.
     """
 
     number: int
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to all tensors and slots in nested containers."""
+    """Return a copy of nested lists, tuples and dicts with `change` applied to all tensors and
+    `Slot` placeholders."""
     if isinstance(value, Tensor | Slot):
         return change(value)
     if isinstance(value, tuple | list):
@@ -135,7 +138,8 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @contextlib.contextmanager
 def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
-    """Context manager that sets an attribute of these objects to these values, one for each."""
+    """Context manager that sets the attribute `name` of several objects, each to its value in
+    `values`, and restores the attributes afterwards."""
     before = [getattr(one, name) for one in objects]
     try:
         for one, value in zip(objects, values, strict=False):
@@ -147,7 +151,7 @@ def replaced(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iter
 
 
 def tensors_in(value: Any, kind: type[T]) -> list[T]:
-    """Return the tensors of type `kind` in nested containers."""
+    """Return the tensors of type `kind` in nested lists, tuples and dicts."""
     if isinstance(value, LEAVES):
         return [value] if isinstance(value, kind) else []
     if type(value) in (tuple, list, dict):
@@ -166,9 +170,8 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
 def changed_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[T], change: Callable[[T], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with `change` applied to tensors of type `kind`, nested ones
-    included.
-    """
+    """Return a call's arguments with `change` applied to all tensors of type `kind`, also in nested
+    lists, tuples and dicts."""
     # torch's tree functions are many times slower
     if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
         own = tuple([change(value) if isinstance(value, kind) else value for value in args])

@@ -46,13 +46,15 @@ from streambp.device import without_autocast
 
 @dataclasses.dataclass
 class Attended:
-    """Result of one chunk's attention: o [B, C, H, D_v], contiguous, and lse [B, H, C].
+    """Attention output of one chunk: o [B, C, H, D_v], contiguous, and its logsumexp lse [B, H, C]
+    over all keys.
 
     [Note: one layout]
 
     Attributes:
-        wide: o before rounding, for a backward that can use it. [Note: rounded outputs]
-        version: version counter of o when a layer received o; None if no layer did, or if o counts
+        wide: o before rounding to the queries' dtype, for a backward that can use it. [Note:
+            rounded outputs]
+        version: o's version counter when the layer received o; None if no layer did, or if o counts
             no versions.
     """
 
@@ -63,17 +65,20 @@ class Attended:
 
     @property
     def changed(self) -> bool:
-        """True if the layer has written to o."""
+        """True if the layer has overwritten o in place after it received o."""
         return self.version is not None and self.o._version != self.version
 
 
 class MergedOutput:
-    """Output and logsumexp of a chunk, merged from its blocks.
+    """Attention output and logsumexp of a chunk, merged step by step from the outputs over parts of
+    the keys.
 
     Args:
-        q: [B, C, H, D] of the chunk.
+        q: the chunk's queries, [B, C, H, D].
         value_size: D_v.
-        wide: True if o must not be rounded, because later operations change it.
+        plan: the blocks (rectangles of queries and keys) that compute the chunk's attention.
+        chunk: the chunk's range of positions.
+        wide: True if o must not be rounded to q's dtype, because later operations change it.
     """
 
     def __init__(
@@ -89,8 +94,14 @@ class MergedOutput:
         self._lse: Tensor | None = None
 
     def add(self, number: int, o: Tensor, lse: Tensor) -> None:
-        """Merge o [b, H, t, D_v] and lse [b, H, t] of the plan's block `number`. Both tensors may
-        be overwritten."""
+        """Merge one block's output o [b, H, t, D_v] and logsumexp lse [b, H, t]. Both tensors may
+        be overwritten.
+
+        Args:
+            number: index of the block in the plan.
+            o: attention output over the block's keys alone.
+            lse: its logsumexp.
+        """
         plan = self._plan
         block = self._plan.blocks[number]
         if plan.covers[number] and self._o is None:
@@ -116,8 +127,8 @@ class MergedOutput:
         merge(here, self._lse[rows, :, columns], o.transpose(1, 2), lse, here)
 
     def result(self) -> Attended:
-        """Return o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. The sums cannot
-        be used afterwards.
+        """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. The
+        object must not be used afterwards.
 
         A query that is in no block has o = 0 and lse = -inf.
         """
@@ -156,7 +167,8 @@ def merge(
 def merge_in_torch(
     o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor, all_read: bool = False
 ) -> None:
-    """Merge like `merge`, by torch's operators. Tests compare `merge_in_triton` with this function.
+    """Merge two partial attention outputs like `merge`, by torch's operators. Tests compare
+    `merge_in_triton` with this function.
 
     Args:
         o: [b, t, H, D].
@@ -179,10 +191,13 @@ def merge_in_torch(
 
 
 class SummedQueries:
-    """dq of a chunk, summed over its blocks.
+    """Gradient dq of a chunk's queries, summed over the blocks (rectangles of queries and keys) of
+    its attention.
 
     Args:
-        q: [B, C, H, D] of the chunk.
+        q: the chunk's queries, [B, C, H, D].
+        plan: the blocks.
+        chunk: the chunk's range of positions.
     """
 
     def __init__(self, q: Tensor, plan: BlockPlan, chunk: Chunk) -> None:
@@ -193,7 +208,8 @@ class SummedQueries:
         self._sum: Tensor | None = None
 
     def add(self, number: int, dq: Tensor) -> None:
-        """Add dq [b, H, t, D] of the plan's block `number`. The tensor may be overwritten."""
+        """Add one block's dq [b, H, t, D], for the block with index `number` in the plan. The
+        tensor may be overwritten."""
         block = self._plan.blocks[number]
         dq = dq.transpose(1, 2)
         if self._plan.covers[number]:
@@ -217,7 +233,7 @@ class SummedQueries:
             self._sum[rows, columns].add_(dq)
 
     def result(self) -> Tensor:
-        """Return dq [B, H, C, D] in q's dtype."""
+        """Return the sum, dq [B, H, C, D], in q's dtype."""
         total = torch.zeros_like(self._q) if self._sum is None else self._sum
         return total.to(self._q.dtype).transpose(1, 2)
 
@@ -226,10 +242,11 @@ Layout = Spans | DenseMask
 
 
 class Params(NamedTuple):
-    """Settings of one attention call for a chunk.
+    """Settings of one attention call for a chunk of the sequence.
 
     Attributes:
-        backend: kernels that compute the blocks.
+        backend: the kernels that compute the attention, one rectangle of queries and keys (a block)
+            at a time.
         scale: factor of q @ k^T, applied before softcap * tanh(scores / softcap).
         softcap: limit of the scores; None: no tanh.
         dropout: probability to drop a weight.
@@ -243,13 +260,16 @@ class Params(NamedTuple):
     seed: int
 
     def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
-        """Return the kernel arguments (`Task`) of each block of a chunk, with tensors on `device`.
-        Tasks with mask tensors or document boundaries are generated when their block's turn comes.
+        """Return the kernel arguments (`Task`) of each block of a chunk. A block is a rectangle of
+        queries and keys, computed by one kernel call.
+
+        Tasks with mask tensors or document boundaries are generated one by one, so that few tensors
+        exist at a time.
 
         Args:
             plan: the chunk's blocks.
             layout: keys that each query may read.
-            device: device of the tensors.
+            device: device of the tasks' tensors.
         """
         if plan.by_place and self.dropout == 0.0:
             return list(
@@ -260,9 +280,9 @@ class Params(NamedTuple):
         )
 
     def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
-        """Return the kernel arguments of one block. A MASK block needs its part of the mask [B or
-        1, H or 1, q, k]; a VARLEN block needs cu_q and cu_k, [documents + 1] in int32.
-        """
+        """Return the kernel arguments of one block, a rectangle of queries and keys. A block of
+        kind MASK gets its part of the mask [B or 1, H or 1, q, k]. A block of kind VARLEN gets
+        cu_seqlens of its queries and keys, [documents + 1] each in int32."""
         tile = ends = None
         if block.kind is Kind.MASK:
             assert isinstance(layout, DenseMask)
@@ -286,18 +306,22 @@ def attend_blocks(
     keep_wide: bool = False,
     plan: BlockPlan | None = None,
 ) -> Attended:
-    """Attend with the queries of one chunk, block by block, and merge the blocks by logsumexp
-    (DESIGN.md section 2).
+    """Compute attention for the queries of one chunk. Keys are read block by block, and the blocks'
+    outputs are merged by their logsumexp (DESIGN.md section 2).
 
     Args:
-        q: [B, H, C, D], the chunk's queries.
+        q: [B, H, C, D], the queries of the chunk's C tokens.
         site: K and V of the chunk and of all earlier chunks.
         layout: keys that each query may read.
         chunk: the chunk's range of positions.
         params: the kernels, and the scale, softcap and dropout of the attention call.
-        sink: [H], the logits of one more key; None: no sink.
-        keep_wide: also return o before rounding, if backward can use it. [Note: rounded outputs]
+        sink: [H], the attention sink: logits of one more key without a value; None: no sink.
+        keep_wide: also return o before rounding to q's dtype, if backward can use it. [Note:
+            rounded outputs]
         plan: the blocks; None: plan them here.
+
+    Returns:
+        The output o [B, C, H, D_v] and its logsumexp.
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
@@ -328,7 +352,8 @@ def attend_blocks(
 
 
 def with_sink(attended: Attended, sink: Tensor) -> Attended:
-    """Merge one more key, read by every query, with logit sink [H] and value zero.
+    """Merge an attention sink into a chunk's attention output: one more key, read by every query,
+    with logit sink [H] and value zero.
 
     The blocks' backward needs the merged lse alone. The sink's own gradient is -sum over queries of
     exp(sink - lse) * (do . o), because each weight shrinks by its product with the sink's weight.
@@ -340,17 +365,23 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
 
 
 class PrefixRead(torch.autograd.Function):
-    """Autograd function from one chunk's k and v to the keys and values of its prefix. Backward
-    adds the prefix's gradients to the accumulators, like `PrefixAttention`."""
+    """Autograd function from one chunk's k and v to the keys and values of all tokens up to the
+    chunk's end. Backward adds the gradients of all these keys and values to buffers that the chunks
+    share."""
 
     @staticmethod
     def forward(
         ctx: Any, k: Tensor, v: Tensor, site: KVBuffer, chunk: Chunk
     ) -> tuple[Tensor, Tensor]:
-        """Return K [B, H_kv, e, D] and V up to the chunk's end, as views of the buffers.
+        """Return K [B, H_kv, e, D] and V of the e tokens up to the chunk's end, as views of the
+        buffers.
 
-        The chunk's own k [B, H_kv, C, D] and v only connect the graph: `site` holds their values
-        already.
+        Args:
+            k: [B, H_kv, C, D], the chunk's keys, only to connect the graph: `site` holds their
+                values.
+            v: the chunk's values, only to connect the graph.
+            site: the buffers of K and V.
+            chunk: the chunk's range of positions.
         """
         ctx.site = site
         ctx.chunk = chunk
@@ -359,8 +390,8 @@ class PrefixRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Add dK [B, H_kv, e, D] and dV to the accumulators. Return the gradients of the chunk's
-        own k and v [B, H_kv, C, D], in the dtypes of K and V."""
+        """Add dK [B, H_kv, e, D] and dV of all tokens up to the chunk's end to the shared buffers.
+        Return the gradients of the chunk's own k and v [B, H_kv, C, D], in their dtypes."""
         own = slice(ctx.chunk.start, ctx.chunk.stop)
         parts = list[Tensor | None]()
         for total, grad, like in zip(
@@ -374,8 +405,8 @@ class PrefixRead(torch.autograd.Function):
 
 
 class PrefixAttention(torch.autograd.Function):
-    """Autograd function of one chunk's attention over its prefix, from q, k, v and a sink's logits
-    to [B, C, H, D_v]."""
+    """Autograd function of one chunk's attention to all tokens up to the chunk's end. The inputs
+    are q, k, v and the logits of an attention sink; the output is [B, C, H, D_v]."""
 
     @staticmethod
     def forward(
@@ -390,14 +421,18 @@ class PrefixAttention(torch.autograd.Function):
         params: Params,
         saved: Attended | None,
     ) -> Tensor:
-        """Return o [B, C, H, D_v] in q's dtype.
+        """Return the chunk's attention output o [B, C, H, D_v] in q's dtype.
 
         Args:
             q: [B, H, C, D].
-            k: [B, H_kv, C, D], only to connect the graph: `site` holds its values already.
+            k: [B, H_kv, C, D], only to connect the graph: `site` holds the values already.
             v: [B, H_kv, C, D_v], only to connect the graph.
-            sink: [H], the logits of one more key; None: no sink.
-            saved: result of the same chunk's attention in forward; None: attend again.
+            sink: [H], the attention sink: logits of one more key without a value; None: no sink.
+            site: K and V of the chunk and of all earlier chunks.
+            layout: keys that each query may read.
+            chunk: the chunk's range of positions.
+            params: the kernels, scale, softcap and dropout.
+            saved: output that the forward pass saved for this chunk; None: compute attention again.
         """
         attended = saved or attend_blocks(q, site, layout, chunk, params, sink, keep_wide=True)
         o = attended.o.contiguous()
@@ -414,10 +449,10 @@ class PrefixAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype, and the sink's gradient
-        [H], from do [B, C, H, D_v].
+        [H], from the output's gradient [B, C, H, D_v].
 
-        dK and dV of earlier chunks are added to the accumulators of `site`. [Note: prefix
-        accumulation order]
+        dK and dV of earlier chunks are added to buffers in `site`, from which these chunks'
+        backward reads them later. [Note: prefix accumulation order]
         """
         q, o, lse, sink = ctx.saved_tensors
         # [B, C, H, D]. [Note: one layout]

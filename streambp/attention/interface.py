@@ -81,12 +81,11 @@ def stream_attention(
     """Compute attention as a function of transformers' attention interface: query [B, H, C, D], key
     and value [B, H_kv, C, D] -> [B, C, H, D_v].
 
-    In a streamed layer `attention_mask` is the `ChunkAttention` that the layer was called with.
-    This object has K and V of earlier chunks and the keys that each query may read, so a
-    `sliding_window` argument is already included. In a layer that does not stream, `attention_mask`
-    is the model's own: a `LazyMask`, a 4-D tensor, or None for causal. The sequence is then
-    attended as one chunk. Keys from another sequence (cross-attention to an image) are attended by
-    the model's sdpa.
+    `attention_mask` is a `ChunkAttention` in a layer that is computed chunk by chunk. This object
+    has K and V of earlier chunks and the keys that each query may read, so a `sliding_window`
+    argument is already included. Any other layer passes the model's own mask: a `LazyMask`, a 4-D
+    tensor, or None for causal. The sequence is then attended as one chunk. Keys from another
+    sequence (cross-attention to an image) are attended by the model's sdpa.
 
     Raises:
         UnsupportedModelError: the module attends in a way that streambp does not support, such as
@@ -150,8 +149,8 @@ def stream_attention(
 
 
 def _own_function(module: nn.Module) -> Any:
-    """Return the attention function of the module's own implementation; None if the module must use
-    ours in this thread. [Note: routed configs]"""
+    """Return the attention function of the model's own implementation, "sdpa" for example. None if
+    the current thread must use `stream_attention` for this module. [Note: routed configs]"""
     own = _met_by_chance(getattr(module, "config", None))
     if own is None:
         return None
@@ -160,7 +159,12 @@ def _own_function(module: nn.Module) -> Any:
 
 
 def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError:
-    """Return the error for a module that attends with these arguments or properties."""
+    """Return the error for an attention module with arguments or properties that are not supported.
+
+    Args:
+        module: the attention module.
+        foreign: names of these arguments or properties.
+    """
     return UnsupportedModelError(
         f"{type(module).__name__} attends with {foreign}, which streambp does not support; "
         "ignoring it would give wrong numbers. Use gradient checkpointing for this model "
@@ -169,8 +173,14 @@ def _unsupported(module: nn.Module, foreign: list[str]) -> UnsupportedModelError
 
 
 def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
-    """Return a 4-D mask [B, 1, S, T], bool or additive, that excludes all keys but picks [B, S,
-    k]."""
+    """Return a 4-D attention mask [B, 1, S, T], bool or additive, in which each query reads only
+    the keys that an indexer picked for it.
+
+    Args:
+        mask: the model's mask.
+        picks: [B, S, k], indices of the picked keys.
+        length: T.
+    """
     if not isinstance(mask, Tensor):
         raise UnsupportedModelError(
             f"Attention is given keys that an indexer picked, and {type(mask).__name__} in place "
@@ -187,8 +197,8 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
 def _unusual(
     mask: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Return the names of a call's arguments that are refused, a sink's logits [H], and picks [B,
-    S, k]."""
+    """Return what is special about an attention call: the names of refused arguments, the logits
+    [H] of an attention sink, and the keys [B, S, k] that an indexer picked."""
     given = {name for name, value in kwargs.items() if value is not None}
     foreign = [name for name in FOREIGN_ARGUMENTS if name in given]
     picks = kwargs.get(PICKS)
@@ -198,8 +208,8 @@ def _unusual(
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
-    """Return a `LazyMask`: transformers' mask function for our attention. A config that is not
-    routed in this thread gets the mask of its own implementation."""
+    """Return a `LazyMask` with the arguments of transformers' mask functions. If the current thread
+    does not use `stream_attention` for the config, return its own implementation's mask."""
     own = _met_by_chance(config)
     function = LazyMask if own is None else AttentionMaskInterface().get(own, LazyMask)
     return function(config=config, **description)
@@ -226,12 +236,13 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
 
 
 class Routed(str):
-    """`NAME` in a config, in place of the config's own implementation. [Note: routed configs]
+    """Value of a config's `_attn_implementation` while layers with this config are chunked: a
+    string with the name of `stream_attention`. [Note: routed configs]
 
     Attributes:
         own: the config's own implementation, which a copied or pickled config gets back.
-        config: id of the config.
-        holders: one object for each `routed` that uses the name.
+        config: id() of the config.
+        holders: one object for each `routed` context manager that uses the name.
     """
 
     own: str | None
@@ -264,8 +275,8 @@ _plain = object.__getattribute__
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
-    """Return the attention implementation that the config names outside of `routed`, whether routed
-    now or not."""
+    """Return the attention implementation of a config outside of `routed`, "sdpa" for example, even
+    while `routed` has replaced it."""
     name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
     return name.own if isinstance(name, Routed) else name
 
@@ -274,13 +285,13 @@ def routed(configs: list[PreTrainedConfig]) -> contextlib.AbstractContextManager
     """Context manager in which models with these configs use `stream_attention` and `LazyMask`.
     Sub-configs are unchanged.
 
-    Our name enters transformers' tables here, so a model unpickled in a process without `patch`
-    runs. No model outside of `routed` uses the name.
+    The name of `stream_attention` is registered in transformers' tables here, so a model unpickled
+    in a process without `patch` runs. No model outside of `routed` uses the name.
 
-    [Note: routed configs] Models share config objects, and threads run models. So a config has our
-    name from the first of its `routed` in any thread to the last one's end, and then its own again.
-    Another thread may find our name without a `routed` of its own. Its calls go on to the
-    implementation that the config names.
+    [Note: routed configs] Models share config objects, and threads run models. So a config has the
+    name from the first of its `routed` in any thread to the last one's end, and then its own
+    implementation again. Another thread may find the name without a `routed` of its own. The calls
+    of that thread go on to the implementation that the config names.
     """
     here = HERE.get()
     for config in configs:
@@ -326,8 +337,13 @@ def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
 
 @contextlib.contextmanager
 def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
-    """Context manager within `routed`: models with these configs attend with these implementations
-    in this thread."""
+    """Context manager inside of `routed`: models with these configs use other attention
+    implementations in this thread.
+
+    Args:
+        configs: the configs.
+        implementations: the implementation for each config, such as "sdpa".
+    """
     before = COMPARED.set(
         {id(config): name for config, name in zip(configs, implementations, strict=True)}
     )
@@ -338,9 +354,12 @@ def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Ite
 
 
 def _met_by_chance(config: object) -> str | None:
-    """Return the implementation that the config must use in this thread, or None if that is ours.
-    Within `unrouted` the caller has named it; outside of `routed` it is the config's own. [Note:
-    routed configs]"""
+    """Return the attention implementation that the current thread must use for a config. None if
+    that is `stream_attention`.
+
+    Inside of `unrouted` the caller has named the implementation. Outside of `routed` the config
+    has. [Note: routed configs]
+    """
     if not isinstance(config, PreTrainedConfig):
         return None
     compared = COMPARED.get().get(id(config))
@@ -355,11 +374,11 @@ Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class Layout(NamedTuple):
     """Keys that the queries of a full sequence may read, and positions where no chunk may end.
-    [Note: chunk ends]
 
     Attributes:
         spans: keys of each query.
-        barriers: positions where no chunk may end.
+        barriers: positions where no chunk may end, because an earlier query would read a later key.
+            [Note: chunk ends]
         told: name of the argument that marks the documents of packed rows, and the number of
             documents; None: no argument marks documents.
     """
@@ -370,17 +389,16 @@ class Layout(NamedTuple):
 
 
 class NoAttention:
-    """A layer that reads no keys (a recurrence alone), and the base class of the other carriers:
-    descriptions of how a layer's chunks read keys and values.
+    """Adapter between a decoder layer and chunked attention, for a layer that reads no keys (a
+    recurrence alone). Subclasses are the adapters for layers with attention.
 
     Attributes:
         costs: text of `describe` about the costs.
         why_not_split: reason why the tokens cannot be sharded over ranks.
-        in_tiles: True if K and V may be stored in tiles (K and V of one chunk each), some of which
-            are in host memory.
+        in_tiles: True if K and V may be stored chunk by chunk, some of them in host memory.
         reads_a_mask: True if the layer passes attention_mask to attention only.
-        ours: True if a streamed layer's attention is replaced, so that a test run can hide the keys
-            of other chunks from queries.
+        ours: True if the layer's attention is replaced while the layer is chunked, so that a test
+            run can hide the keys of other chunks from queries.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
         returns_weights: True if floating tensors after the hidden states are attention weights that
             nobody requested.
@@ -395,17 +413,19 @@ class NoAttention:
     returns_weights = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
-        """Return the configs that route the layer's attention to streambp while the layer streams;
-        an empty list if the layer keeps its own attention."""
+        """Return the configs of which `_attn_implementation` is replaced while the layer is
+        chunked; an empty list if the layer keeps its own attention."""
         return attention_configs(layer) if self.ours else []
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Return the reason why the layer cannot be chunked with these arguments, or None. The mask
-        among the arguments may be replaced.
+        """Check the arguments of a layer's call, and replace its mask in `named` where needed.
+        Return the reason why the layer cannot be chunked with these arguments, or None.
 
         Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
             documents: number of documents that position_ids mark in packed rows; None: no
                 documents.
@@ -413,8 +433,13 @@ class NoAttention:
         return None
 
     def layout(self, named: Mapping[str, Any], x: Tensor) -> Layout:
-        """Read from the mask, of whichever type, the keys that each query of hidden_states x [...,
-        B, T, h] may read."""
+        """Return the keys that each query of the sequence may read, from the layer's mask of any
+        type.
+
+        Args:
+            named: the layer's arguments by name.
+            x: hidden_states [..., B, T, h].
+        """
         mask = attention_mask_of(named)
         batch_size, length = x.shape[-3:-1]
         barriers: tuple[Barrier, ...] = ()
@@ -434,31 +459,45 @@ class NoAttention:
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the chunk's arguments with mask and cache replaced, and the function that the
-        cache calls on new keys and values (None: no cache)."""
+        """Return the layer's arguments for one chunk, with mask and cache replaced. The second
+        result is the function that the replaced cache calls on new keys and values; None: no cache.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that computes the chunk's attention.
+        """
         return named, None
 
     def whole(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return the context manager and the arguments for running the layer unchunked."""
+        """Return the context manager and the arguments for running the layer unchunked, under
+        torch's checkpoint.
+
+        Args:
+            configs: the configs of which `_attn_implementation` is replaced otherwise.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+        """
         return routed(configs), args, kwargs
 
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the arguments of the first `length` tokens, with the masks that the unpatched
-        model passes to the layer.
+        """Return the layer's arguments for the first `length` tokens, with the masks that the
+        unpatched model would pass to the layer.
 
         Args:
-            mask: function from a `LazyMask` to the mask of the model's own mask function.
+            named: the layer's arguments by name.
+            length: number of tokens.
+            mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
         return named
 
 
 class ThroughInterface(NoAttention):
-    """A layer that attends through transformers' attention interface. The layer receives the
-    `ChunkAttention` as its mask."""
+    """Adapter for a decoder layer that calls transformers' attention interface. The layer gets a
+    `ChunkAttention` as its attention_mask, and passes it to the attention function."""
 
     reads_a_mask = True
 
@@ -490,11 +529,12 @@ class ThroughInterface(NoAttention):
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the arguments in which `point` replaces the attention mask, and None.
+        """Return the layer's arguments for one chunk, in which `point` replaces the attention mask,
+        and None (no cache).
 
         Args:
             named: the layer's arguments by name.
-            point: the object that attends for the layer's chunk.
+            point: the object that computes the chunk's attention.
         """
         point.takes_picks = self.picks_keys
         found: dict[str, Any] = {}
@@ -518,8 +558,14 @@ class ThroughInterface(NoAttention):
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the arguments with the model's own mask in place of each `LazyMask`. A layer
-        without a `LazyMask` receives a causal mask."""
+        """Return the layer's arguments with the model's own mask in place of each `LazyMask`.
+        Arguments without a `LazyMask` get a causal mask.
+
+        Args:
+            named: the layer's arguments by name.
+            length: number of tokens.
+            mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
+        """
         found = {name: _own_masks(value, mask) for name, value in named.items()}
         if not isinstance(attention_mask_of(named), LazyMask):
             found["attention_mask"] = mask(LazyMask())
@@ -528,11 +574,11 @@ class ThroughInterface(NoAttention):
 
 @dataclasses.dataclass(frozen=True)
 class ForeignAttention(NoAttention):
-    """A layer whose attention class has another forward than its source code. The layer runs
-    unchunked, with the model's own masks.
+    """Adapter for a decoder layer whose attention forward was replaced by other code, Unsloth's for
+    example. The layer runs unchunked, with the model's own masks.
 
     Attributes:
-        by: name of the forward that replaces the original.
+        by: name of the function that replaces the forward.
     """
 
     by: str
@@ -541,13 +587,15 @@ class ForeignAttention(NoAttention):
 
     @property
     def why_not_split(self) -> str:  # type: ignore[override]
-        """Return the reason: the replacement attends to this rank's shard alone."""
+        """Return the reason why the tokens cannot be sharded over ranks: the replaced forward would
+        attend to this rank's part of the sequence alone."""
         return f"{self.by} attends in its place, to this rank's shard"
 
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str:
-        """Return the reason to refuse every chunk, whatever the hidden states x [..., B, T, h]."""
+        """Return the reason why no chunk of the layer can be computed. The hidden states x [..., B,
+        T, h] do not matter."""
         return (
             f"{self.by} stands in the place of its attention's forward, and attends in its own way"
         )
@@ -559,12 +607,12 @@ VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 @dataclasses.dataclass(frozen=True)
 class Picking(ThroughInterface):
-    """A layer whose attention names the keys that its queries read: sparse attention with an
-    indexer. [Note: indexers]
+    """Adapter for a decoder layer with sparse attention: an indexer module picks the keys that each
+    query reads. [Note: indexers]
 
     Attributes:
-        kept: number of keys that the layer's own indexer picks for a query; None: the layer reads
-            the picks of an earlier layer.
+        kept: number of keys that the layer's own indexer picks for a query; None: the layer uses
+            the keys that an earlier layer's indexer picked.
     """
 
     kept: int | None = None
@@ -574,7 +622,7 @@ class Picking(ThroughInterface):
 
     @property
     def costs(self) -> str:  # type: ignore[override]
-        """Return the text of `describe` about the costs."""
+        """Return text for `describe` about what sparse attention costs in time and memory."""
         found = (
             "sparse attention: plain products with all keys before, which are masked if they are "
             "not picked"
@@ -587,7 +635,7 @@ class Picking(ThroughInterface):
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
         """Return the context manager and the arguments for running the layer unchunked, with the
-        model's own masks. Its indexer is not replaced there."""
+        model's own masks and indexer."""
         own = [own_implementation(config) or EAGER for config in configs]
 
         def mask(lazy: LazyMask) -> Any:
@@ -603,8 +651,8 @@ class Picking(ThroughInterface):
 
 @dataclasses.dataclass(frozen=True)
 class OverCache(NoAttention):
-    """A layer that attends by itself over the prefix that its cache returns. See
-    `attention/self_attending.py`.
+    """Adapter for a decoder layer that computes its own attention, without transformers' interface,
+    over keys and values that its KV cache returns. See `attention/self_attending.py`.
 
     Attributes:
         argument: name of the argument that takes the cache.
@@ -624,11 +672,15 @@ class OverCache(NoAttention):
     def take_mask(
         self, layer: nn.Module, named: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
-        """Replace the layer's mask by an `OwnMask`. Return the reason why the layer cannot be
-        chunked, or None.
+        """Check the arguments of a layer's call, and replace its mask in `named` by an `OwnMask`.
+        Return the reason why the layer cannot be chunked, or None.
 
         Args:
+            layer: the decoder layer.
+            named: the layer's arguments by name.
             x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
 
         Raises:
             UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
@@ -667,8 +719,14 @@ class OverCache(NoAttention):
     def hand(
         self, named: dict[str, Any], point: ChunkAttention
     ) -> tuple[dict[str, Any], Read | None]:
-        """Return the chunk's arguments and the function that its cache calls. The cache returns the
-        prefix; the mask is cut to the chunk."""
+        """Return the layer's arguments for one chunk, and the function that the replaced cache
+        calls on new keys and values. That function returns all keys and values up to the chunk's
+        end. The mask is cut to the chunk.
+
+        Args:
+            named: the layer's arguments by name.
+            point: the object that stores the chunk's keys and values.
+        """
         assert isinstance(point, PrefixChunkAttention)
         chunk = point.chunk
         mask = named["attention_mask"]
@@ -690,7 +748,7 @@ class OverCache(NoAttention):
     def unpatched(
         self, named: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the arguments with the model's own mask, cut to the first `length` tokens."""
+        """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
         changed = {"attention_mask": named["attention_mask"].cut(Chunk(0, 0, length))}
         for name in PER_KEY:
             if isinstance(named.get(name), Tensor):
@@ -710,11 +768,11 @@ def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
 
 
 def attention_mask_of(named: Mapping[str, Any]) -> Any:
-    """Return the mask that the layer will pass to its attention.
+    """Return the mask among a layer's arguments that the layer will pass to its attention.
 
     Some layers receive a second mask, of padding, for other modules that mix tokens. The second
     mask is named attention_mask, or shares a dictionary with attention's mask. Attention's mask is
-    the one that streambp's mask function made.
+    the one that streambp's mask function made (`LazyMask`).
     """
     for value in named.values():
         if type(value) in VALUE_TYPES:
@@ -729,7 +787,8 @@ def attention_mask_of(named: Mapping[str, Any]) -> Any:
 
 
 def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
-    """Raise UnsupportedMaskError if the model's own attention is eager, which adds bool masks."""
+    """Raise `UnsupportedMaskError` if the model's attention implementation is "eager", which would
+    add a bool mask to the scores as 0 and 1."""
     for config in configs:
         if own_implementation(config) == EAGER:
             raise UnsupportedMaskError(

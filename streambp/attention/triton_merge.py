@@ -62,7 +62,8 @@ if AVAILABLE:
 
 
 def fits_triton(*tensors: Tensor) -> bool:
-    """True if outputs like these [b, t, H, D] can be merged here."""
+    """True if `merge_in_triton` supports outputs like these, [b, t, H, D]: their device, dtypes and
+    layout."""
     if not AVAILABLE or not tensors[0].is_cuda:
         return False
     fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)

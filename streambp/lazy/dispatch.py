@@ -26,9 +26,10 @@ from streambp.lazy.token_rules import TOKEN_RULES, to
 
 
 def lazy_logits(deferred: LazyHidden, request: HeadRequest) -> LazyLogits:
-    """Return lazy logits for the model's caller, from the model's deferred logits.
+    """Return lazy logits for the model's caller (`LazyLogits`, computed on use).
 
     Args:
+        deferred: the lazy logits inside of the model's forward.
         request: record of the model call, in which `describe` reads how the logits were used.
     """
     source = deferred.source.reshape(-1, deferred.source.shape[-1])

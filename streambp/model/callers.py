@@ -29,7 +29,11 @@ MAX_FRAMES = 24  # maximal number of frames between a model's forward and its ca
 
 
 def computes_its_own_loss() -> bool:
-    """True if the caller is peft's CPT, or a method `compute_loss` that overrides a Trainer's."""
+    """True if the running call of the model comes from code that computes its loss from the logits:
+    peft's CPT, or a `compute_loss` method that a user's Trainer subclass overrides.
+
+    The function inspects the running Python frames.
+    """
     frame: FrameType | None = sys._getframe()
     for _ in range(MAX_FRAMES):
         if frame is None:
@@ -56,7 +60,8 @@ def _overrides(frame: FrameType) -> bool:
 
 
 def wants_predictions() -> bool:
-    """True if a Trainer collects the logits of this evaluation, for metrics or as predictions."""
+    """True if the running call is an evaluation by a Trainer that collects the logits, for
+    `compute_metrics` or as predictions. The function inspects the running Python frames."""
     return any(
         frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False
         for frame in _running()
@@ -64,7 +69,7 @@ def wants_predictions() -> bool:
 
 
 def _running() -> Iterator[FrameType]:
-    """Yield the running frames, innermost first."""
+    """Yield the Python frames of the current call stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -81,14 +86,15 @@ REMEDY = (
 
 
 class NoLogitsError(StreamBPError, KeyError):
-    """The key `logits` was read from an output without this key."""
+    """Raised by `output["logits"]` for an output whose logits were not built."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class LeftOut:
-    """Mixin for a model's output whose field `logits` is None because labels were passed."""
+    """Mixin for a `ModelOutput` whose `logits` are None because labels were passed. Reading the
+    field warns."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -97,7 +103,8 @@ class LeftOut:
         return value
 
     def get(self, name: Any, default: Any = None) -> Any:
-        """Return the value of a key, like dict.get."""
+        """Return the value of a key, like `dict.get`. Warn if the key is "logits" and the output
+        has none."""
         if name in self:  # type: ignore[attr-defined, operator]
             return self[name]
         if name == LOGITS:
@@ -115,9 +122,8 @@ class LeftOut:
 
 
 def _tell() -> None:
-    """Warn about logits that are None, at the line of the caller, unless the caller is a
-    library.
-    """
+    """Warn that logits are None, at the source line of the code that reads them. Code of libraries
+    that test for None gets no warning."""
     home = str(sys._getframe(2).f_globals.get("__name__"))
     if home.partition(".")[0] not in TEST_FOR_NONE:
         warnings.warn(f"logits is None: {REMEDY}", stacklevel=3)
@@ -125,5 +131,6 @@ def _tell() -> None:
 
 @functools.cache
 def left_out(kind: type[Any]) -> type[Any]:
-    """Return a subclass of an output class that warns, with the same name."""
+    """Return a subclass of a `ModelOutput` class, under the same name. Reading the logits of its
+    instances warns."""
     return type(kind.__name__, (LeftOut, kind), {"__module__": kind.__module__})

@@ -43,29 +43,28 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class ForwardContext:
-    """State that the wrappers of one patched model share during one forward.
+    """State that the replaced forwards of one patched model share during one call of the model.
 
     Attributes:
-        bypass: True if the forward runs unpatched, because a cache or attention weights are
-            returned.
-        defer_norm: options of the output projection, if the final norm is computed together with
+        bypass: True if the call runs unpatched, because a cache or attention weights are returned.
+        defer_norm: request of the output projection, if the final norm is computed together with
             the logits; None: the norm runs in its place.
         deferring: the replacement of the final norm's forward while installed.
-        shards: the split of the sequences over ranks; None: sequences are not split.
+        shards: the part of each sequence that this rank holds; None: sequences are not split.
         packed_rows: the document boundaries of packed rows, if layers with recurrent states must
             read these from position_ids.
         position_ids: argument of the causal language model's call; Mamba does not pass it on.
         labels: labels and shift_labels of that call.
-        padding_unseen: returns True if no value at padding (hidden states, logits) reaches the
-            caller.
+        padding_unseen: function that returns True if no value at padding (hidden states, logits)
+            reaches the caller.
         tree: the batch's rows as one packed row without padding, with shared prefixes only once;
-            None: rows are computed as they are. [Note: tree of rows]
+            None: rows are computed separately. [Note: tree of rows]
         failed: exceptions of layers in the test run for shared prefixes of rows; None: no test run.
             [Note: trial of sharing]
         asked_cache: True if the forward would return a cache unpatched, by its arguments or the
             model's config.
-        names_cache: True if the caller of a training call passes `use_cache=True`; None: no
-            surrounding language model runs.
+        names_cache: True if the caller of a training call passes `use_cache=True`; None: the
+            backbone is called without a language model around it.
         again: True if the batch's rows are computed a second time, after a packed row, for code
             that reads padding. [Note: padding that is read]
     """
@@ -87,7 +86,8 @@ class ForwardContext:
 
 @dataclasses.dataclass
 class CallHistory:
-    """Facts about the calls of a patched model, for `describe` and for warnings that appear once.
+    """Facts about all calls of a patched model so far, for `describe` and for warnings that appear
+    once.
 
     Attributes:
         split: the most recent split of sequences over ranks.
@@ -95,7 +95,7 @@ class CallHistory:
             attention's.
         warned_of_documents: True after the warning that the unpatched model would treat a row as
             one document.
-        warned_of_trials: True after the warning that hooks ran in the trials of layers.
+        warned_of_trials: True after the warning that hooks ran in test runs of layers.
         unasked_cache: True if a call with gradients ran unpatched because the model's config
             returns a cache.
         given_cache: True if a training call received a cache, and ran unpatched.
@@ -113,23 +113,24 @@ class CallHistory:
 
 @dataclasses.dataclass
 class PatchState:
-    """State that the wrappers of one patched model share for the lifetime of the patch.
+    """State that all replaced forwards of one patched model share, from `patch` to `unpatch`.
 
     Attributes:
-        owner: lock of the model, and its current use. [Note: owner of a step]
-        witnesses: comparisons of backward passes with forwards. [Note: witness]
+        owner: lock of the model, and its current use by a thread. [Note: owner of a step]
+        witnesses: comparisons of backward's recomputations with forward. [Note: witness]
         home: weak reference to the module that was passed to `patch` and holds this state.
-        left_alone: parts of the model that do not stream, with reasons.
+        left_alone: parts of the model that are not patched, with reasons.
         fused: other libraries' kernels on the model's modules.
         running: state of the running forward.
-        pending: gradients of the head's last forward, until backward.
+        pending: gradients that the loss computed in forward, until backward.
+        offloader: moves saved tensors to host memory; None without offloading.
         steps: notes on the model's steps. [Note: notes on a step]
         saves_policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the
             rule for chunks.
         weights: manager of the layers' weights on the host; None: the weights are on the device.
-        unpatched: decides which micro-batches run unpatched; None unless saves="auto".
-            [Note: micro-batches as unpatched]
-        wrappers: all objects that `unpatch` removes, in the order of their installation.
+        unpatched: decides which micro-batches run unpatched; None unless saves="auto". [Note:
+            micro-batches as unpatched]
+        wrappers: all replaced forwards that `unpatch` restores, in the order of their installation.
         history: facts about the calls so far.
         shares_through_cache: True if the unpatched model computes something else without a cache.
     """
@@ -153,13 +154,13 @@ class PatchState:
 
     @property
     def root(self) -> nn.Module | None:
-        """Return the module that was passed to `patch`, or the outermost streaming module after
-        that module is gone; None: no module streams.
-        """
+        """Return the module that was passed to `patch`. If it was deleted, return the outermost
+        remaining module with a replaced forward; None if there is none."""
         return self.home()
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Add a wrapper that was installed, or copied with its module."""
+        """Register a replaced forward after its installation, or a copy that was made with its
+        module."""
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
         site = getattr(wrapper, "site", None)
@@ -169,10 +170,11 @@ class PatchState:
                 self.weights.ranges.sites[site.index] = site
 
     def check_cache(self, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
-        """Check a call that is to run without a cache.
+        """Check a call that will run without a KV cache.
 
         Raises:
-            UnsupportedModelError: the call has a cache unpatched, and the model needs the cache.
+            UnsupportedModelError: the unpatched call would make a cache, and the model computes
+                something else without a cache.
         """
         wanted = wants_cache(config, kwargs)
         if self.shares_through_cache and wanted:
@@ -192,12 +194,13 @@ class PatchState:
         config: PreTrainedConfig,
         padding_unseen: Unseen,
     ) -> T | None:
-        """Return the result of `run`, the unpatched model's forward; None if a training micro-batch
-        is to be streamed.
+        """Run a training micro-batch through the unpatched model's forward, if its graph fits into
+        memory several times; None if the micro-batch must be computed chunk by chunk.
 
         [Note: micro-batches as unpatched]
 
         Args:
+            run: the unpatched model's forward.
             kwargs: arguments of the call.
             config: config of the text model.
             padding_unseen: see `ForwardContext`.
@@ -227,7 +230,8 @@ class PatchState:
 
 
 def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """True if the caller of a model passes `use_cache=True` and gets a cache unpatched.
+    """True if the caller of a model passes `use_cache=True` and the unpatched model would return a
+    cache.
 
     Under gradient checkpointing transformers returns no cache in training.
     """
@@ -240,9 +244,8 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def fills_in_defaults(model: nn.Module) -> bool:
-    """True if transformers' decorator around a model's forward adds the config's values for missing
-    arguments.
-    """
+    """True if a decorator of transformers around a model's forward replaces missing arguments, such
+    as `use_cache`, by values of the model's config."""
     codes = (
         getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward)
     )
@@ -270,11 +273,12 @@ def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
 def finds_other_documents(
     kwargs: Mapping[str, Any], implementation: str | None, cached: bool
 ) -> bool:
-    """True if streamed layers may split a row into documents and the unpatched model would not.
+    """True if position_ids make patched layers split a row into packed documents, and the unpatched
+    model would attend over the whole row.
 
     Args:
         kwargs: arguments of a model's call.
-        implementation: the model's attention implementation.
+        implementation: the model's attention implementation, such as "sdpa".
         cached: True if the unpatched call makes a cache; transformers then derives no documents
             from position_ids.
     """
@@ -296,10 +300,11 @@ def finds_other_documents(
 
 
 def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> bool:
-    """Warn that streamed layers split rows into documents and the unpatched model would not; True
-    if a warning was issued.
+    """Warn that patched layers split rows into packed documents where the unpatched model would
+    not. True if a warning was issued.
 
     Args:
+        sites: the records of the decoder layers.
         unseen: True if the unpatched attention reads documents from a mask, which omits documents
             in a call with a cache.
         states: True if the unpatched recurrences and convolutions continue from one document to the
@@ -335,9 +340,8 @@ def warn_of_documents(sites: list[LayerSite], unseen: bool, states: bool) -> boo
 
 
 def warn_of_trials(sites: list[LayerSite]) -> bool:
-    """Warn about user hooks inside layers that ran in trials; True if a warning was issued.
-    [Note: who sees the rows]
-    """
+    """Warn about user hooks inside of layers that also ran in test runs on random tokens. True if a
+    warning was issued. [Note: who sees the rows]"""
     shown: dict[str, list[str]] = {}
     for site in sites:
         for hook, paths in site.tests.hooks_run_in_tests.items():

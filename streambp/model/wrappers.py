@@ -65,11 +65,12 @@ from streambp.sharded.layer import stream_shard
 
 
 class LayerForward(InstanceForward):
-    """A decoder layer that streams unless the backbone's call is to run unpatched.
+    """Replacement of a decoder layer's forward: computes the layer chunk by chunk, unless the
+    backbone decided that this call runs unpatched.
 
     Args:
-        final_norm: the norm behind the last layer of a stack, which may be deferred to the head;
-            None for other layers.
+        final_norm: the final norm, if this is the last layer before it; the loss may compute that
+            norm block by block. None for other layers.
     """
 
     def __init__(
@@ -96,16 +97,15 @@ class LayerForward(InstanceForward):
         self.leaf: RemovableHandle | None = None
 
     def install(self) -> None:
-        """Install the forward, and mark the layer as a ZeRO-3 leaf, before or after
-        deepspeed.initialize. [Note: ZeRO-3 leaves]
-        """
+        """Replace the layer's forward, and mark the layer as a ZeRO-3 leaf module, so that
+        DeepSpeed gathers all of its weights at once. [Note: ZeRO-3 leaves]"""
         super().install()
         setattr(self.module, Z3_LEAF, True)
         self.meet_engine()
 
     def meet_engine(self) -> None:
-        """Register the pre-hook that makes the layer's input require a gradient, if DeepSpeed is
-        imported.
+        """Register a forward pre-hook that makes the layer's input require a gradient, if DeepSpeed
+        is imported.
 
         The hook would only slow calls down if DeepSpeed is absent.
         """
@@ -115,15 +115,18 @@ class LayerForward(InstanceForward):
             )
 
     def remove(self) -> None:
-        """Remove the forward and the mark of a ZeRO-3 leaf."""
+        """Restore the layer's forward, and remove the mark of a ZeRO-3 leaf module."""
         super().remove()
         self.module.__dict__.pop(Z3_LEAF, None)
         if self.leaf is not None:
             self.leaf.remove()
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Remove the forward, the mark of a ZeRO-3 leaf and the pre-hook from a copy's
-        attributes.
+        """Remove what this object installed on its layer from the attributes of a copy of the
+        layer.
+
+        Args:
+            own: the copy's `__dict__`.
         """
         super().leave(own)
         own.pop(MOVES, None)
@@ -135,7 +138,8 @@ class LayerForward(InstanceForward):
                 )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output, streamed if the call may stream."""
+        """Return the layer's output, computed chunk by chunk unless this call must run
+        unpatched."""
         if self.retired:
             return self.original(*args, **kwargs)
         unpatched = self.state.unpatched
@@ -153,13 +157,12 @@ class LayerForward(InstanceForward):
     def _on_trial(
         self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the layer in the test run for shared prefixes of rows; append an exception to
-        `failed` instead of raising.
+        """Call the layer while it is tested if rows can share prefixes. An exception is appended to
+        `failed` instead of raised.
 
-        The test run compares a packed row, in which rows share the tokens of common prefixes, with
-        the rows themselves. After an exception every layer returns its input. Each rank still
-        enters every layer, because other ranks wait there for gathered weights. [Note: trial of
-        sharing]
+        The test compares a packed row, in which rows share the tokens of common prefixes, with the
+        rows themselves. After an exception every layer returns its input. Each rank still enters
+        every layer, because other ranks wait there for gathered weights. [Note: trial of sharing]
 
         Args:
             failed: exceptions of all layers in this test run so far.
@@ -222,9 +225,9 @@ class LayerForward(InstanceForward):
 
 
 class BackboneForward(InstanceForward):
-    """The module around the layers: decides if a call streams, and removes caches and masks from
-    streamed calls.
-    """
+    """Replacement of the forward of a backbone, the module that runs the decoder layers
+    (`LlamaModel`, for example). Decides if a call runs chunk by chunk, and then removes cache and
+    mask arguments."""
 
     def __init__(
         self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]
@@ -242,12 +245,14 @@ class BackboneForward(InstanceForward):
         )
 
     def install(self) -> None:
-        """Install the forward, and refuse the replicas that nn.DataParallel would make."""
+        """Replace the backbone's forward, and make nn.DataParallel's copies of the backbone
+        raise."""
         super().install()
         setattr(self.module, REPLICATE, refuse_replicas)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the backbone's output; its layers run streamed or unpatched."""
+        """Return the backbone's output. The layers are computed chunk by chunk, or run
+        unpatched."""
         if self.retired:
             return self.original(*args, **kwargs)
         if args:
@@ -335,7 +340,8 @@ class BackboneForward(InstanceForward):
                 running.deferring = None
 
     def _meet_engines_on_the_host(self, offloader: OffloadManager) -> None:
-        """Pass the offloader the host memory that an engine and streamed weights use.
+        """Set how much host memory the offloader must leave to a DeepSpeed engine and to weights on
+        the host.
 
         Engines exist by the first forward, before the offloader determines its budget.
         """
@@ -346,9 +352,8 @@ class BackboneForward(InstanceForward):
             offloader.held, offloader.to_come = (0, 0) if weights is None else weights.host_bytes
 
     def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward unpatched; return None if this micro-batch streams.
-        [Note: micro-batches as unpatched]
-        """
+        """Run the model's own forward unpatched if this training micro-batch is small enough; None
+        if it must be computed chunk by chunk. [Note: micro-batches as unpatched]"""
         if not (self.module.training and torch.is_grad_enabled()):
             return None
 
@@ -363,8 +368,12 @@ class BackboneForward(InstanceForward):
         return self.state.as_unpatched(run, kwargs, config, self.state.running.padding_unseen)
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
-        """True if a streamed call of this backbone, or of the language model around the backbone,
-        is computed as a packed row.
+        """True if this call would be computed as one packed row, in which rows share the tokens of
+        common prefixes and padding is left out.
+
+        Args:
+            kwargs: arguments of the backbone's forward.
+            padding_unseen: returns True if no value at padding reaches the caller.
         """
         labels = self.state.running.labels
         return self.prefixes is not None and self.prefixes.saves(
@@ -372,9 +381,8 @@ class BackboneForward(InstanceForward):
         )
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward with streamed layers, over a packed row if rows share
-        prefixes.
-        """
+        """Run the backbone's own forward with layers that are computed chunk by chunk. Rows with
+        common prefixes are passed as one packed row."""
         running = self.state.running
         deferred = running.defer_norm
         if running.tree is not None:
@@ -431,8 +439,12 @@ class BackboneForward(InstanceForward):
             ) from error
 
     def _again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
-        """Return the output for the rows of a call after a packed row was computed.
-        [Note: padding that is read]
+        """Compute a call again with its separate rows, after a first run with one packed row. Code
+        that reads values at padding needs this output. [Note: padding that is read]
+
+        Args:
+            kwargs: arguments of the call.
+            request: request of the output projection, which computes the final norm.
         """
         running = self.state.running
         before = running.defer_norm, running.again
@@ -444,8 +456,8 @@ class BackboneForward(InstanceForward):
             running.defer_norm, running.again = before
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
-        """True if this call streams: no cache is passed, and neither a cache nor attention weights
-        are returned.
+        """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
+        attention weights are returned.
 
         [Note: calls that return a cache] If a call has no `use_cache`, the model's config decides,
         as unpatched. A training step ignores the config: most programs never read the cache of a
@@ -487,23 +499,24 @@ class BackboneForward(InstanceForward):
 
     @functools.cached_property
     def _around_fill_in(self) -> bool:
-        """True if a model around this backbone passes its config's values for arguments that the
-        caller left out.
-        """
+        """True if a model around this backbone passes its config's values for arguments that its
+        caller left out, for example `use_cache`."""
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
     def leave(self, own: dict[str, Any]) -> None:
-        """Remove the forward from a copy's attributes, and allow replicas of nn.DataParallel
-        there.
+        """Remove the replaced forward, and the refusal of nn.DataParallel's copies, from the
+        attributes of a copy of the backbone.
+
+        Args:
+            own: the copy's `__dict__`.
         """
         super().leave(own)
         own.pop(REPLICATE, None)
 
     def remove(self) -> None:
-        """Remove the forward, allow replicas of nn.DataParallel, and restore gradient checkpointing
-        where a call disabled it.
-        """
+        """Restore the backbone's forward, allow nn.DataParallel's copies, and restore gradient
+        checkpointing where a call disabled it."""
         super().remove()
         self.module.__dict__.pop(REPLICATE, None)
         for layer in self.checkpointed:
@@ -523,9 +536,12 @@ class BackboneForward(InstanceForward):
             )
 
     def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
-        """Return the documents that layers with states must read from position_ids.
+        """Return the packed documents that layers with recurrent states must read from
+        position_ids. None if other arguments mark the documents, or if each row is one document.
 
-        None if other arguments define the documents, or if each row is one document.
+        Args:
+            kwargs: arguments of the backbone's forward.
+            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
         """
         positions = kwargs.get("position_ids")
         positions = self.state.running.position_ids if positions is None else positions

@@ -20,13 +20,14 @@ NO_HOST_MEMORY = re.compile(
 
 
 def padded(size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes occupies on a stack."""
+    """Return the bytes that a tensor of `size` bytes occupies in host memory, with the
+    alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclasses.dataclass(eq=False)
 class BufferStack:
-    """A stack of memory ranges that are allocated in sequence and freed together.
+    """Host memory that is allocated range after range and freed all at once, like a stack.
 
     Attributes:
         kind: purpose of the stack; stacks of one kind grow to similar sizes.
@@ -47,13 +48,14 @@ class BufferStack:
 
     @property
     def left(self) -> int:
-        """Return the bytes that can still be allocated."""
+        """Return the bytes of the stack that can still be allocated."""
         if self._segment >= len(self.segments):
             return 0
         return sum(segment.numel() for segment in self.segments[self._segment :]) - self._top
 
     def push(self, size: int) -> Tensor | None:
-        """Allocate `size` bytes [size]; None if the stack is full."""
+        """Reserve `size` bytes and return them as a uint8 tensor [size]; None if the stack is
+        full."""
         wanted = padded(size)
         while self._segment < len(self.segments):
             segment = self.segments[self._segment]
@@ -69,7 +71,8 @@ class BufferStack:
 
 @dataclasses.dataclass(eq=False)
 class Arena:
-    """Stacks within a budget. A returned stack is reused for the next request of its kind.
+    """Pool of host memory within a budget. Memory is borrowed as stacks (`BufferStack`), and a
+    returned stack is reused for the next request of its kind.
 
     Args:
         limit: budget in bytes.
@@ -89,7 +92,7 @@ class Arena:
     _free: list[BufferStack] = dataclasses.field(default_factory=list)
 
     def take(self, kind: str = "") -> BufferStack:
-        """Return the latest free stack of that kind, or a new stack without memory."""
+        """Return the stack of this kind that was returned last, or a new stack without memory."""
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)
@@ -97,17 +100,16 @@ class Arena:
         return BufferStack(kind)
 
     def give_back(self, stack: BufferStack) -> None:
-        """Return a stack to the arena: all ranges are free, and its memory is reused for the same
-        kind.
-        """
+        """Return a stack to the pool. All of its ranges become free, and its memory is reused for
+        the same kind of stack."""
         stack.used = stack._segment = stack._top = 0
         self._free.append(stack)
 
     def grow(self, stack: BufferStack, size: int) -> bool:
-        """Add `size` bytes to a stack; return False if the budget or the system refuses.
+        """Add `size` bytes of memory to a stack. Return False if the budget or the system refuses.
 
-        Free stacks are released first if the budget is short. `refused` contains the system's error
-        text.
+        Unused stacks are released first if the budget is short. `refused` contains the system's
+        error text.
         """
         self.refused = None
         if self.allocated + size > self.limit and self._free:

@@ -26,7 +26,8 @@ LEFT = 2**30  # bytes that stay free for other libraries
 
 
 def free_memory(device: torch.device) -> float | None:
-    """Return the bytes that a step can allocate on a device, according to the driver.
+    """Return the bytes that a step can allocate on a device: free according to the driver, or
+    cached by torch's allocator.
 
     None if no limit is known, for example because the allocator has no statistics.
     """
@@ -42,11 +43,12 @@ def free_memory(device: torch.device) -> float | None:
 
 @dataclasses.dataclass
 class FreeMemory:
-    """Bytes that a step can allocate on a device; None if no limit is known.
+    """Callable that returns the bytes a step can allocate on a device, without asking the driver
+    each time; None if no limit is known.
 
     The driver is queried once. Afterwards torch's own statistics follow the changes, until
-    `forget`. The value for a CPU is half of the machine's free memory, read from files every `HOST_MEMORY_CACHE_SECONDS`
-    seconds.
+    `forget`. The value for a CPU is half of the machine's free memory, read from files every
+    `HOST_MEMORY_CACHE_SECONDS` seconds.
     """
 
     _limits: dict[torch.device, float | None] = dataclasses.field(default_factory=dict)
@@ -54,7 +56,8 @@ class FreeMemory:
     _until: float = -math.inf
 
     def __call__(self, device: torch.device) -> float | None:
-        """Return the bytes that are free now, or were free a moment ago on a CPU."""
+        """Return the bytes that a step can allocate on `device` now; None if no limit is known. The
+        value for a CPU may be a moment old."""
         if device not in self._limits:
             free = free_memory(device)
             if free is not None:
@@ -75,18 +78,20 @@ class FreeMemory:
         return self._host
 
     def forget(self) -> None:
-        """Query the driver on the next call, because other processes may use more or less now."""
+        """Discard the driver's last answer, so that the next call queries the driver. Other
+        processes may use more or less memory now."""
         self._limits.clear()
 
     def sees_others(self, device: torch.device) -> bool:
-        """True if the value includes later changes by other processes.
+        """True if the returned free memory includes later changes by other processes.
 
-        A shortage is then no evidence of a wrong law.
+        A shortage of memory then does not prove that a prediction was wrong.
         """
         return self._limits.get(device) is None
 
     def retries(self, device: torch.device) -> int:
-        """Return how often the allocator has freed its cache because an allocation failed."""
+        """Return how many times torch's allocator has freed its cache because an allocation failed
+        (`num_alloc_retries`)."""
         if self._limits.get(device) is None:
             return 0
         return allocator_count(device, "num_alloc_retries")
@@ -98,7 +103,8 @@ def _allocated(device: torch.device) -> int:
 
 
 def local_ranks() -> int:
-    """Return the number of ranks that share this machine's memory, as reported by the launcher."""
+    """Return the number of ranks on this machine, as reported by the launcher (torchrun's
+    LOCAL_WORLD_SIZE, for example)."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
@@ -112,7 +118,8 @@ def _text(path: Path) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], ...]:
-    """Return the files of this process's control groups and all groups above.
+    """Return the files with memory limits of this process's Linux control groups, and of all groups
+    above.
 
     The files are: limit, bytes in use, and statistics, with the name of the cache statistic.
     Parents count because a batch system's limit is not at the root. Versions 1 and 2 are covered;
@@ -163,7 +170,10 @@ def host_limit(
 
     Args:
         wanted: requested bytes; None: no request.
+        meminfo: file with the machine's memory.
+        cgroup: root folder of the control groups.
         set_aside: bytes that this rank will allocate for other purposes.
+        membership: file with the control groups of this process.
 
     Raises:
         StreamBPError: less memory is available than requested. The out-of-memory killer would raise

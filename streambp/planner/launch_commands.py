@@ -18,7 +18,7 @@ UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
 def fields_of(choice: Choice) -> dict[str, Any]:
-    """Return the `StreamConfig` fields that the choice sets, as JSON values."""
+    """Return the `StreamConfig` fields that a chosen plan sets, by name as JSON values."""
     fields: dict[str, Any] = {"chunk_size": choice.chunk_size, "saves": list(choice.saves)}
     fields |= {"offload": choice.offload} if choice.offload != "none" else {}
     fields |= {"gpu_memory": written(choice.gpu_memory)} if choice.gpu_memory is not None else {}
@@ -26,15 +26,14 @@ def fields_of(choice: Choice) -> dict[str, Any]:
 
 
 def python(choice: Choice) -> str:
-    """Return Python code for `streambp.patch` and any training loop."""
+    """Return Python code that patches a model with the chosen settings, for any training loop."""
     fields = fields_of(choice) | {"saves": choice.saves}
     return f"streambp.StreamConfig({', '.join(f'{name}={quoted(value)}' for name, value in fields.items())})"
 
 
 def doors(choice: Choice, setting: Setting) -> dict[str, str]:
-    """Return the options of this plan for each other way to launch training, by its name, as one
-    line of text.
-    """
+    """Return the settings of the choice in the form of each other way to start training (trainers,
+    config files, command lines), each as one line of text by the way's name."""
     fields = fields_of(choice)
     flags = []
     trl = []
@@ -73,7 +72,8 @@ def quoted(value: Any) -> str:
 
 
 def written(size: int) -> int | str:
-    """Return bytes as text, rounded down: "8.2GiB", "640MiB"; a number below a MiB."""
+    """Return a number of bytes as text, rounded down: "8.2GiB", "640MiB"; the number itself below a
+    MiB."""
     for unit, name, digits in UNITS:
         if size >= unit:
             return f"{size * digits // unit / digits:g}{name}"

@@ -47,7 +47,7 @@ Source: TypeAlias = str | Path | PreTrainedConfig | nn.Module
 
 
 class Skeleton:
-    """A causal language model whose tensors have no data.
+    """A model whose tensors have no data, on which training steps are counted.
 
     Args:
         source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model
@@ -62,8 +62,8 @@ class Skeleton:
             torch on a CPU.
         kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
             "auto": Liger's on a GPU if liger-kernel is installed here.
-        fewer: copy only the representative layers of a model; the skeleton's parameters are then
-            those of these layers.
+        fewer: copy only some layers of a model, one or a few for each structure; the skeleton's
+            parameters are then those of these layers.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not apply to it.
@@ -113,12 +113,12 @@ class Skeleton:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager in which new tensors have no data.
+        """Context manager in which new tensors have no data: they are on meta, or fake tensors.
 
         transformers treats fake tensors as a trace and would build masks that a real step does not
-        have; this is disabled. Refused operations are not logged: some only occur in trials
-        (`trials.py`). A log handler would store the record and its traceback, whose tensors would
-        count as alive.
+        have; this is disabled. Refused operations are not logged: some only occur in test runs of
+        layers. A log handler would store the record and its traceback, whose tensors would count as
+        alive.
         """
         if self.mode is None:
             with (
@@ -140,7 +140,8 @@ class Skeleton:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager like `active`, in which mixers also make their kernels' allocations.
+        """Context manager like `active`, in which recurrent and convolutional layers also make
+        their kernels' allocations.
 
         Values that modules keep are restored: classes and closures are shared with the copied
         model.
@@ -155,7 +156,7 @@ class Skeleton:
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """Return the causal language model inside adapters and other wrappers.
+        """Return the causal language model inside adapters (PEFT) and other wrappers.
 
         Raises:
             StreamBPError: no module has a language-model head.
@@ -170,8 +171,8 @@ class Skeleton:
         )
 
     def on_host(self) -> dict[str, Any]:
-        """Return the bytes of layer weights in host memory and after decoding, by `Profile`'s field
-        names.
+        """Return the bytes of each layer's weights in host memory, and of one layer's 4-bit weights
+        after decoding, by the names of `Profile`'s fields.
 
         Empty for 8-bit weights, which cannot be in host memory.
         """
@@ -193,15 +194,19 @@ class Skeleton:
 
     def reduce(self) -> ShrunkModel:
         """Remove layers of the model that have the same structure as others, unless already
-        removed. Return the remaining layers, and the kind of each layer.
-        """
+        removed. Return which layers remain, and the kind of each layer."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)
         return self._reduced
 
     def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
-        """Return the same modules with empty tensors."""
+        """Return a copy of the model's modules with tensors without data.
+
+        Args:
+            model: the model.
+            fewer: True to copy only the representative layers.
+        """
         memo: dict[int, Any] = {}
         if fewer:
             self._reduced = reduced_layers(model)
@@ -250,7 +255,7 @@ def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **k
 
 
 def _constant(value: Any, _: Any) -> Any:
-    """Return `value`, as the getter of a property."""
+    """Return `value`; a partial of this function is the getter of a property."""
     return value
 
 
@@ -267,7 +272,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Apply `fn` like `nn.Module._apply`, but create new parameters.
+    """Replace `nn.Module._apply`, which moves and casts modules, and create new parameters.
 
     torch would swap fake tensors in place, which their weak references forbid.
     """
@@ -284,15 +289,15 @@ def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the hook tables of all modules."""
+    """Yield the hook dictionaries, such as `_forward_hooks`, of all modules."""
     for module in model.modules():
         for name in MODULE_HOOKS:
             yield getattr(module, name)
 
 
 class QuantisedLinear(nn.Module):
-    """A frozen Linear stored in few bits: each product builds the weight in the input's dtype and
-    frees it.
+    """Linear with a frozen 4-bit or 8-bit weight, as a replacement in a count: each forward and
+    backward allocates the weight in the input's dtype and frees it.
 
     Args:
         linear: the original module.
@@ -321,20 +326,21 @@ class QuantisedLinear(nn.Module):
 
 
 def parameters_of(parameter: Tensor) -> int:
-    """Return the number of model parameters in this tensor [...], also if it stores them in fewer
-    bytes.
-    """
+    """Return the number of model parameters in a tensor [...], which may store several in one
+    element (4-bit weights)."""
     return int(getattr(parameter, "stands_for", parameter.numel()))
 
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
-    """Return [..., width] for x [..., in]; only the number of x's columns is saved for backward."""
+    """Make the allocations of a quantised Linear's forward, and return its output [..., width] for
+    x [..., in]. Only the number of x's columns is saved for backward."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
 
 def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """Return the gradient of x [..., in] for grad [..., out]; the frozen weight gets none."""
+    """Make the allocations of a quantised Linear's backward, and return the gradient of x [..., in]
+    for grad [..., out]."""
     return grad @ grad.new_empty(grad.shape[-1], ctx.inner), None
 
 
@@ -366,12 +372,13 @@ def _quantise(model: nn.Module, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ShrunkModel:
-    """The representative layers of the longest stack, and the kind of every layer.
+    """Selection of a model's layers that represents all of them in a count, because layers with the
+    same structure cost the same.
 
     Attributes:
         kept: indices of the representative layers in the full model.
         kinds: the kind of every layer.
-        backbone: name of the module that runs the stack.
+        backbone: name of the module that runs the layers.
         layers: name of its list of layers.
     """
 
@@ -381,9 +388,8 @@ class ShrunkModel:
     layers: str
 
     def stand_in(self, index: int) -> int:
-        """Return the position, among the representatives, of the layer that represents layer
-        `index`.
-        """
+        """Return the position, among the representative layers, of the layer that represents layer
+        `index`."""
         if index in self.kept:
             return self.kept.index(index)
         inner = []
@@ -395,7 +401,7 @@ class ShrunkModel:
         )
 
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Return the layers of the full model that are not representatives.
+        """Yield the layers of the full model that are not representatives.
 
         A layer that occurs several times may be a representative elsewhere.
         """
@@ -427,7 +433,8 @@ class ShrunkModel:
 
 
 def reduced_layers(model: nn.Module) -> ShrunkModel:
-    """Select representative layers: the first, the last, and one between them.
+    """Select layers that represent all layers of a model in a count: the first, the last, and one
+    between them.
 
     For several kinds of layers, or layers with states, the first INNER layers of each kind are
     selected. Some work happens once, in backward of the first layer of a kind, and not in each
@@ -469,8 +476,8 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
 def values_by_layer(
     backbone: Any, depth: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return lists with one value a layer: of the config, of the backbone, and of the config's
-    properties.
+    """Return the lists that have one value for each layer: in the model's config, in the backbone,
+    and in properties of the config. Each result maps attribute names to lists.
 
     Some properties compute the layers' kinds from their number. Attributes of every configuration
     are skipped: they do not depend on layers, and reading them may warn.
