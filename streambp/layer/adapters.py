@@ -125,6 +125,19 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
     return found
 
 
+def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
+    """Copy the last call's reasons for peft's forward to new readings of the same modules.
+
+    Args:
+        before: the earlier readings, by name.
+        found: the new readings, by name.
+    """
+    for name, reading in found.items():
+        known = before.get(name)
+        if known is not None and known.module is reading.module:
+            reading.why_in_call = known.why_in_call
+
+
 def _kinds() -> tuple[Any, ...]:
     """Return the classes of peft's LoRA Linears; () if peft is not imported."""
     plain, packed = sys.modules.get(LORA_LAYERS), sys.modules.get(LORA_OF_PACKED)
