@@ -57,7 +57,13 @@ from streambp.layer.products import (
     computes_plainly,
     hooked_everywhere,
 )
-from streambp.offload.decoded import FORWARD, DecodedLinear, decoded_weight, is_packed
+from streambp.offload.decoded import (
+    FORWARD,
+    CountedPackedLinear,
+    DecodedLinear,
+    decoded_weight,
+    has_packed_weight,
+)
 
 PARAMETERS = MODULE_TABLES[0]
 # float16 has no room for low parts. [Note: two parts]
@@ -191,7 +197,7 @@ def _why_not(
         forward = vars(inner).get(FORWARD)
         if forward is not None and not isinstance(forward, DecodedLinear):
             return "the forward of a module inside it is another's"
-    packed = is_packed(base)
+    packed = has_packed_weight(base)
     if not packed and not (computes_plainly(base) and type(base.weight) in TENSOR_TYPES):
         return f"its base is a {type(base).__name__}"
     if not packed and base.weight.dtype not in DTYPES:
@@ -241,6 +247,15 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
     version = None if tensor.is_inference() else tensor._version
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
+
+
+def _decodes(base: Any, x: Tensor) -> bool:
+    """True if the forward of a Linear with a 4-bit weight multiplies x [..., in] in the dtype of
+    its decoded weight.
+    """
+    if isinstance(base, CountedPackedLinear):
+        return x.dtype == base.compute_dtype
+    return has_data(x) and DecodedLinear(base).decodes(x)
 
 
 def _word(dtype: torch.dtype | None) -> str:
@@ -324,8 +339,8 @@ class Adaptation:
             getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}
         ):
             return "peft's casts of inputs are switched off"
-        if is_packed(base):
-            if not has_data(x) or x.dtype != dtype or not DecodedLinear(base).decodes(x):
+        if has_packed_weight(base):
+            if x.dtype != dtype or not _decodes(base, x):
                 return (
                     f"its 4-bit base computes in {_word(base.compute_dtype)}, and its input is "
                     f"{_word(x.dtype)}"
@@ -341,7 +356,7 @@ class Adaptation:
         base = self.reading.base
         slots = vars(base)[PARAMETERS]
         bias = slots["bias"]
-        if is_packed(base):
+        if has_packed_weight(base):
             return decoded_weight(base), bias
         weight = slots["weight"]
         if dtype is None:
@@ -354,7 +369,7 @@ class Adaptation:
         dropout]"""
         if not adapter.drops:
             return None
-        packed = is_packed(self.reading.base) and torch.is_autocast_enabled()
+        packed = has_packed_weight(self.reading.base) and torch.is_autocast_enabled()
         dtype = x.dtype if packed else _slot(adapter.a).dtype
         with torch.no_grad():
             left: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
@@ -390,7 +405,7 @@ class Adaptation:
             for adapter, scale, mask in zip(adapters, scales, masks, strict=True):
                 groups.append(Group(self.a(dtype, adapter), start, start + scale.rank, mask))
                 start += scale.rank
-        decode = functools.partial(decoded_weight, base) if is_packed(base) else None
+        decode = functools.partial(decoded_weight, base) if has_packed_weight(base) else None
         work = Work(groups, self._b(dtype, scales), scales, value, add, decode)
         return work, [tensor for adapter in adapters for tensor in _tensors(adapter)]
 
