@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
+from scripts import lora_precision
 from streambp.admission import trials
 from streambp.distributed.engines import Hold
 from streambp.layer import adapted as operation
@@ -619,6 +620,42 @@ def test_bfloat16_is_as_precise_as_peft(family, autocast, wide, std):
     error = statistics.stdev(off) / len(off) ** 0.5
     print(f"{ratio:.3f} +- {error:.3f} of peft's own error over {len(pairs)} models")
     assert ratio <= PRECISE + error
+
+
+def check_truth(monkeypatch):
+    seen = []
+
+    def of(model, **batch):
+        seen.append((next(model.parameters()).dtype, torch.is_autocast_enabled("cpu")))
+        return None, {"x": torch.full((1,), float(len(seen)))}
+
+    monkeypatch.setattr(lora_precision, "gradients", of)
+    lora_precision.measured(lora_precision.SetUp("qwen2", False, True, 0.02), 2, False)
+    assert sorted(seen, key=str) == [(HALF, True)] * 4 + [(torch.float32, False)] * 2
+
+
+def test_the_table_of_precision_compares_with_float32_outside_autocast(monkeypatch):
+    """Of each model: the first one's autocast once stayed on for the truth of all others."""
+    check_truth(monkeypatch)
+
+
+def errors_one_by_one(monkeypatch):
+    """They wait under autocast until the next one is asked for."""
+
+    def errors(set_up, seed, why):
+        stock = lora_precision.model_of(set_up, seed)
+        true = lora_precision.gradients(copy.deepcopy(stock).float())[1]
+        with torch.autocast("cpu", HALF, enabled=set_up.autocast):
+            for _ in range(2):
+                yield lora_precision.error(lora_precision.gradients(stock)[1], true)
+
+    monkeypatch.setattr(lora_precision, "errors", errors)
+
+
+def test_mutant_of_the_table(monkeypatch):
+    errors_one_by_one(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_truth(monkeypatch)
 
 
 @pytest.mark.parametrize("kernels", ["own", "auto"])
