@@ -310,11 +310,15 @@ class Adaptation:
         if value is UNREAD and not torch.is_grad_enabled():
             return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
         x = x if dtype is None else x.to(dtype)
-        work, tensors = self._work(x.dtype, masks, value, add)
+        shared, factor = None, None
         if self.siblings is not None and all(mask is None for mask in masks):
             shared = self.siblings.shared(given, x, self)
-            if shared is not None:
-                x, work.shared, work.place = shared
+        if shared is not None:
+            x, values, place = shared
+            factor = values.factors[place]
+        work, tensors = self._work(x.dtype, masks, value, add, factor)
+        if shared is not None:
+            work.shared, work.place = values, place
         out: Tensor = AdaptedLinear.apply(work, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
         return out
 
@@ -381,6 +385,7 @@ class Adaptation:
         masks: list[Tensor | None],
         value: Tensor | Unread | None,
         add: Add | None,
+        factor: Factor | None = None,
     ) -> tuple[Work, list[Tensor | None]]:
         """Return the inputs of `AdaptedLinear.apply` beside x and the base's tensors: the
         description of the computation, and a flat list of each adapter's A, B and B's bias.
@@ -392,6 +397,7 @@ class Adaptation:
                 the output.
             add: called in backward with both factors of the base weight's gradient, which it
                 accumulates; None: autograd returns the gradient.
+            factor: the factor of the A of all adapters; None: it is looked up.
         """
         adapters, base = self.reading.adapters, self.reading.base
         scales = []
@@ -400,7 +406,8 @@ class Adaptation:
             scales.append(Scale(_slot(adapter.a).shape[0], adapter.scale / kept, adapter.scale))
         groups, start = [], 0
         if all(mask is None for mask in masks):
-            groups.append(Group(self.a(dtype), 0, sum(scale.rank for scale in scales)))
+            factor = self.a(dtype) if factor is None else factor
+            groups.append(Group(factor, 0, sum(scale.rank for scale in scales)))
         else:
             for adapter, scale, mask in zip(adapters, scales, masks, strict=True):
                 groups.append(Group(self.a(dtype, adapter), start, start + scale.rank, mask))
