@@ -310,15 +310,16 @@ class Adaptation:
         if value is UNREAD and not torch.is_grad_enabled():
             return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
         x = x if dtype is None else x.to(dtype)
-        shared, factor = None, None
+        shared = None
         if self.siblings is not None and all(mask is None for mask in masks):
             shared = self.siblings.shared(given, x, self)
-        if shared is not None:
+        if shared is None:
+            work, tensors = self._work(x.dtype, masks, value, add)
+        else:
             x, values, place = shared
-            factor = values.factors[place]
-        work, tensors = self._work(x.dtype, masks, value, add, factor)
-        if shared is not None:
-            work.shared, work.place = values, place
+            work, tensors = self._work(x.dtype, masks, value, add, values.factors[place])
+            work.shared = values
+            work.place = place
         out: Tensor = AdaptedLinear.apply(work, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
         return out
 

@@ -422,7 +422,8 @@ class LayerSite:
         """Return the Linears with adapters, by name; {} if `kernels` is not "auto"."""
         if self.config.kernels != "auto":
             return {}
-        found, before = self.of(readings), self.last_call.adapters
+        found = self.of(readings)
+        before = self.last_call.adapters
         if found is not before:
             # A layer's first forward may set attributes, and then its Linears are read again.
             keep_reasons(before, found)
