@@ -58,7 +58,13 @@ from streambp.layer.products import (
     computes_plainly,
     hooked_everywhere,
 )
-from streambp.offload.decoded import FORWARD, DecodedLinear, decoded_weight, is_packed
+from streambp.offload.decoded import (
+    FORWARD,
+    CountedPackedLinear,
+    DecodedLinear,
+    decoded_weight,
+    has_packed_weight,
+)
 
 PARAMETERS = MODULE_TABLES[0]
 # float16 is left out: rounding errors of its parts would underflow
@@ -126,6 +132,19 @@ def readings(layer: nn.Module) -> dict[str, Reading]:
     return found
 
 
+def keep_reasons(before: dict[str, Reading], found: dict[str, Reading]) -> None:
+    """Copy the last call's reasons for peft's forward to new readings of the same modules.
+
+    Args:
+        before: the earlier readings, by name.
+        found: the new readings, by name.
+    """
+    for name, reading in found.items():
+        known = before.get(name)
+        if known is not None and known.module is reading.module:
+            reading.why_in_call = known.why_in_call
+
+
 def _kinds() -> tuple[Any, ...]:
     """Return the classes of peft's LoRA Linears; () if peft is not imported."""
     plain, packed = sys.modules.get(LORA_LAYERS), sys.modules.get(LORA_OF_PACKED)
@@ -185,7 +204,7 @@ def _why_not(
         forward = vars(inner).get(FORWARD)
         if forward is not None and not isinstance(forward, DecodedLinear):
             return "the forward of a module inside it is another's"
-    packed = is_packed(base)
+    packed = has_packed_weight(base)
     if not packed and not (computes_plainly(base) and type(base.weight) in TENSOR_TYPES):
         return f"its base is a {type(base).__name__}"
     if not packed and base.weight.dtype not in DTYPES:
@@ -236,6 +255,15 @@ def _state(tensor: Tensor | None) -> tuple[Any, ...]:
     version = None if tensor.is_inference() else tensor._version
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
+
+
+def _decodes(base: Any, x: Tensor) -> bool:
+    """True if the forward of a Linear with a 4-bit weight multiplies x [..., in] in the dtype of
+    its decoded weight.
+    """
+    if isinstance(base, CountedPackedLinear):
+        return x.dtype == base.compute_dtype
+    return has_data(x) and DecodedLinear(base).decodes(x)
 
 
 def _word(dtype: torch.dtype | None) -> str:
@@ -293,11 +321,16 @@ class Adaptation:
         if value is UNREAD and not torch.is_grad_enabled():
             return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
         x = x if dtype is None else x.to(dtype)
-        work, tensors = self._work(x.dtype, masks, value, add)
+        shared = None
         if self.siblings is not None and all(mask is None for mask in masks):
             shared = self.siblings.shared(given, x, self)
-            if shared is not None:
-                x, work.shared, work.place = shared
+        if shared is None:
+            work, tensors = self._work(x.dtype, masks, value, add)
+        else:
+            x, values, place = shared
+            work, tensors = self._work(x.dtype, masks, value, add, values.factors[place])
+            work.shared = values
+            work.place = place
         out: Tensor = AdaptedLinear.apply(work, x, weight, bias, *tensors)  # type: ignore[no-untyped-call]
         return out
 
@@ -326,8 +359,8 @@ class Adaptation:
             getattr(module, "cast_input_dtype_enabled", True) or own == {dtype}
         ):
             return "peft's casts of inputs are switched off"
-        if is_packed(base):
-            if not has_data(x) or x.dtype != dtype or not DecodedLinear(base).decodes(x):
+        if has_packed_weight(base):
+            if x.dtype != dtype or not _decodes(base, x):
                 return (
                     f"its 4-bit base computes in {_word(base.compute_dtype)}, and its input is "
                     f"{_word(x.dtype)}"
@@ -344,7 +377,7 @@ class Adaptation:
         base = self.reading.base
         slots = vars(base)[PARAMETERS]
         bias = slots["bias"]
-        if is_packed(base):
+        if has_packed_weight(base):
             return decoded_weight(base), bias
         weight = slots["weight"]
         if dtype is None:
@@ -360,7 +393,7 @@ class Adaptation:
         """
         if not adapter.drops:
             return None
-        packed = is_packed(self.reading.base) and torch.is_autocast_enabled()
+        packed = has_packed_weight(self.reading.base) and torch.is_autocast_enabled()
         dtype = x.dtype if packed else _slot(adapter.a).dtype
         with torch.no_grad():
             left: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
@@ -372,6 +405,7 @@ class Adaptation:
         masks: list[Tensor | None],
         value: Tensor | Unread | None,
         add: Add | None,
+        factor: Factor | None = None,
     ) -> tuple[Work, list[Tensor | None]]:
         """Return the arguments of `AdaptedLinear.apply` beside x and the base Linear's tensors:
         `Work`, and a flat list of each adapter's A, B and B's bias.
@@ -381,6 +415,7 @@ class Adaptation:
             masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
             value: as in `product`.
             add: as in `product`.
+            factor: the factor of the A of all adapters; None: it is looked up.
         """
         adapters, base = self.reading.adapters, self.reading.base
         scales = []
@@ -389,12 +424,13 @@ class Adaptation:
             scales.append(Scale(_slot(adapter.a).shape[0], adapter.scale / kept, adapter.scale))
         groups, start = [], 0
         if all(mask is None for mask in masks):
-            groups.append(Group(self.a(dtype), 0, sum(scale.rank for scale in scales)))
+            factor = self.a(dtype) if factor is None else factor
+            groups.append(Group(factor, 0, sum(scale.rank for scale in scales)))
         else:
             for adapter, scale, mask in zip(adapters, scales, masks, strict=True):
                 groups.append(Group(self.a(dtype, adapter), start, start + scale.rank, mask))
                 start += scale.rank
-        decode = functools.partial(decoded_weight, base) if is_packed(base) else None
+        decode = functools.partial(decoded_weight, base) if has_packed_weight(base) else None
         work = Work(groups, self._b(dtype, scales), scales, value, add, decode)
         return work, [tensor for adapter in adapters for tensor in _tensors(adapter)]
 

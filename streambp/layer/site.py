@@ -22,7 +22,7 @@ from streambp.fingerprint.hooks import HookKey, described
 from streambp.fingerprint.snapshots import Fingerprint, LayerSnapshot
 from streambp.foreign import has_compiled_parts
 from streambp.instance_forward import StepOwner
-from streambp.layer.adapters import Reading, readings
+from streambp.layer.adapters import Reading, keep_reasons, readings
 from streambp.layer.choices import ReplayedChoices
 from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
 from streambp.layer.recompute import NULL_CONTEXT, Autocast
@@ -183,12 +183,14 @@ class LastCall:
         sdpa: the kernels that torch's scaled_dot_product_attention would use, for the last call
             with a backward.
         error_has_advice: True if an error of this step already tells what to do about memory.
+        adapters: the layer's Linears with LoRA adapters, by name, as last read.
     """
 
     report: CallReport = CallReport()
     kernels: frozenset[Used] = frozenset()
     sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
     error_has_advice: bool = False
+    adapters: dict[str, Reading] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -438,7 +440,15 @@ class LayerSite:
     @property
     def adapters(self) -> dict[str, Reading]:
         """Return the layer's LoRA Linears by name; {} if the setting `kernels` is not "auto"."""
-        return self.of(readings) if self.config.kernels == "auto" else {}
+        if self.config.kernels != "auto":
+            return {}
+        found = self.of(readings)
+        before = self.last_call.adapters
+        if found is not before:
+            # A layer's first forward may set attributes, and then its Linears are read again.
+            keep_reasons(before, found)
+            self.last_call.adapters = found
+        return found
 
     def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
         """Return the least precise dtype that the layer computes in: of `dtype`, its parameters and

@@ -99,9 +99,25 @@ def _decoded(module: Any) -> Tensor:
     return weight
 
 
+class CountedPackedLinear(nn.Module):
+    """Base class of Linears that represent a Linear with a 4-bit weight in a model without data.
+
+    Attributes:
+        compute_dtype: the dtype that the weight is decoded to.
+    """
+
+    compute_dtype: torch.dtype
+
+    def decoded(self) -> Tensor:
+        """Return a weight [out, in] without data."""
+        raise NotImplementedError
+
+
 def decoded_weight(module: Any) -> Tensor:
     """Return the dequantized weight [out, in] of a bitsandbytes Linear; cached if a `DecodedLinear`
     replaces its forward."""
+    if isinstance(module, CountedPackedLinear):
+        return module.decoded()
     stands = vars(module).get(FORWARD)
     if not isinstance(stands, DecodedLinear):
         return _decoded(module)
@@ -114,6 +130,11 @@ def is_packed(module: nn.Module) -> bool:
     """True if a module is a Linear with a 4-bit weight and runs bitsandbytes' own forward."""
     library = sys.modules.get(BITSANDBYTES)
     return library is not None and type(module).forward is library.nn.Linear4bit.forward
+
+
+def has_packed_weight(module: nn.Module) -> bool:
+    """True if a Linear has a 4-bit weight, or represents one that has."""
+    return isinstance(module, CountedPackedLinear) or is_packed(module)
 
 
 def packed_linears(layer: nn.Module) -> list[nn.Module]:

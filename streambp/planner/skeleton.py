@@ -33,6 +33,7 @@ from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import MODULE_HOOKS, MOVES
 from streambp.libraries import required
 from streambp.model.patching import unpatch
+from streambp.offload.decoded import CountedPackedLinear
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.configuration import build, read_config
 from streambp.planner.count import Replayed
@@ -305,6 +306,8 @@ class QuantisedLinear(nn.Module):
             each row (8 bits).
     """
 
+    bias: Tensor | None
+
     def __init__(self, linear: nn.Linear, bytes_per_parameter: float) -> None:
         super().__init__()
         self.in_features = linear.in_features
@@ -315,7 +318,7 @@ class QuantisedLinear(nn.Module):
             torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False
         )
         self.weight.stands_for = linear.weight.numel()  # type: ignore[attr-defined]
-        self.bias = linear.bias
+        self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] @ weight + bias, [..., out] in x's dtype."""
@@ -323,6 +326,22 @@ class QuantisedLinear(nn.Module):
         if self.bias is None:
             return result
         return result + self.bias
+
+
+class FourBitLinear(QuantisedLinear, CountedPackedLinear):
+    """A frozen Linear with a 4-bit weight. Adapted ones are one operation. [Note: adapters]
+
+    Args:
+        linear: the original module.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear, 0.5 + 4 / 64)
+        self.compute_dtype = linear.weight.dtype
+
+    def decoded(self) -> Tensor:
+        """Return a weight [out, in] without data, in the dtype of the original one."""
+        return self.weight.new_empty(self.out_features, self.in_features, dtype=self.compute_dtype)
 
 
 def parameters_of(parameter: Tensor) -> int:
@@ -350,7 +369,6 @@ dequantised = functools.partial(Replayed.apply, _dequantised, _dequantised_backw
 
 def _quantise(model: nn.Module, bits: int) -> None:
     """Replace the layers' frozen Linears by `QuantisedLinear`."""
-    sizes = {4: 0.5 + 4 / 64, 8: 1.0}
     quantised = 0
     for stack in find_stacks(model).stacks:
         for layer in stack.layers:
@@ -361,7 +379,8 @@ def _quantise(model: nn.Module, bits: int) -> None:
                         and not child.weight.requires_grad
                         and "lora" not in name
                     ):
-                        setattr(module, name, QuantisedLinear(child, sizes[bits]))
+                        linear = FourBitLinear(child) if bits == 4 else QuantisedLinear(child, 1.0)
+                        setattr(module, name, linear)
                         quantised += 1
     if not quantised:
         raise ConfigError(
