@@ -27,8 +27,7 @@ from streambp.admission.probe import Verdict, broken, can_stream
 from streambp.admission.rehearsal import nothing_compiled
 from streambp.admission.third_party import hooks_of_others, may_edit_gradients
 from streambp.admission.trials import look_for_writes, unread_products
-from streambp.attention.interface import attention_mask_of
-from streambp.attention.masks import LazyMask
+from streambp.attention.masks import LazyMask, attention_mask_of
 from streambp.chunks import Forks
 from streambp.device import MEMORY_ERRORS, has_data, is_out_of_memory
 from streambp.distributed.context_parallel import replaced_attention
@@ -113,18 +112,10 @@ def admit(
     strategy: Strategy,
     forks: Forks = (),
 ) -> LayerCall | CallReport:
-    """Decide how a call of a decoder layer runs. Return a `LayerCall` to run it in chunks, or a
-    report with the reason to run it unchunked.
+    """Decide how a call of a decoder layer runs. Return a `LayerCall` that runs in chunks, or a
+    report with the reason for an unchunked run.
 
-    Args:
-        site: the decoder layer, with its settings and test results.
-        args, kwargs: the arguments of the layer's forward.
-        rows: as in `stream_layer`.
-        strategy: as in `stream_layer`.
-        forks: as in `stream_layer`.
-
-    Raises:
-        UnsupportedModelError, UnsupportedMaskError, StreamBPError: neither is exact.
+    The arguments, and the errors if neither run is exact, are those of `stream_layer`.
     """
     # The kind of call: the layer's structure, and which arguments it gets.
     look = site.fingerprint.look(site.layer)
@@ -341,8 +332,8 @@ def _why_not_between_documents(site: LayerSite, arguments: Arguments) -> str | N
     scans = {name for _, name in scans_of(site.layer)} if documents.ids is not None else set()
     # a selective scan is identified by its own name
     if scans.difference(("torch", "forward", OWN_SCAN)):
-        # With document arguments, training's fused kernel mixes documents; eval mode's convolution
-        # does not.
+        # The fused kernel of training mixes documents that these arguments describe. The
+        # convolution of eval mode keeps them apart.
         return "seq_idx says where documents start, which its selective scan takes no notice of"
     ends = documents.ends
     rising = all(a < b for a, b in itertools.pairwise(ends))

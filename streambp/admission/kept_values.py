@@ -2,16 +2,16 @@
 statistics.
 
 [Note: kept values] Unpatched, a forward stores a value of the full sequence in an attribute, a
-closure or a list, and stores it once. In chunks, the last chunk's value would remain, or one entry
-for each chunk, and backward's recomputation would store them again. A layer with third-party code
+closure or a list, and stores it once. A chunked forward would leave the last chunk's value, or one
+entry for each chunk, and backward's recomputation would store these values again. A layer with third-party code
 is therefore tested for stored values. The test runs a few tokens from the same start, once as
 unpatched, once in chunks as in a step. Values reachable from that code (`fingerprint/memory.py`)
 must be equal afterwards: shapes, numbers, lengths. Sums over tokens are equal. If a value differs,
 the layer runs unchunked, and its recomputation stores nothing.
 
 A later call may read a stored value by its length: routes stored for a replay fit the full sequence
-and no chunk. A test on a few tokens does not detect this. A call is therefore a kind of its own if
-a reachable tensor is as long as the call's sequence. Such calls are tested at their own length.
+and no chunk. A test on a few tokens does not detect this. Calls whose length is that of a
+reachable tensor are therefore a kind of their own. Such calls are tested at their own length.
 
 Reachable flags and strings, at greater depth than a snapshot's (`fingerprint/observed_values.py`), also
 distinguish kinds of calls: a recorder may be switched on between two steps.
@@ -268,7 +268,7 @@ def _refuse(call: LayerCall, what: str) -> NoReturn:
 
 
 def why_untestable(call: LayerCall) -> str | None:
-    """Return why the layer can have no test run, so that it must run unchunked; None if it can.
+    """Return why no test run may take place and the layer runs unchunked; None otherwise.
 
     A test run would advance generators and other iterators for good.
     """

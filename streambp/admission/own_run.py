@@ -1,7 +1,7 @@
-"""Run a layer as its model runs it unpatched, to compare it with the streamed layer.
+"""Run a layer as its unpatched model does, to compare the result with the streamed layer.
 
-[Note: own run] In the probe, chunked and unchunked runs share streamed attention. Their agreement
-therefore does not test this attention. The layer also runs with the attention function that its
+[Note: own run] The chunked and the unchunked run of a probe share streamed attention. A comparison
+of these two runs therefore does not test this attention. The layer also runs with the attention function that its
 model calls, the mask function of the same name, and the forward that `patch` found. If the result
 differs, the layer computes something that streaming does not, and is refused. Some functions are
 known to be equivalent, but cannot run a few tokens: they compile, need half precision, or read

@@ -120,7 +120,7 @@ class Snapshot:
         self.iterators: list[str] = []
         self._tables: list[Table] = []
         self._values: list[Values] = []
-        # by id; the object is held, so that no other object can reuse the id
+        # keys are ids; each value is the object, so that no other object can reuse the id
         self._seen: dict[int, Any] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
         self._classes: set[type] = set()

@@ -422,7 +422,7 @@ def _find_unread(
         ran: list[Recomputed] = []
 
         def run() -> list[Tensor]:
-            # the same computation as a recomputation that skips products
+            # computes what a recomputation with skipped products computes
             with computed(linears, linears):
                 ran.append(trial.recompute())
             return ran[0].kv

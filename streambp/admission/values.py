@@ -1,6 +1,6 @@
 """Restore the values of tensors and arrays after a trial.
 
-Small tensors are copied before the trial, large ones before an operation writes to them.
+Small tensors are copied before the trial. Large tensors are copied before the first write.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ attention carrier from this module, and a state carrier (`recurrent/carriers.py`
 two carriers for a chunk's arguments, and never which kind a layer is. An attention carrier replaces
 the layer's mask and cache:
 
-    `NoAttention`        the layer reads no keys                                nothing is replaced
-    `ThroughInterface`   it attends through transformers' attention interface   an `ChunkAttention` for its mask
-    `Picking`            the same, over keys that an indexer picks              the point, and the indexer's forward
-    `OverCache`          it attends by itself over what its cache returns       a `ChunkCache`, and its mask cut
+    `NoAttention`        the layer reads no keys                             nothing is replaced
+    `ThroughInterface`   it attends through transformers' attention          a `ChunkAttention` for its mask
+    `Picking`            the same, over keys that an indexer picks           the point, and the indexer's forward
+    `OverCache`          it attends by itself over what its cache returns    a `ChunkCache`, and its mask cut
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from streambp.attention.masks import DenseMask, LazyMask, resolve
+from streambp.attention.masks import (
+    VALUE_TYPES,
+    DenseMask,
+    LazyMask,
+    attention_mask_of,
+    masks_replaced,
+    resolve,
+)
 from streambp.attention.prefix import (
     AttentionCall,
     ChunkAttention,
@@ -566,7 +573,7 @@ class ThroughInterface(NoAttention):
             length: number of tokens.
             mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
-        found = {name: _own_masks(value, mask) for name, value in named.items()}
+        found = {name: masks_replaced(value, mask) for name, value in named.items()}
         if not isinstance(attention_mask_of(named), LazyMask):
             found["attention_mask"] = mask(LazyMask())
         return found
@@ -602,7 +609,6 @@ class ForeignAttention(NoAttention):
 
 
 # types of arguments that contain no `LazyMask`
-VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -641,11 +647,11 @@ class Picking(ThroughInterface):
         def mask(lazy: LazyMask) -> Any:
             return AttentionMaskInterface()[own[0]](**lazy.description)
 
-        args = tuple(_own_masks(value, mask) for value in args)
+        args = tuple(masks_replaced(value, mask) for value in args)
         return (
             unrouted(configs, own),
             args,
-            {name: _own_masks(value, mask) for name, value in kwargs.items()},
+            {name: masks_replaced(value, mask) for name, value in kwargs.items()},
         )
 
 
@@ -767,28 +773,8 @@ def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-def attention_mask_of(named: Mapping[str, Any]) -> Any:
-    """Return the mask among a layer's arguments that the layer will pass to its attention.
-
-    Some layers receive a second mask, of padding, for other modules that mix tokens. The second
-    mask is named attention_mask, or shares a dictionary with attention's mask. Attention's mask is
-    the one that streambp's mask function made (`LazyMask`).
-    """
-    for value in named.values():
-        if type(value) in VALUE_TYPES:
-            continue
-        if isinstance(value, LazyMask):
-            return value
-        if isinstance(value, Mapping):
-            for part in value.values():
-                if isinstance(part, LazyMask):
-                    return part
-    return named.get("attention_mask")
-
-
 def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
-    """Raise `UnsupportedMaskError` if the model's attention implementation is "eager", which would
-    add a bool mask to the scores as 0 and 1."""
+    """Raise `UnsupportedMaskError` for a bool mask under "eager", which adds it as 0 and 1."""
     for config in configs:
         if own_implementation(config) == EAGER:
             raise UnsupportedMaskError(
@@ -797,9 +783,3 @@ def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
                 "key. Pass an added mask (0 where a key is read, -inf elsewhere), or set sdpa "
                 "(model.set_attn_implementation('sdpa')), which reads bool masks."
             )
-
-
-def _own_masks(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
-    if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
-        return {key: _own_masks(part, mask) for key, part in value.items()}
-    return mask(value) if isinstance(value, LazyMask) else value

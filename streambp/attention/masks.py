@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
 from streambp.chunks import Barrier
 from streambp.errors import UnsharedError, UnsupportedMaskError
 from streambp.known_names import DOCUMENT_ENDS
+
+# types of arguments without masks
+VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
 class LazyMask:
@@ -406,3 +409,28 @@ def edges(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
             first[row, here] = start
             last[row, here] = query[here] if run.k1 is None else run.k1 - 1
     return first.to(device), last.to(device)
+
+
+def attention_mask_of(named: Mapping[str, Any]) -> Any:
+    """Return the mask among a layer's arguments that the layer will pass to its attention.
+
+    A second mask, of padding, may be for other modules that mix tokens. Attention's mask is the
+    `LazyMask` that streambp's mask function made.
+    """
+    for value in named.values():
+        if type(value) in VALUE_TYPES:
+            continue
+        if isinstance(value, LazyMask):
+            return value
+        if isinstance(value, Mapping):
+            for part in value.values():
+                if isinstance(part, LazyMask):
+                    return part
+    return named.get("attention_mask")
+
+
+def masks_replaced(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
+    """Return a layer's argument with `mask(found)` in place of each `LazyMask`."""
+    if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
+        return {key: masks_replaced(part, mask) for key, part in value.items()}
+    return mask(value) if isinstance(value, LazyMask) else value

@@ -8,8 +8,8 @@ not cached, because an engine may be set up after a forward.
 [Note: order of gradients] ZeRO-2, and ZeRO-1 with overlap_comm, put gradients into buckets in order
 of arrival, and sum the buckets of all ranks. If the order differs on one rank, parameters silently
 get the gradients of other parameters. A streamed layer delivers all its gradients together, after
-its backward. A layer may run unchunked on one rank alone, because of a mask or a hook there. Its
-input and its parameters then pass through one autograd node, which keeps the same order.
+its backward. A layer may run unchunked on one rank alone, because of a mask or a hook there. One
+autograd node then receives the input and the parameters of that layer, and keeps the order.
 
 [Note: inner leaves] DeepSpeed marks the expert blocks of some families as ZeRO-3 leaves when it is
 initialised. Only the block's full-backward hook reduces its gradients, and streaming silences this
@@ -28,8 +28,8 @@ Each rank therefore decides alone how to compute its micro-batch, and no collect
 the decision: a rank that is alone in a collective waits forever. Under DDP, ZeRO-1 and ZeRO-2 all
 collectives are in backward. Each gradient has one collective, however the gradient was computed.
 
-Under ZeRO-3 and FSDP2 each call of a unit is a collective, in forward and backward. A rank may
-there neither repeat a forward nor add one, unless all ranks do. docs/explanation/distributed.md
+Under ZeRO-3 and FSDP2 each call of a unit is a collective, in forward and backward. No rank
+may repeat or add a forward, unless all ranks do. docs/explanation/distributed.md
 lists every decision. For split sequences, `sharded/shards.py` agrees on every value that decides an
 exchange.
 """

@@ -413,8 +413,8 @@ class Adaptation:
         Args:
             dtype: dtype of the matrix products.
             masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
-            value: as in `product`.
-            add: as in `product`.
+            value: the saved output, or what replaces it; see `product`.
+            add: accumulates the gradient of the base weight; see `product`.
             factor: the factor of the A of all adapters; None: it is looked up.
         """
         adapters, base = self.reading.adapters, self.reading.base

@@ -634,8 +634,8 @@ class LayerCall:
             chunk: the chunk's range of positions.
             point: computes attention in place of the layer's own function; it is passed as the
                 mask.
-            leaves: as in `compute`.
-            states: as in `compute`.
+            leaves: the argument `leaves` of `compute`.
+            states: the argument `states` of `compute`.
         """
         kind = self.site.kind
         named, read = kind.attention.hand(self.arguments.cut(chunk, leaves), point)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from streambp.admission.trials import confirmed, few_tokens, gradients_of, same_gradients
 from streambp.attention.attend import Params
-from streambp.attention.interface import Layout, attention_mask_of
+from streambp.attention.interface import Layout
+from streambp.attention.masks import attention_mask_of
 from streambp.attention.prefix import Prefix
 from streambp.chunks import Chunk
 from streambp.config import StreamConfig
